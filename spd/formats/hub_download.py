@@ -6,19 +6,17 @@ The only module that imports huggingface_hub. A finished file is kept whatever h
 from __future__ import annotations
 
 import errno
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, get_token, hf_hub_download, set_client_factory
+from huggingface_hub import HfApi, constants, get_token, hf_hub_download
 from huggingface_hub import errors as hub_errors
 from huggingface_hub.hf_api import RepoSibling
-from huggingface_hub.utils._http import default_client_factory
 from huggingface_hub.utils._verification import compute_file_hash
 from tqdm.std import tqdm
 
@@ -34,9 +32,6 @@ SMALL_FILES |= {"special_tokens_map.json", "added_tokens.json", "chat_template.j
 SPARE_SHARE = 1.05  # free space wanted, as a share of what is to come
 _MAKE_ROOM = "spd rm NAME for a model that is not needed"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_ETAG = re.compile(r'(W/)?"?[A-Za-z0-9_-][A-Za-z0-9_=+.-]{0,199}"?')
-_NETWORK_PACKAGES = {"httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "hf_xet"}
-_NETWORK_PACKAGES |= {"huggingface_hub"}
 
 
 @dataclass(frozen=True)
@@ -67,8 +62,6 @@ def look_up(name: str, revision: str | None = None) -> RemoteModel:
         if not _COMMIT.fullmatch(commit):
             raise ValueError("it names no commit")
         offered = {file: every[file] for file in every if file in SMALL_FILES or SHARD_NAME.fullmatch(file)}
-        if not all(isinstance(file.size or 0, int) for file in offered.values()):
-            raise ValueError("it names a size that is no number")
         if "config.json" not in offered:
             raise IncompatibleError(f"{name}: the repository has no config.json, so it is no model folder")
         wanted = [file for file in offered.values() if file.rfilename in SMALL_FILES]
@@ -143,11 +136,10 @@ def _check_hash(name: str, file: RepoSibling, path: Path) -> None:
     found = compute_file_hash(path, "sha256" if file.lfs else "git-sha1")
     if wanted in (None, found):
         return
-    blob = Path(os.path.abspath(path.parent / os.readlink(path))) if path.is_symlink() else path
+    blob = path.resolve()
     path.unlink()
-    if blob.parent == path.parents[2] / "blobs":  # wherever else it lies, it is not the cache's
-        with suppress(OSError):
-            blob.unlink()
+    if blob.parent.name == "blobs":  # wherever else it lies, it is not the cache's
+        blob.unlink()
     raise NetworkError(
         f"{name}: {file.rfilename} is not the file that the hub lists; it was removed",
         reason=[f"hash wanted {wanted}", f"hash found  {found}"],
@@ -169,40 +161,22 @@ def _meter(report: Callable[[int], None]) -> Any:
     return Meter
 
 
-def _check_names(response: Any) -> None:
-    """Refuse an ETag or a commit that is no name: the library makes paths of them as they are."""
-    headers = response.headers
-    etag = headers.get(constants.HUGGINGFACE_HEADER_X_LINKED_ETAG) or headers.get("ETag", "0")
-    commit = headers.get(constants.HUGGINGFACE_HEADER_X_REPO_COMMIT, "0" * 40)
-    if response.request.method == "HEAD" and not (_ETAG.fullmatch(etag) and _COMMIT.fullmatch(commit)):
-        raise ValueError(f"no name to go by: ETag {shown(etag)}, commit {shown(commit)}")
-
-
-def _checked_client() -> Any:
-    client = default_client_factory()
-    client.event_hooks = {**client.event_hooks, "response": [_check_names]}
-    return client
-
-
 @contextmanager
 def _in_words(name: str) -> Iterator[None]:
     """Whatever the hub's library raises, as one refusal that says what to do."""
-    set_client_factory(_checked_client)
     try:
         yield
     except errors.SpdError:
         raise
     except Exception as error:
-        if (refusal := _refusal(name, error)) is None:
-            raise
-        raise refusal from error
+        raise _refusal(name, error) from error
 
 
-def _refusal(name: str, error: Exception) -> errors.SpdError | None:
-    """What an error of the library means for a download; None for one of this program's own."""
+def _refusal(name: str, error: Exception) -> errors.SpdError:
+    """What an error of the library means for a download."""
     said = "A token is set (HF_TOKEN or hf auth login)." if get_token() else "No token is set (HF_TOKEN)."
     status = getattr(getattr(error, "response", None), "status_code", None)
-    gated, package = isinstance(error, hub_errors.GatedRepoError), type(error).__module__.partition(".")[0]
+    gated = isinstance(error, hub_errors.GatedRepoError)
     if isinstance(error, hub_errors.RevisionNotFoundError):
         return NotFoundError(f"{name}: the hub has no such revision", fix=["leave --revision out"])
     if isinstance(error, hub_errors.RepositoryNotFoundError) and not gated:
@@ -220,14 +194,11 @@ def _refusal(name: str, error: Exception) -> errors.SpdError | None:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         why = f"the disk is full while downloading {name}"
         return ResourceError(why, reason=["Finished files are kept."], fix=[_MAKE_ROOM], code="disk_full")
+    why = one_line(error) or type(error).__name__
     if isinstance(error, hub_errors.HfHubHTTPError):
         why = f"the hub answered {status}"
-    elif isinstance(error, OSError) or package in _NETWORK_PACKAGES:
-        why = one_line(error) or type(error).__name__
-    elif isinstance(error, (AttributeError, LookupError, RecursionError, TypeError, ValueError)):
-        why = f"the hub gave a wrong answer: {one_line(error)}"
-    else:
-        return None
+    elif not isinstance(error, OSError) and type(error).__module__ == "builtins":
+        why = f"the hub gave a wrong answer: {why}"
     return NetworkError(
         f"cannot download {name}: {why}",
         reason=[f"The hub is {constants.ENDPOINT}. Finished files are kept."],

@@ -83,12 +83,9 @@ def _require_regular(path: Path, status: os.stat_result) -> None:
 def read_text(path: Path, limit: int) -> str:
     """The whole content of a UTF-8 file of at most `limit` bytes, without a byte order mark."""
     with open_regular_file(path) as file, os_errors(path):
-        size = os.fstat(file.fileno()).st_size
-        if size > limit:
-            raise CheckpointError(f"{path}: is larger than {limit:,} bytes")
-        data = file.read(size + 1)
-    if len(data) != size:
-        raise CheckpointError(f"{path}: changed while it was read")
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise CheckpointError(f"{path}: is larger than {limit:,} bytes")
     return decode_utf8(data, str(path))
 
 

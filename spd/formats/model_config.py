@@ -82,7 +82,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class _Family:
-    model_types: tuple[str, ...]
+    model_type: str
     absent: Mapping[str, object]
     """What an absent key counts as. A family that knows windows or the rotation of a part has its key."""
     bias: str | None = "attention_bias"  # the key of the attention's biases, where the family has one
@@ -94,77 +94,75 @@ class _Family:
     local_base: str | None = None  # the key of the base of layers that slide, where these turn in another way
     global_still: bool = False  # where layers slide, those that see everything do not turn
     gemma4: bool = False  # whether layers have the keys of `read_gemma4`
+    also: tuple[str, ...] = ()  # other model types of the same text
 
 
 _COMMON: dict[str, object] = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 _LONG, _SHORT = {"max_position_embeddings": 131072}, {"max_position_embeddings": 2048}
 _QWEN, _EPS = {"max_position_embeddings": 32768}, {"rms_norm_eps": 1e-5}
-_SLIDES = {"sliding_window": 4096}
+_SLIDES, _LOCAL = {"sliding_window": 4096}, "rope_local_base_freq"
 _SWITCHED = {**_QWEN, **_SLIDES, "use_sliding_window": False, "max_window_layers": 28}
 _FOURTH = {**_SLIDES, "sliding_window_pattern": 4}  # of so many layers the last one sees everything
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "tie_word_embeddings": True}
-_GEMMA3 = {**_GEMMA, **_LONG, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6}
+_GEMMA3 = {**_GEMMA, **_LONG, "rope_theta": 1e6, _LOCAL: 1e4, "sliding_window_pattern": 6}
 _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _QUARTER = {**_QWEN, "partial_rotary_factor": 0.25}
 _GRANITE, _ERNIE = {**_SHORT, "attention_multiplier": 1.0}, {**_LONG, **_EPS, "rope_theta": 5e5}
 _GLM4_MOE = {**_LONG, **_EPS, "partial_rotary_factor": 0.5, "first_k_dense_replace": 1}
 _GLM4 = {**_GLM4_MOE, "rms_norm_eps": 1.5625e-7, "attention_bias": True, "head_dim": 128}
 _FAMILIES = {
-    "LlamaForCausalLM": _Family(("llama",), _SHORT, mlp_bias="mlp_bias"),
-    "MistralForCausalLM": _Family(("mistral",), {**_LONG, **_SLIDES}, bias=None),
+    "LlamaForCausalLM": _Family("llama", _SHORT, mlp_bias="mlp_bias"),
+    "MistralForCausalLM": _Family("mistral", {**_LONG, **_SLIDES}, bias=None),
     "Phi3ForCausalLM": _Family(
-        ("phi3",),
+        "phi3",
         {**_EPS, "max_position_embeddings": 4096, "partial_rotary_factor": 1.0, "sliding_window": None},
         bias=None,
     ),
-    "Qwen2ForCausalLM": _Family(("qwen2",), _SWITCHED, bias=None),
-    "Qwen3ForCausalLM": _Family(("qwen3",), _SWITCHED),
-    "Qwen3MoeForCausalLM": _Family(("qwen3_moe",), _QWEN, experts=blocks.QWEN3),
+    "Qwen2ForCausalLM": _Family("qwen2", _SWITCHED, bias=None),
+    "Qwen3ForCausalLM": _Family("qwen3", _SWITCHED),
+    "Qwen3MoeForCausalLM": _Family("qwen3_moe", _QWEN, experts=blocks.QWEN3),
     "Gemma2ForCausalLM": _Family(
-        ("gemma2",),
-        {**_GEMMA, **_CAPS, **_SLIDES, "max_position_embeddings": 8192, "sliding_window_pattern": 2},
+        "gemma2", {**_GEMMA, **_CAPS, **_SLIDES, "max_position_embeddings": 8192, "sliding_window_pattern": 2}
     ),
-    "Gemma3ForCausalLM": _Family(("gemma3_text",), {**_GEMMA3, **_SLIDES}, local_base="rope_local_base_freq"),
-    "DeepseekV2ForCausalLM": _Family(("deepseek_v2",), _SHORT, latent=True, experts=blocks.DEEPSEEK2),
+    "Gemma3ForCausalLM": _Family("gemma3_text", {**_GEMMA3, **_SLIDES}, local_base=_LOCAL),
+    "DeepseekV2ForCausalLM": _Family("deepseek_v2", _SHORT, latent=True, experts=blocks.DEEPSEEK2),
     "DeepseekV3ForCausalLM": _Family(
-        ("deepseek_v3",),
+        "deepseek_v3",
         {"max_position_embeddings": 4096, "first_k_dense_replace": 3},
         latent=True,
         experts=blocks.DEEPSEEK3,
     ),
-    "Glm4MoeForCausalLM": _Family(("glm4_moe",), _GLM4_MOE, experts=blocks.DEEPSEEK3),
-    "MiMoForCausalLM": _Family(("mimo",), _QWEN),
-    "Qwen3NextForCausalLM": _Family(("qwen3_next",), _QUARTER, experts=blocks.HYBRID, interleaved=True),
-    "Qwen3_5ForCausalLM": _Family(("qwen3_5_text",), _QUARTER, interleaved=False),
-    "Qwen3_5MoeForCausalLM": _Family(
-        ("qwen3_5_moe_text",), _QUARTER, experts=blocks.HYBRID, interleaved=False
-    ),
-    "Ernie4_5ForCausalLM": _Family(("ernie4_5",), _ERNIE, bias="use_bias", mlp_bias="use_bias"),
-    "Ernie4_5_MoeForCausalLM": _Family(("ernie4_5_moe",), _ERNIE, bias="use_bias", experts=blocks.ERNIE),
+    "Glm4MoeForCausalLM": _Family("glm4_moe", _GLM4_MOE, experts=blocks.DEEPSEEK3),
+    "MiMoForCausalLM": _Family("mimo", _QWEN),
+    "Qwen3NextForCausalLM": _Family("qwen3_next", _QUARTER, experts=blocks.HYBRID, interleaved=True),
+    "Qwen3_5ForCausalLM": _Family("qwen3_5_text", _QUARTER, interleaved=False),
+    "Qwen3_5MoeForCausalLM": _Family("qwen3_5_moe_text", _QUARTER, experts=blocks.HYBRID, interleaved=False),
+    "Ernie4_5ForCausalLM": _Family("ernie4_5", _ERNIE, bias="use_bias", mlp_bias="use_bias"),
+    "Ernie4_5_MoeForCausalLM": _Family("ernie4_5_moe", _ERNIE, bias="use_bias", experts=blocks.ERNIE),
     "SmolLM3ForCausalLM": _Family(
-        ("smollm3",),
+        "smollm3",
         {**_QWEN, "rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
         mlp_bias="mlp_bias",
     ),
     "Olmo3ForCausalLM": _Family(
-        ("olmo3",), {**_SHORT, **_EPS, **_FOURTH, "rope_theta": 5e5}, local_base="rope_theta"
+        "olmo3", {**_SHORT, **_EPS, **_FOURTH, "rope_theta": 5e5}, local_base="rope_theta"
     ),
-    "GraniteForCausalLM": _Family(("granite",), _GRANITE, mlp_bias="mlp_bias"),
-    "GraniteMoeForCausalLM": _Family(("granitemoe",), _GRANITE, experts=blocks.MIXTRAL),
+    "GraniteForCausalLM": _Family("granite", _GRANITE, mlp_bias="mlp_bias"),
+    "GraniteMoeForCausalLM": _Family("granitemoe", _GRANITE, experts=blocks.MIXTRAL),
     "SeedOssForCausalLM": _Family(
-        ("seed_oss",),
+        "seed_oss",
         {"max_position_embeddings": 524288, "attention_bias": True, "head_dim": 128},
         mlp_bias="mlp_bias",
     ),
     "Ministral3ForCausalLM": _Family(
-        ("ministral3",),
+        "ministral3",
         {**_EPS, "max_position_embeddings": 262144, "sliding_window": None, "head_dim": 128},
         bias=None,
     ),
-    "Glm4ForCausalLM": _Family(("glm4",), _GLM4),
-    "Exaone4ForCausalLM": _Family(("exaone4",), {**_SHORT, **_EPS, **_FOURTH}, bias=None, global_still=True),
+    "Glm4ForCausalLM": _Family("glm4", _GLM4),
+    "Exaone4ForCausalLM": _Family("exaone4", {**_SHORT, **_EPS, **_FOURTH}, bias=None, global_still=True),
     "Cohere2ForCausalLM": _Family(
-        ("cohere2",),
+        "cohere2",
         {
             **{**_FOURTH, "max_position_embeddings": 8192, "tie_word_embeddings": True},
             **{"logit_scale": 0.0625, "layer_norm_eps": 1e-5},
@@ -173,29 +171,30 @@ _FAMILIES = {
         global_still=True,
     ),
     "Gemma4ForCausalLM": _Family(
-        ("gemma4_text", "gemma4_unified_text"),
+        "gemma4_text",
         {**_GEMMA3, "sliding_window": 512, "head_dim": 256},
         experts=blocks.GEMMA4,
-        local_base="rope_local_base_freq",
+        local_base=_LOCAL,
         gemma4=True,
+        also=("gemma4_unified_text",),
     ),
     "GptOssForCausalLM": _Family(
-        ("gpt_oss",),
+        "gpt_oss",
         {
             **{**_LONG, **_EPS, "attention_bias": True, "rope_theta": 150_000.0, "head_dim": 64},
             **{"sliding_window": 128, "sliding_window_pattern": 2},
         },
         experts=blocks.GPT_OSS,
     ),
-    "HunYuanDenseV1ForCausalLM": _Family(("hunyuan_v1_dense",), {**_SHORT, **_EPS}),
+    "HunYuanDenseV1ForCausalLM": _Family("hunyuan_v1_dense", {**_SHORT, **_EPS}),
     "MixtralForCausalLM": _Family(
-        ("mixtral",),
+        "mixtral",
         {**_LONG, **_EPS, "rope_theta": 1e6, "sliding_window": None},
         bias=None,
         experts=blocks.MIXTRAL,
     ),
     "Qwen2MoeForCausalLM": _Family(
-        ("qwen2_moe",), {**_SWITCHED, "qkv_bias": True}, bias="qkv_bias", experts=blocks.QWEN2
+        "qwen2_moe", {**_SWITCHED, "qkv_bias": True}, bias="qkv_bias", experts=blocks.QWEN2
     ),
 }
 _NULL_IS_NONE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
@@ -333,7 +332,8 @@ def _architecture(fields: Fields) -> str:
         error = fields.refused(key, f"{shown(name or names)} {why}")
         error.reason = (f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}",)
         raise error
-    fields.choice("model_type", _FAMILIES[name].model_types, _FAMILIES[name].model_types[0])
+    family = _FAMILIES[name]
+    fields.choice("model_type", (family.model_type, *family.also), family.model_type)
     return name
 
 

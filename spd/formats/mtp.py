@@ -134,7 +134,6 @@ class MtpLayout:
     family: MtpFamily
     modules: int
     first_layer: int  # the {l} of module 0; of use where the family numbers layers
-    own: tuple[str, ...] = ()  # which tables the checkpoint holds beside the target's
 
     def named(self, template: str, module: int) -> str:
         return template.format(i=module, l=self.first_layer + module)
@@ -151,8 +150,7 @@ class MtpLayout:
 
     def words(self) -> str:
         modules = f"{self.modules} module" + ("s" if self.modules > 1 else "")
-        copies = f", copies of {' and '.join(self.own)}" if self.own else ""
-        return f"{self.family.name} layout, {modules} at {self.layer_prefix(0)}*{copies}"
+        return f"{self.family.name} layout, {modules} at {self.layer_prefix(0)}*"
 
 
 @dataclass(frozen=True)
@@ -204,9 +202,7 @@ def find_mtp(architecture: str, names: Collection[str], num_layers: int | None) 
         least = num_layers if family.numbers_layers and num_layers is not None else 0
         if found := {number for number in numbers if least <= number < MAX_LAYERS}:
             first = (min(found) if num_layers is None else num_layers) if family.numbers_layers else 0
-            layout = MtpLayout(family, max(found) - first + 1, first)
-            tables = (key for key, copy in family.tables.items() if layout.named(copy, 0) in names)
-            return replace(layout, own=tuple(tables))
+            return MtpLayout(family, max(found) - first + 1, first)
     return None
 
 
@@ -386,10 +382,9 @@ def plan_head(source: ModelFolder, name: str, layer_tensors: Callable[[ModelConf
     layout = head.layout
     needed = check_mtp(checkpoint, head, layer_tensors(head.config), (*FLOAT_DTYPES, *FP8_DTYPES))
     fp8 = [name for name in needed if checkpoint.tensors[name].dtype == FP8_DTYPES[0]]
-    if bare := [name for name in fp8 if name + SCALE_SUFFIX not in checkpoint.tensors]:
+    if bare := [name + SCALE_SUFFIX for name in fp8 if name + SCALE_SUFFIX not in checkpoint.tensors]:
         why = f"{len(bare)} FP8 tensors of the MTP head have no scales; first: {bare[0]}"
-        scales = listed([name + SCALE_SUFFIX for name in bare])
-        raise CheckpointError(f"{checkpoint.folder}: {why}", reason=scales)
+        raise CheckpointError(f"{checkpoint.folder}: {why}", reason=listed(bare))
     # What a copy may equal: the target's embedding serves as head too where it is tied.
     embedding, output = (checkpoint.tensors.get(name) for name in TABLES)
     equals = {"embedding": embedding, "head": output or embedding}
@@ -401,7 +396,7 @@ def plan_head(source: ModelFolder, name: str, layer_tensors: Callable[[ModelConf
         checkpoint,
         head if is_head else replace(head, verifier_sha256=verifier_hash(checkpoint)),
         (inner or fields).values,
-        layout.modules if is_head else declared_modules(fields),
+        declared_modules(fields),
         tuple(meta for meta in kept if meta.name not in tables),
         tuple((meta, tables[meta.name]) for meta in kept if meta.name in tables),
         tuple(meta.name for meta in metas if meta not in kept),
@@ -439,10 +434,10 @@ def differing_copies(plan: HeadPlan) -> list[TensorMeta]:
 
 def outputs(plan: HeadPlan, tensors: Sequence[TensorMeta], cast: Cast | None) -> list[OutputTensor]:
     """What the writer writes: bytes as they are stored, or through `cast` where the dtype is another."""
-    stored, changed = plan.checkpoint.pieces, partial(cast, plan.checkpoint) if cast else None
-    found = []
-    for meta in tensors:
-        dtype = plan.dtype_of(meta)
-        read = changed if changed and dtype != meta.dtype else stored
-        found.append(OutputTensor(meta.name, dtype, meta.shape, partial(read, meta)))
-    return found
+
+    def pieces(meta: TensorMeta) -> Callable[[], Iterator[bytes]]:
+        if cast is not None and plan.dtype_of(meta) != meta.dtype:
+            return partial(cast, plan.checkpoint, meta)
+        return partial(plan.checkpoint.pieces, meta)
+
+    return [OutputTensor(meta.name, plan.dtype_of(meta), meta.shape, pieces(meta)) for meta in tensors]

@@ -34,7 +34,7 @@ from spd.formats.json_file import Fields, shown
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which nibble of a word holds each of eight neighbouring columns."""
 NVFP4_GROUP, MXFP4_GROUP = 16, 32
-MAX_GROUP, MAX_RULES, MAX_PATTERN = 1 << 16, 1 << 17, 1000
+MAX_GROUP, MAX_RULES = 1 << 16, 1 << 17
 FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """Where older tools wrote what `config.json` lacks: ModelOpt, AutoGPTQ, AutoAWQ."""
 METHODS = "compressed-tensors, gptq, awq, modelopt, and fp8 with weight_block_size"
@@ -47,10 +47,6 @@ PACKED = dict.fromkeys(("pack", "nvfp4", "mxfp4"), "weight_packed")
 PACKED |= dict.fromkeys(("gptq", "awq"), "qweight")
 """By layout the tensor that holds the codes, where it is not `weight`."""
 CODES = frozenset({"weight", *PACKED.values()})
-_NESTED = re.compile(r"[*+}]\)*[*+{]|\([^()]*[*+{|][^()]*\)[*+{]")
-"""Repetitions of repetitions, which can take for ever to match."""
-
-
 Shape = tuple[int, ...]
 StoredTensor = tuple[tuple[Shape, ...], tuple[str, ...]]
 """The shapes that a tensor may have, and dtypes."""
@@ -236,13 +232,11 @@ def _strings(fields: Fields, key: str) -> tuple[str, ...]:
 
 
 def _pattern(fields: Fields, key: str, text: str) -> str:
-    """A regular expression that can be matched in little time."""
+    """A regular expression. Raises CheckpointError for what is none."""
     try:
-        fine = len(text) <= MAX_PATTERN and not _NESTED.search(text)
         re.compile(text)
     except (re.error, RecursionError, OverflowError):
-        fine = False
-    fields.require(fine, key, f"{shown(text)} is no pattern that can be matched in little time")
+        raise fields.refused(key, f"{shown(text)} is no pattern") from None
     return text
 
 
@@ -256,9 +250,10 @@ def _named(fields: Fields, key: str, scheme: Scheme | None) -> Rule:
 def _compressed(fields: Fields) -> Iterator[Rule]:
     for key, what in (("transform_config", "rotations of weights"), ("sparsity_config", "sparse weights")):
         inner = fields.fields(key)
-        harmless = inner is None or not inner.values or inner.get("format") == "dense"
-        harmless = harmless or not (inner and (inner.get("config_groups") or inner.get("format")))
-        fields.require(harmless, key, f"{what} are not supported: use a copy without them")
+        used = inner is not None and (
+            inner.get("config_groups") or inner.get("format") not in (None, "dense")
+        )
+        fields.require(not used, key, f"{what} are not supported: use a copy without them")
     fields.choice("quantization_status", ("compressed",), "compressed")
     yield _named(fields, "ignore", None)
     groups = fields.nested("config_groups")
@@ -269,22 +264,22 @@ def _compressed(fields: Fields) -> Iterator[Rule]:
 
 
 FORMATS = tuple(f"{name}-quantized" for name in ("pack", "int", "float", "naive", "nvfp4-pack", "mxfp4-pack"))
-"""What compressed-tensors calls its layouts."""
+STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
+"""What compressed-tensors calls its layouts, and which weights share a scale."""
 
 
 def _group(group: Fields, whole: Fields) -> Rule:
     """One of `config_groups`; a class of modules is all of them, for only matrices are asked for."""
     weights = group.nested("weights")
     bits, kind = weights.integer("num_bits", 1, 16, 8), weights.choice("type", ("int", "float"), "int")
-    kept = group.text("format", whole.text("format", "pack-quantized"))
-    strategy = weights.text("strategy", "tensor")
+    kept = group.choice("format", FORMATS, whole.text("format", FORMATS[0]))
+    strategy = weights.choice("strategy", STRATEGIES, STRATEGIES[0])
     size = weights.optional_integer("group_size", -1, MAX_GROUP)
     symmetric = weights.boolean("symmetric", True)
     if (activations := group.fields("input_activations")) is not None and kind == "int":
         eight = activations.integer("num_bits", 1, 16, 8) >= 8
         why = "activations of fewer than 8 bits are not supported: use a W4A16 copy"
         activations.require(eight, "num_bits", why)
-    group.require(kept in FORMATS, "format", f"{shown(kept)} is not supported ({', '.join(FORMATS)} are)")
     ordered = weights.get("actorder") in ("group", True)
     scheme = Scheme("pack", bits, size if strategy == "group" else None, symmetric, reordered=ordered)
     if kept in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
@@ -299,8 +294,6 @@ def _group(group: Fields, whole: Fields) -> Rule:
         weights.require(bits == 8 and symmetric, "num_bits", "int-quantized weights are symmetric, of 8 bits")
         scheme = Scheme("int8", 8)
     weights.require(scheme.bits <= 8, "num_bits", f"{bits} is more than 8")
-    strategies = ("tensor", "channel", "group", "block", "tensor_group")
-    weights.require(strategy in strategies, "strategy", f"{shown(strategy)} is not supported")
     targets = _named(group, "targets", scheme)
     classes = {"Linear", "ReplicatedLinear", "ColumnParallelLinear", "RowParallelLinear"}
     return targets._replace(every=not classes.isdisjoint(targets.names))
@@ -315,37 +308,29 @@ def _size(fields: Fields, *keys: str) -> int | None:
 
 
 def _gptq(fields: Fields) -> Iterator[Rule]:
-    kept = fields.text("checkpoint_format", "gptq")
-    advice = "use a copy in gptq or gptq_v2"
-    fields.require(
-        kept in ("gptq", "gptq_v2"), "checkpoint_format", f"{shown(kept)} is not supported: {advice}"
-    )
+    kept = fields.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     bits = fields.integer("bits", 2, 8, 4)
     fields.require(bits in (2, 3, 4, 8), "bits", f"{bits} is not supported (2, 3, 4, 8 are)")
     ordered, symmetric = fields.boolean("desc_act", False), fields.boolean("sym", True)
     offset = int(kept == "gptq")
     scheme = Scheme("gptq", bits, _size(fields, "group_size"), symmetric, offset=offset, reordered=ordered)
-    changes = fields.fields("dynamic")
-    for pattern in changes.values if changes else ():
-        assert changes is not None
+    changes = fields.fields("dynamic") or Fields(fields.where, {})
+    for pattern in changes.values:
         text = _pattern(fields, "dynamic", pattern.removeprefix("+:").removeprefix("-:"))
-        if pattern.startswith("-:"):
-            yield Rule(None, patterns=(text,))
-            continue
         own = changes.nested(pattern)
-        group = _size(own, "group_size") if "group_size" in own else scheme.group
-        other = replace(scheme, bits=own.integer("bits", 2, 8, bits), group=group)
         other = replace(
-            other, symmetric=own.boolean("sym", symmetric), reordered=own.boolean("desc_act", ordered)
+            scheme,
+            bits=own.integer("bits", 2, 8, bits),
+            group=_size(own, "group_size") if "group_size" in own else scheme.group,
+            symmetric=own.boolean("sym", symmetric),
+            reordered=own.boolean("desc_act", ordered),
         )
-        yield Rule(other, patterns=(text,))
+        yield Rule(None if pattern.startswith("-:") else other, patterns=(text,))
     yield Rule(scheme, every=True)
 
 
 def _awq(fields: Fields) -> Iterator[Rule]:
-    version = fields.text("version", "gemm").lower()
-    why = f"{shown(version)} is not supported (gemm is): use a copy in gemm"
-    fields.require(version == "gemm", "version", why)
+    fields.choice("version", ("gemm", "GEMM"), "gemm")
     key = "bits" if "bits" in fields else "w_bit"
     bits = fields.integer(key, 1, 8, 4)
     fields.require(bits == 4, key, f"{bits} is not supported (4 is)")

@@ -26,8 +26,7 @@ class Hub:
     sent: dict[str, bytes] = field(default_factory=dict)
     """Other bytes than those listed, by file."""
     headers: dict[str, str] = field(default_factory=dict)
-    """Other headers of answers about files; `missing` is a file that is listed, and not found."""
-    missing: str = ""
+    """Other headers of answers about files."""
     answer: bytes | None = None
     """Sent in place of the listing."""
     break_after: dict[str, list[int]] = field(default_factory=dict)
@@ -82,8 +81,6 @@ class HubHandler(BaseHTTPRequestHandler):
         elif path.startswith(f"/api/models/{NAME}"):
             data = json.dumps(hub.listing()).encode() if hub.answer is None else hub.answer
             self._send(200, data, {"Content-Type": "application/json"}, body)
-        elif hub.missing and path.endswith(hub.missing):
-            self._send(404, b"", {"X-Error-Code": "EntryNotFound", **hub.headers}, body)
         elif path.startswith(f"/{NAME}/resolve/{COMMIT}/") and path.rpartition("/")[2] in hub.files:
             self._send_file(hub, path.rpartition("/")[2], body)
         else:

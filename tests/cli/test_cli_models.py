@@ -148,38 +148,6 @@ def test_a_file_with_another_hash_is_removed(name: str, hub: Hub, cache: Path, s
     assert all(hub.sent[name] != blob.read_bytes() for blob in (cache / "models--org--Tiny/blobs").iterdir())
 
 
-def everything_below(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.mark.parametrize("header", ["ETag", "X-Linked-Etag", "X-Repo-Commit"])
-@pytest.mark.parametrize("name", ["../../../precious", "/PRECIOUS", "../../../new", "..", '"../../../new"'])
-@pytest.mark.parametrize("missing", ["", "config.json"])
-def test_no_answer_leads_out_of_the_cache(
-    header: str, name: str, missing: str, hub: Hub, cache: Path, tmp_path: Path, spd_run: Callable
-) -> None:
-    """The library makes paths of these headers; what is there is kept, and nothing is made."""
-    precious = tmp_path / "precious"
-    precious.write_text("all there is")
-    before = {path: data for path, data in everything_below(tmp_path).items() if "tiny" not in path}
-    hub.headers[header] = name.replace("/PRECIOUS", str(precious))
-    hub.missing = missing
-    words = f"cannot download {NAME}: the hub gave a wrong answer: no name to go by"
-    refused(spd_run("pull", NAME), 8, words)
-    outside = {p: d for p, d in everything_below(tmp_path).items() if not p.startswith(str(cache))}
-    assert outside == before
-
-
-@pytest.mark.parametrize("etag", ['W/"abc"', "5f3c-1a2b", '"d41d8cd98f00b204e9800998ecf8427e-12"'])
-def test_etags_of_other_servers(etag: str, hub: Hub, cache: Path, spd_run: Callable) -> None:
-    for name in set(hub.files) - {"config.json", "model.safetensors"}:
-        del hub.files[name]
-    hub.headers["ETag"] = etag
-    ran = spd_run("pull", NAME)
-    assert ran.code == 8 and "is not the file that the hub lists" in ran.err, "one name for two files"
-    assert [path.name for path in (cache / "models--org--Tiny/blobs").iterdir()] == []
-
-
 def test_a_link_that_leads_out_of_the_cache_is_all_that_is_removed(
     hub: Hub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -399,8 +399,3 @@ def test_every_private_character_used(tokenizer: Tokenizer, open_template) -> No
     content = "".join(map(chr, _MARKS)) + "<|im_end|>"
     with refused(UsageError, "private", exit_code=2):
         encode_chat(tokenizer, open_template(CHATML), [{"role": "user", "content": content}])
-    deep: list = []
-    for _ in range(5000):
-        deep = [deep]
-    with refused(UsageError, "nested", exit_code=2):
-        encode_chat(tokenizer, open_template(CHATML), [{"role": "user", "content": deep}])

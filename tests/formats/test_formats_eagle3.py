@@ -52,15 +52,9 @@ def test_a_head_as_first_published(tmp_path: Path) -> None:
     assert config.bos_token_id is None and config.eos_token_ids == ()
     assert config.eagle3 == Eagle3Config(4096, 32000, None, 3, False, False, False, False)
     assert config.eagle3.aux_layers(32) == (2, 16, 29)
-
-
-def test_a_head_narrower_than_its_target(tmp_path: Path) -> None:
-    config = read(tmp_path, {**FIRST, "hidden_size": 6144, "target_hidden_size": 8192})
-    assert config.hidden_size == 6144 and config.eagle3 is not None
-    assert config.eagle3.target_hidden_size == 8192
-
-
-def test_a_model_is_no_head(tmp_path: Path) -> None:
+    assert facts(tmp_path, {**TRAINED, "draft_vocab_size": None}).draft_vocab_size is None
+    narrower = {**FIRST, "hidden_size": 6144, "target_hidden_size": 8192}
+    assert facts(tmp_path, narrower).target_hidden_size == 8192
     assert read(tmp_path, LLAMA).eagle3 is None
 
 
@@ -72,10 +66,6 @@ def test_trainers_write_their_target_s_type_and_ids(
     ids = {"vocab_size": 129280, "bos_token_id": 151643, "eos_token_id": 151645}
     written = {**TRAINED, **ids, "architectures": [architecture], "model_type": model_type}
     assert facts(tmp_path, written).draft_vocab_size == 32000
-
-
-def test_a_head_of_all_ids(tmp_path: Path) -> None:
-    assert facts(tmp_path, {**TRAINED, "draft_vocab_size": None}).draft_vocab_size is None
 
 
 IDS, OTHER = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"

@@ -9,7 +9,7 @@ import pytest
 
 from spd.cli.text.output import Sink, TraceFile, write_file
 from spd.errors import SpdError, UsageError
-from spd.formats.files import open_output, read_input, write_whole
+from spd.formats.files import read_input, write_whole
 
 
 def test_a_file_is_read_up_to_its_bound(tmp_path: Path) -> None:
@@ -70,9 +70,3 @@ def test_one_writer_a_file(tmp_path: Path) -> None:
     first.close()
     write_file(path, "yours")
     assert path.read_text() == "yours"
-
-
-def test_what_is_no_regular_file_is_not_locked() -> None:
-    descriptors = [open_output(Path("/dev/null")) for _ in range(2)]
-    for descriptor in descriptors:
-        os.close(descriptor)

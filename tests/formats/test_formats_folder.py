@@ -80,13 +80,6 @@ def test_a_run_with_a_draft_model(opened: Counter[tuple[Path, str]], demo: Path)
     assert {name: opened[draft, name] for name in read} == dict.fromkeys(read, 1)
 
 
-def test_an_engine_of_the_library(opened: Counter[tuple[Path, str]], demo: Path) -> None:
-    from tests.helpers import make_engine
-
-    make_engine(demo, spec="mtp")
-    assert {name: opened[demo, name] for name in ONCE} == dict.fromkeys(ONCE, 1)
-
-
 def test_a_fault_is_told_at_every_use(tmp_path: Path) -> None:
     folder = ModelFolder(tmp_path)
     for _ in range(2):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +58,7 @@ def test_a_head_is_found_by_its_names_whatever_the_configuration_says() -> None:
     assert find_mtp("DeepseekV3ForCausalLM", names, LAYERS) is None
     found = find_mtp("DeepseekV3ForCausalLM", names | set(deepseek(copies=True)), LAYERS)
     assert found is not None and (found.family.name, found.modules) == ("deepseek", 1)
-    assert found.own == ("embedding", "head") and found.layer_prefix(0) == "model.layers.2."
-    assert "copies of embedding and head" in found.words()
+    assert found.words() == "deepseek layout, 1 module at model.layers.2.*"
     for architecture, name, normed in (
         ("Glm4MoeForCausalLM", "glm4", False),
         ("SomebodyElse", "deepseek", True),
@@ -74,19 +72,6 @@ def test_a_head_is_found_by_its_names_whatever_the_configuration_says() -> None:
         names = {family.glue["projection"].format(i=0, l=layer), f"{family.layer}x".format(i=1, l=layer + 1)}
         found = find_mtp(architecture, names, LAYERS)
         assert found is not None and found.family is family and found.modules == 2, family.name
-
-
-def test_conventions_of_the_families_are_the_published_ones() -> None:
-    table = {f.name: (f.hidden_first, f.masks_first, f.recycles_normed, f.centred_norms) for f in FAMILIES}
-    assert table == {
-        "deepseek": (False, True, True, False),
-        "glm4": (False, True, False, False),
-        "mimo": (True, True, True, False),
-        "ernie": (False, True, False, False),
-        "mtp": (False, False, True, False),
-        "qwen3_next": (False, False, True, True),
-    }
-    assert [f.name for f in FAMILIES if "final_norm" not in f.glue] == ["ernie"]
 
 
 @pytest.mark.parametrize(
@@ -179,14 +164,6 @@ def test_a_head_folder_is_read_back(tmp_path: Path) -> None:
     ):
         with refused(CheckpointError, words):
             read_head_folder(ModelFolder(head_folder(tmp_path / "bad", **changes)))
-
-
-def test_quantization_goes_along_only_with_quantized_tensors() -> None:
-    target = {**QWEN3, "quantization_config": {"quant_method": "fp8"}}
-    for quantized in (False, True):
-        config = head_config(target, "x", "y", 1, quantized=quantized)
-        assert ("quantization_config" in config["transformer_layer_config"]) is quantized
-    assert json.loads(json.dumps(config)) == config
 
 
 def test_a_head_of_another_model_is_refused(tmp_path: Path) -> None:

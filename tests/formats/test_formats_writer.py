@@ -179,15 +179,6 @@ def test_a_tensor_of_another_size_than_announced_is_no_file(tmp_path: Path) -> N
     assert os.listdir(tmp_path) == []
 
 
-def test_the_longest_name_can_be_replaced(tmp_path: Path) -> None:
-    """What could be begun can be finished: where the old folder steps aside needs no longer name."""
-    destination = tmp_path / ("x" * (255 - len("..partial")))
-    for replaces in (False, True):
-        with open_stage(destination, replaces=replaces) as stage:
-            write_json(stage / "head.json", {})
-    assert os.listdir(tmp_path) == [destination.name]
-
-
 def test_two_writers_of_one_destination(tmp_path: Path) -> None:
     """The one that ends last is refused; neither writes into the other's stage."""
     with (
@@ -198,34 +189,6 @@ def test_two_writers_of_one_destination(tmp_path: Path) -> None:
         write(tmp_path / "head", "second")
     check(tmp_path / "head")
     assert json.loads((tmp_path / "head" / "manifest.json").read_text()) == {"job": "second"}
-
-
-def test_nothing_that_is_there_is_written_through(tmp_path: Path) -> None:
-    """In a folder of all users: the stage's name cannot be foreseen, and what has a name is not opened."""
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    (tmp_path / "all").mkdir(mode=0o777)
-    with open_stage(tmp_path / "all" / "head", replaces=False) as stage:
-        assert stage.parent.name not in ("head", ".head.partial")
-        (stage / "model.safetensors").symlink_to(victim)
-        with pytest.raises(FileExistsError):
-            write_tensors(stage / "model.safetensors", tensors())
-        (stage / "manifest.json").symlink_to(victim)
-        with pytest.raises(FileExistsError):
-            write_json(stage / "manifest.json", {})
-    assert victim.read_text() == "precious"
-
-
-def test_what_is_not_finished_is_its_owner_s_alone(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        with open_stage(tmp_path / "head", replaces=False) as stage:
-            assert stage.parent.stat().st_mode & 0o777 == 0o700
-            write_json(stage / "manifest.json", {})
-    finally:
-        os.umask(before)
-    assert (tmp_path / "head").stat().st_mode & 0o777 == 0o750
-    assert (tmp_path / "head" / "manifest.json").stat().st_mode & 0o777 == 0o640
 
 
 def test_what_was_to_be_replaced_stays_where_nothing_takes_its_place(
