@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from spd.formats.json_file import Fields, shown
+from spd.formats.json_file import Fields
 
 MAX_POSITIONS = 1 << 27
 MAX_PERIOD, MAX_RANK, MAX_EXPERTS, MAX_WIDTH = 1024, 1 << 16, 1 << 14, 1 << 20
@@ -125,6 +125,7 @@ class ExpertKeys:
     sparse: Callable[[Fields, int], list[bool]] | None = None  # which layers have experts; None: all
     router: RouterConfig = RouterConfig(0, sigmoid=False, corrected=False, normalised=True)
     correction: str = ExpertsConfig.correction
+    grouped: bool = False  # whether experts may be chosen by groups, as DeepSeek's are
     clamped: bool = False
 
 
@@ -181,10 +182,8 @@ def _listed(
         return None
     if not isinstance(names, list) or len(names) != num_layers:
         raise fields.refused(key, f"is not a list of {num_layers} names, one a layer")
-    known = f"{', '.join(kinds)} {'are' if len(kinds) > 1 else 'is'}"
-    for name in names:
-        fields.require(name in kinds, key, f"{shown(name)} is not supported ({known})")
-    return [name != KINDS[0] for name in names]
+    each = (Fields(fields.where, {key: name}) for name in names)
+    return [kind.choice(key, kinds) != KINDS[0] for kind in each]
 
 
 def read_latent(fields: Fields) -> LatentConfig:
@@ -243,22 +242,19 @@ def read_experts(fields: Fields, num_layers: int, keys: ExpertKeys) -> ExpertsCo
     router = replace(keys.router, per_token=fields.integer(keys.per_token, 1, count))
     if keys.normalised is not None:
         router = replace(router, normalised=fields.boolean("norm_topk_prob", keys.normalised))
-    limits = None
-    if keys.clamped:
-        limits = (
-            fields.number("swiglu_limit", 1e-3, 1e6, 7.0),
-            fields.number("swiglu_alpha", 1e-3, 1e3, 1.702),
-        )
+    if keys.grouped:
+        router = _deepseek_router(fields, count, router)
+    limits = fields.number("swiglu_limit", 1e-3, 1e6, 7.0), fields.number("swiglu_alpha", 1e-3, 1e3, 1.702)
     gated = keys.shared_width is not None
     return ExpertsConfig(
         count,
         width,
         shared,
         tuple(keys.sparse(fields, num_layers) if keys.sparse else [True] * num_layers),
-        _deepseek_router(fields, count, router) if keys.shared_count == "n_shared_experts" else router,
+        router,
         keys.correction,
         "shared_expert" if gated else "shared_experts",
-        limits,
+        limits if keys.clamped else None,
         gated,
     )
 
@@ -307,7 +303,12 @@ def _ernie_sparse(fields: Fields, num_layers: int) -> list[bool]:
 
 _ROUTED = "n_routed_experts"
 DEEPSEEK2 = ExpertKeys(
-    (_ROUTED,), shared_count="n_shared_experts", normalised=False, switch=_ROUTED, sparse=_deepseek_sparse
+    (_ROUTED,),
+    shared_count="n_shared_experts",
+    normalised=False,
+    switch=_ROUTED,
+    sparse=_deepseek_sparse,
+    grouped=True,
 )
 _SIGMOID = RouterConfig(0, sigmoid=True, corrected=True, normalised=True, group_best=2)
 DEEPSEEK3 = replace(DEEPSEEK2, normalised=True, switch=None, router=_SIGMOID)

@@ -276,9 +276,8 @@ def read_weight_map(path: Path) -> dict[str, str]:
         if not isinstance(shard, str):
             raise fields.refused("weight_map", f"{shown(tensor)}: {shown(shard)} is not a string")
     for shard in sorted(set(weight_map.values())):
-        why = f"{shown(shard)}: pickle formats are not supported, only safetensors is"
-        fields.require(not shard.lower().endswith(PICKLE_SUFFIXES), "weight_map", why)
-        why = f"{shown(shard)} is not the plain name of a safetensors file"
+        pickles = ", pickle formats are not supported" if shard.lower().endswith(PICKLE_SUFFIXES) else ""
+        why = f"{shown(shard)} is not the plain name of a safetensors file{pickles}"
         fields.require(SHARD_NAME.fullmatch(shard) is not None, "weight_map", why)
     return {text_name(tensor): shard for tensor, shard in weight_map.items()}
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, get_token, hf_hub_download
+from huggingface_hub import HfApi, constants, get_token, hf_hub_download, set_client_factory
 from huggingface_hub import errors as hub_errors
 from huggingface_hub.hf_api import RepoSibling
+from huggingface_hub.utils._http import default_client_factory
 from huggingface_hub.utils._verification import compute_file_hash
 from tqdm.std import tqdm
 
@@ -32,6 +33,7 @@ SMALL_FILES |= {"special_tokens_map.json", "added_tokens.json", "chat_template.j
 SPARE_SHARE = 1.05  # free space wanted, as a share of what is to come
 _MAKE_ROOM = "spd rm NAME for a model that is not needed"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_ETAG = re.compile(r'(W/)?"?[A-Za-z0-9_-][A-Za-z0-9_=+.-]{0,199}"?')
 
 
 @dataclass(frozen=True)
@@ -161,9 +163,25 @@ def _meter(report: Callable[[int], None]) -> Any:
     return Meter
 
 
+def _check_names(response: Any) -> None:
+    """Refuse an ETag or a commit that is no name: the library makes paths of them as they are."""
+    headers = response.headers
+    etag = headers.get(constants.HUGGINGFACE_HEADER_X_LINKED_ETAG) or headers.get("ETag", "0")
+    commit = headers.get(constants.HUGGINGFACE_HEADER_X_REPO_COMMIT, "0" * 40)
+    if response.request.method == "HEAD" and not (_ETAG.fullmatch(etag) and _COMMIT.fullmatch(commit)):
+        raise ValueError(f"no name to go by: ETag {shown(etag)}, commit {shown(commit)}")
+
+
+def _checked_client() -> Any:
+    client = default_client_factory()
+    client.event_hooks = {**client.event_hooks, "response": [_check_names]}
+    return client
+
+
 @contextmanager
 def _in_words(name: str) -> Iterator[None]:
     """Whatever the hub's library raises, as one refusal that says what to do."""
+    set_client_factory(_checked_client)
     try:
         yield
     except errors.SpdError:

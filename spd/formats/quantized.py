@@ -81,30 +81,33 @@ class Scheme:
     def tensors(self, shape: Shape) -> dict[str, StoredTensor]:
         """What stores a matrix of a shape [out, in], by last names."""
         rows, columns = shape
-        groups, word = -(-columns // (self.group or columns)), ("I32",)
+        groups, layout = -(-columns // (self.group or columns)), self.layout
         across, along = -(-rows * self.bits // 32), -(-columns * self.bits // 32)
-        scale: StoredTensor = (((rows, groups),), FLOAT_DTYPES)
-        found: dict[str, StoredTensor]
-        if self.layout == "pack":
-            found = {"weight_packed": (((rows, along),), word), "weight_scale": scale}
-            return found if self.symmetric else {**found, "weight_zero_point": (((across, groups),), word)}
-        if self.layout in ("gptq", "awq"):
-            codes = (along, rows) if self.layout == "gptq" else (columns, across)
-            found = {"qweight": ((codes,), word), "qzeros": (((groups, across),), word)}
-            found["scales"] = (((groups, rows),), FLOAT_DTYPES)
-            return found | ({"g_idx": (((columns,),), word)} if self.layout == "gptq" else {})
-        one: tuple[Shape, ...] = ((1,), (), (1, 1))
-        if self.layout in ("int8", "fp8"):
-            every: tuple[Shape, ...] = (*one, (rows, 1), (rows,))
+        half, per_group, one = (rows, columns // 2), (rows, groups), ((1,), (), (1, 1))
+        if layout == "pack":
+            found: dict[str, StoredTensor] = {
+                "weight_packed": (((rows, along),), ("I32",)),
+                "weight_scale": ((per_group,), FLOAT_DTYPES),
+            }
+            return found if self.symmetric else found | {"weight_zero_point": (((across, groups),), ("I32",))}
+        if layout in ("gptq", "awq"):
+            found = {
+                "qweight": (((along, rows) if layout == "gptq" else (columns, across),), ("I32",)),
+                "qzeros": (((groups, across),), ("I32",)),
+                "scales": (((groups, rows),), FLOAT_DTYPES),
+            }
+            return found if layout == "awq" else found | {"g_idx": (((columns,),), ("I32",))}
+        if layout in ("int8", "fp8"):
+            scales: tuple[Shape, ...] = (*one, (rows, 1), (rows,))
             if self.block_rows is not None:
-                every = ((-(-rows // self.block_rows), groups),)
-            dtype = "I8" if self.layout == "int8" else "F8_E4M3"
-            return {"weight": (((rows, columns),), (dtype,)), "weight_scale": (every, FLOAT_DTYPES)}
-        if self.layout == "mxfp4":
-            return {"weight_packed": (((rows, columns // 2),), ("U8",)), "weight_scale": (scale[0], ("U8",))}
-        last = "weight_global_scale" if self.layout == "nvfp4" else "weight_scale_2"
-        codes_of = {self.codes: (((rows, columns // 2),), ("U8",)), "weight_scale": (scale[0], ("F8_E4M3",))}
-        return codes_of | {last: (one, FLOAT_DTYPES)}
+                scales = ((-(-rows // self.block_rows), groups),)
+            dtype = "I8" if layout == "int8" else "F8_E4M3"
+            return {"weight": ((shape,), (dtype,)), "weight_scale": (scales, FLOAT_DTYPES)}
+        if layout == "mxfp4":
+            return {"weight_packed": ((half,), ("U8",)), "weight_scale": ((per_group,), ("U8",))}
+        last = "weight_global_scale" if layout == "nvfp4" else "weight_scale_2"
+        found = {self.codes: ((half,), ("U8",)), "weight_scale": ((per_group,), ("F8_E4M3",))}
+        return found | {last: (one, FLOAT_DTYPES)}
 
 
 class Rule(NamedTuple):
@@ -150,19 +153,19 @@ class Quantization:
         if module == name or len(shape) != 2 or (stored is not None and stored.dtype in FLOAT_DTYPES):
             return None
         scheme = self.scheme_of(module)
+
+        def refuse(last: str, why: str) -> None:
+            if (meta := tensors.get(f"{module}.{last}")) is not None:
+                raise CheckpointError(f"{meta.shard}: tensor {shown(meta.name)}: {why}")
+
         if scheme is None:
             for last in dict.fromkeys(PACKED.values()):
-                if (meta := tensors.get(f"{module}.{last}")) is not None:
-                    why = "holds codes, but quantization_config has no scheme for it"
-                    raise CheckpointError(f"{meta.shard}: tensor {shown(meta.name)}: {why}")
+                refuse(last, "holds codes, but quantization_config has no scheme for it")
             return None
-        if scheme.symmetric and (meta := tensors.get(f"{module}.weight_zero_point")) is not None:
-            why = "a zero point, but quantization_config calls the weights symmetric"
-            raise CheckpointError(f"{meta.shard}: tensor {shown(meta.name)}: {why}")
-        meta = tensors.get(f"{module}.{scheme.codes}")
-        if meta is not None and scheme.group and shape[1] % scheme.group and scheme.block_rows is None:
-            why = f"groups of {scheme.group} do not divide {shape[1]} columns"
-            raise CheckpointError(f"{meta.shard}: tensor {shown(meta.name)}: {why}")
+        if scheme.symmetric:
+            refuse("weight_zero_point", "a zero point, but quantization_config calls the weights symmetric")
+        if scheme.group and shape[1] % scheme.group and scheme.block_rows is None:
+            refuse(scheme.codes, f"groups of {scheme.group} do not divide {shape[1]} columns")
         return module, scheme
 
     def stored(

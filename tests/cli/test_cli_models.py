@@ -148,6 +148,20 @@ def test_a_file_with_another_hash_is_removed(name: str, hub: Hub, cache: Path, s
     assert all(hub.sent[name] != blob.read_bytes() for blob in (cache / "models--org--Tiny/blobs").iterdir())
 
 
+@pytest.mark.parametrize("header", ["ETag", "X-Linked-Etag", "X-Repo-Commit"])
+@pytest.mark.parametrize("name", ["../../../precious", "/PRECIOUS", ".."])
+def test_no_answer_leads_out_of_the_cache(
+    header: str, name: str, hub: Hub, cache: Path, tmp_path: Path, spd_run: Callable
+) -> None:
+    """The library makes paths of these headers."""
+    precious = tmp_path / "precious"
+    precious.write_text("all there is")
+    hub.headers[header] = name.replace("/PRECIOUS", str(precious))
+    words = f"cannot download {NAME}: the hub gave a wrong answer: no name to go by"
+    refused(spd_run("pull", NAME), 8, words)
+    assert precious.read_text() == "all there is"
+
+
 def test_a_link_that_leads_out_of_the_cache_is_all_that_is_removed(
     hub: Hub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
