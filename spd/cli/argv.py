@@ -112,6 +112,7 @@ CUT_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
         "convert-mtp": {
             "--verify": "spd bench -m TARGET --spec mtp --mtp HEAD tells what it gains",
+            "--dtype": "leave it out: tensors are written as they are stored, and cast when they are loaded",
             "--repeat": "leave it out: spd uses the last module again by itself",
             "--layout": "scripts/export_deepseek_nextn.py of SGLang, for its one-layer model",
         },

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import eq
@@ -51,7 +51,6 @@ COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modu
 """Keys of `config.json` that say how many modules a head has."""
 
 Shapes = Mapping[str, tuple[int, ...]]
-Cast = Callable[[Checkpoint, TensorMeta], Iterator[bytes]]
 
 
 @dataclass(frozen=True)
@@ -347,27 +346,11 @@ class HeadPlan:
     tensors: tuple[TensorMeta, ...]
     copies: tuple[tuple[TensorMeta, TensorMeta | None], ...]
     ignored: tuple[str, ...]
-    dtype: str | None = None  # the safetensors code of what is written; None: as stored
 
     @property
     def quantized(self) -> bool:
-        """Whether matrices are written in another form than floats."""
-        return any(self.dtype_of(tensor) not in FLOAT_DTYPES for tensor in self.tensors)
-
-    def cast(self, dtype: str) -> HeadPlan:
-        """The plan with its tensors in another dtype, scales used up. Raises IncompatibleError."""
-        how = self.head.config.quantization
-        if how is not None and self.quantized:
-            why = f"--dtype {dtype}, but the head is stored in {how.method} weights"
-            raise IncompatibleError(why, fix=["leave --dtype out: they are written as they are stored"])
-        kept = (tensor for tensor in self.tensors if not tensor.name.endswith(SCALE_SUFFIX))
-        return replace(self, dtype=dtype, tensors=tuple(kept))
-
-    def dtype_of(self, tensor: TensorMeta) -> str:
-        """What a tensor is written as: vectors of float32, and the head's own tables, as they are."""
-        vector = tensor.dtype == "F32" and len(tensor.shape) == 1
-        stays = vector or any(tensor == copy for copy, _ in self.copies)
-        return tensor.dtype if self.dtype is None or stays else self.dtype
+        """Whether matrices are stored in another form than floats."""
+        return any(tensor.dtype not in FLOAT_DTYPES for tensor in self.tensors)
 
 
 def plan_head(source: ModelFolder, name: str, layer_tensors: Callable[[ModelConfig], Shapes]) -> HeadPlan:
@@ -432,12 +415,6 @@ def differing_copies(plan: HeadPlan) -> list[TensorMeta]:
     return [copy for copy, table in plan.copies if table is not None and not equal(copy, table)]
 
 
-def outputs(plan: HeadPlan, tensors: Sequence[TensorMeta], cast: Cast | None) -> list[OutputTensor]:
-    """What the writer writes: bytes as they are stored, or through `cast` where the dtype is another."""
-
-    def pieces(meta: TensorMeta) -> Callable[[], Iterator[bytes]]:
-        if cast is not None and plan.dtype_of(meta) != meta.dtype:
-            return partial(cast, plan.checkpoint, meta)
-        return partial(plan.checkpoint.pieces, meta)
-
-    return [OutputTensor(meta.name, plan.dtype_of(meta), meta.shape, pieces(meta)) for meta in tensors]
+def outputs(checkpoint: Checkpoint, tensors: Sequence[TensorMeta]) -> list[OutputTensor]:
+    """What the writer writes: bytes as they are stored."""
+    return [OutputTensor(t.name, t.dtype, t.shape, partial(checkpoint.pieces, t)) for t in tensors]

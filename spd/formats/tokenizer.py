@@ -389,4 +389,5 @@ def _calling(where: str, kind: type[SpdError] = CheckpointError) -> Iterator[Non
             os.dup2(saved, 2)
             os.close(saved)
             caught.seek(0)
-            os.write(2, caught.read())
+            if told := caught.read():
+                os.write(2, told)

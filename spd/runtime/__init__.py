@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from spd.runtime.engine.request import Event as Event
     from spd.runtime.engine.request import Request as Request
     from spd.runtime.engine.request import TokenLogprob as TokenLogprob
-    from spd.runtime.load.fp8_blocks import cast_pieces as cast_pieces
     from spd.runtime.load.progress import LoadProgress as LoadProgress
     from spd.runtime.load.progress import Progress as Progress
     from spd.runtime.models import family_layout as family_layout

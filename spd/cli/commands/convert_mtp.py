@@ -1,6 +1,6 @@
 """`spd convert-mtp`: cut an MTP head out of a checkpoint into a small folder, or see whether one fits.
 
-Reads headers, then the head's own bytes a piece at a time; torch is imported for --dtype only.
+Reads headers, then the head's own bytes a piece at a time. No torch here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from spd import __version__
 from spd.cli.options import CommonOptions, Session, argument, model_names, printed
@@ -19,11 +19,10 @@ from spd.errors import UsageError
 
 if TYPE_CHECKING:
     from spd.formats.model_config import ModelConfig
-    from spd.formats.mtp import Cast, HeadPlan
+    from spd.formats.mtp import HeadPlan
 
 WEIGHTS = "model.safetensors"
 MANIFEST = "manifest.json"
-CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 SCALES = "_scale_inv"
 
 
@@ -37,9 +36,6 @@ class ConvertOptions(CommonOptions):
     destination: Path | None = argument("[DST]", "Folder to write. Default: NAME-mtp here.", None)
     attach: str | None = printed(None, "TARGET", "Check that the head fits it.", autocompletion=model_names)
     revision: str | None = printed(None, "REV", "Branch, tag or commit in the cache.")
-    dtype: Literal["stored", "bfloat16", "float16", "float32"] = printed(
-        "stored", None, "Of what is written; FP8 blocks are multiplied out."
-    )
     force: bool = printed(False, None, "Replace a head that is already there.")
     dry_run: bool = printed(False, None, "Read headers, write nothing.")
     json: bool = printed(False, None, "One JSON object: every tensor by name.")
@@ -73,9 +69,6 @@ def convert_mtp(session: Session, options: ConvertOptions) -> None:
         report = Report(plan, options.source, destination)
         if options.attach is not None:
             report = replace(report, attached=_attach(plan, options.attach))
-        if options.dtype != "stored":
-            plan = plan.cast(CODES[options.dtype])
-        report = replace(report, plan=plan)
         if destination is not None and not options.dry_run:
             report = _write(session, plan, options, report, destination)
     sink = Sink.stdout()
@@ -147,13 +140,12 @@ def _write(
 
     own = differing_copies(plan)
     tensors = [*plan.tensors, *own]
-    cast = _cast(plan, options.dtype) if options.dtype != "stored" else None
     with Ticker(session.console) as ticker, open_stage(destination, replaces=options.force) as stage:
 
         def show(done: int, total: int, tensor: str) -> None:
             ticker.write(f"writing {done / 2**20:,.0f} of {total / 2**20:,.0f} MiB · {tensor}")
 
-        digests = write_tensors(stage / WEIGHTS, outputs(plan, tensors, cast), show)
+        digests = write_tensors(stage / WEIGHTS, outputs(plan.checkpoint, tensors), show)
         plan.checkpoint.check_unchanged()
         told = (plan.head.verifier, plan.head.verifier_sha256, plan.head.layout.modules)
         write_json(stage / "config.json", head_config(plan.raw_config, *told, quantized=plan.quantized))
@@ -167,15 +159,6 @@ def _write(
         }
         write_json(stage / MANIFEST, manifest)
     return replace(report, written=True, own=tuple(tensor.name for tensor in own))
-
-
-def _cast(plan: HeadPlan, dtype: str) -> Cast:
-    import torch
-
-    from spd.runtime.lab import cast_pieces
-
-    wanted, block = getattr(torch, dtype), plan.head.config.fp8_block
-    return lambda checkpoint, meta: cast_pieces(checkpoint, meta, wanted, block)
 
 
 def facts(report: Report) -> dict[str, Any]:
@@ -200,7 +183,7 @@ def facts(report: Report) -> dict[str, Any]:
                 "shard": tensor.shard.name,
                 "shape": list(tensor.shape),
                 "stored": tensor.dtype,
-                "dtype": plan.dtype_of(tensor),
+                "dtype": tensor.dtype,
             }
             for tensor in plan.tensors
         ],
@@ -240,9 +223,7 @@ def convert_lines(report: Report) -> list[str]:
 
 def size_of(plan: HeadPlan) -> int:
     """Bytes of the tensors as they are written."""
-    from spd.formats.checkpoint import DTYPE_BITS
-
-    return sum(t.nbytes * DTYPE_BITS[plan.dtype_of(t)] // DTYPE_BITS[t.dtype] for t in plan.tensors)
+    return sum(tensor.nbytes for tensor in plan.tensors)
 
 
 def _attached_words(attached: dict[str, Any]) -> str:
@@ -264,10 +245,8 @@ def _map_lines(report: Report) -> list[tuple[str, str]]:
         if tensor.name.endswith(SCALES):
             continue
         name = re.sub(r"\.experts\.\d+\.", ".experts.*.", tensor.name.removeprefix(before))
-        dtype = plan.dtype_of(tensor)
-        stored = "" if dtype == tensor.dtype else f"{tensor.dtype} → "
         scales = " with scales" if tensor.name in scaled else ""
-        line = f"  {name}  {stored}{dtype} {list(tensor.shape)}{scales}"
+        line = f"  {name}  {tensor.dtype} {list(tensor.shape)}{scales}"
         counts[line] = counts.get(line, 0) + 1
     lines = [line + (f" × {count}" if count > 1 else "") for line, count in counts.items()]
     return [("map", f"{before}*"), *(("", line) for line in lines)]

@@ -7,7 +7,6 @@ from typing import Any
 
 _HOMES = {
     "GrammarCompiler": ".engine.grammar",
-    "cast_pieces": ".load.fp8_blocks",
     "LoadProgress": ".load.progress",
     "Progress": ".load.progress",
     "family_layout": ".models",

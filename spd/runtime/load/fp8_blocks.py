@@ -6,19 +6,16 @@ Source: the published DeepSeek-V3 checkpoint and its conversion script.
 
 from __future__ import annotations
 
-import ctypes
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from spd.formats.checkpoint import Checkpoint, TensorMeta
+from spd.formats.checkpoint import Checkpoint
 from spd.runtime.models.builder import Fill
 from spd.runtime.models.destinations import NOTHING, Cut, Cuts
 from spd.runtime.models.weights import FP8_DTYPE, scale_name, scale_shape
 
-PIECE_ROWS_BYTES = 64 << 20
 STRIP = 8
 """Rows of blocks that are scaled at a time: their scales are spread out over the elements in between."""
 
@@ -68,27 +65,3 @@ def scale_blocks(
     spread, step = scales[:, columns], STRIP * block[0]
     for first in range(0, weight.shape[0], step):
         weight[first : first + step].mul_(spread[rows[first : first + step]])
-
-
-def cast_pieces(
-    checkpoint: Checkpoint, meta: TensorMeta, dtype: torch.dtype, block: tuple[int, int] | None
-) -> Iterator[bytes]:
-    """The bytes of a stored tensor in another dtype, multiplied out, whole rows of blocks at a time.
-
-    Raises CheckpointError.
-    """
-    scales = None
-    if meta.dtype == FP8_DTYPE:
-        assert block is not None
-        scales = checkpoint.read(scale_name(meta.name)).float()
-    width = max(1, math.prod(meta.shape[1:]))
-    step = max(1, PIECE_ROWS_BYTES // (4 * width))
-    if block is not None:
-        step = max(1, step // block[0]) * block[0]
-    for first in range(0, meta.shape[0], step):
-        rows = checkpoint.read(meta.name, (first, min(first + step, meta.shape[0]))).to(torch.float32)
-        if scales is not None and block is not None:
-            own = scales[first // block[0] : -(-(first + len(rows)) // block[0])]
-            scale_blocks(rows, own, block, None, rows.shape)
-        cast = rows.to(dtype).contiguous()
-        yield ctypes.string_at(cast.data_ptr(), cast.numel() * cast.element_size())
