@@ -64,6 +64,8 @@ def look_up(name: str, revision: str | None = None) -> RemoteModel:
         if not _COMMIT.fullmatch(commit):
             raise ValueError("it names no commit")
         offered = {file: every[file] for file in every if file in SMALL_FILES or SHARD_NAME.fullmatch(file)}
+        if not all(isinstance(file.size or 0, int) for file in offered.values()):
+            raise ValueError("it names a size that is no number")
         if "config.json" not in offered:
             raise IncompatibleError(f"{name}: the repository has no config.json, so it is no model folder")
         wanted = [file for file in offered.values() if file.rfilename in SMALL_FILES]
@@ -215,7 +217,7 @@ def _refusal(name: str, error: Exception) -> errors.SpdError:
     why = one_line(error) or type(error).__name__
     if isinstance(error, hub_errors.HfHubHTTPError):
         why = f"the hub answered {status}"
-    elif not isinstance(error, OSError) and type(error).__module__ == "builtins":
+    elif isinstance(error, (AttributeError, LookupError, RecursionError, TypeError, ValueError)):
         why = f"the hub gave a wrong answer: {why}"
     return NetworkError(
         f"cannot download {name}: {why}",
