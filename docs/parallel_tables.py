@@ -5,25 +5,85 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from spd.formats.folder import ModelFolder
 from spd.formats.model_config import ModelConfig
 from spd.runtime.models import family_layout
-from spd.runtime.models.layouts import LayerLayout
-from spd.runtime.plan import rank_choice as cost
+from spd.runtime.models.layouts import LayerLayout, MoeLayout
+from spd.runtime.models.weights import streamed_tables
+from spd.runtime.plan.rank_choice import possible_sizes
 
 SIZES = (1, 2, 4, 8, 16)
+WIDTH = 2
+DRAFTS = 4
+READ_RATE = 0.8 * 3.35e12
+"""Bytes a rank reads a second: 0.8 of an H100 SXM's data sheet."""
+CHOICE_BYTES = 12
+"""What a rank says of its best token of a row: its score, its logit and its id, four bytes each."""
+Exchange = list[int]
+"""Of each all-gather the bytes of one rank's part: with N ranks each receives N - 1 times as many."""
+
+
+def pass_exchange(layers: int, hidden: int, rows: int, width: int) -> Exchange:
+    """A forward pass over rows of `hidden` elements of `width` bytes: the embedding, two sums a layer."""
+    return [rows * hidden * width] * (2 * layers + 1)
+
+
+def draw_exchange(rows: int) -> Exchange:
+    """The draw of a token in each row where nothing but the temperature matters."""
+    return [rows * CHOICE_BYTES]
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Seconds before a collective's first byte, and its bytes a second."""
+
+    latency: float
+    rate: float
+
+    def seconds(self, nbytes: float, group: int, exchange: Exchange) -> float:
+        """A pass of a model of `nbytes`, divided among each group of ranks."""
+        reading = nbytes / group / READ_RATE
+        if group == 1:
+            return reading
+        return reading + (len(exchange) * self.latency + sum(exchange) * (group - 1) / self.rate)
+
+
+def draft_seconds(speeds: Speeds, config: ModelConfig, group: int, module: LayerLayout | None) -> float:
+    """One draft token for one request; module: see `streamed_bytes`."""
+    layers = config.num_layers if module is None else 1
+    exchange = pass_exchange(layers, config.hidden_size, 1, WIDTH) + draw_exchange(1)
+    return speeds.seconds(streamed_bytes(config, module), group, exchange)
+
+
+def streamed_bytes(config: ModelConfig, module: LayerLayout | None = None) -> float:
+    """Weights that a pass over one row reads: all but the embedding's table and the experts not chosen.
+
+    module: the one layer of an MTP head that drafts for this model; a projection stands before it.
+    """
+    layout, hidden = family_layout(config), config.hidden_size
+    around = streamed_tables(config, layout)[0].size + (0 if module is None else 2 * hidden * hidden)
+    total = 0.0
+    for layer in layout.layers if module is None else (module,):
+        own = float(sum(destination.size for destination in layer.destinations()))
+        if isinstance(layer.mlp, MoeLayout):
+            routed, experts = layer.mlp.destinations(), layer.mlp.experts
+            every = routed["experts_gate_up"].size + routed["experts_down"].size
+            own -= every * (1 - experts.router.per_token / experts.num_experts)
+        total += own
+    return WIDTH * (around + total)
+
+
 LINKS = {
-    "NVLink": cost.Speeds(cost.PCIE.read_rate, 10e-6, 360e9),
-    "PCIe": cost.PCIE,
-    "two nodes": cost.Speeds(cost.PCIE.read_rate, 40e-6, 40e9),
+    "NVLink": Speeds(10e-6, 360e9),
+    "PCIe": Speeds(25e-6, 40e9),
+    "two nodes": Speeds(40e-6, 40e9),
 }
 """Latencies are assumed; rates are 0.8 of one direction of 450 GB/s (NVLink 4) and of 50 GB/s (PCIe 5.0 x16
 after its protocol; NDR InfiniBand, 400 Gb/s)."""
-WIDTH = 2
-DRAFTS = 4
 
 
 def _config(architecture: str, **fields: Any) -> ModelConfig:
@@ -91,10 +151,10 @@ MODELS = {
 }
 
 
-def _verification(config: ModelConfig) -> cost.Exchange:
+def _verification(config: ModelConfig) -> Exchange:
     """What ranks exchange while the target verifies."""
     rows = DRAFTS + 1
-    return cost.pass_exchange(config.num_layers, config.hidden_size, rows, WIDTH) + cost.draw_exchange(rows)
+    return pass_exchange(config.num_layers, config.hidden_size, rows, WIDTH) + draw_exchange(rows)
 
 
 def _row(*cells: str) -> str:
@@ -121,9 +181,9 @@ def verify_table() -> Iterator[str]:
     """Milliseconds of a verification."""
     yield from _head("target", "link", *(f"TP {size}" for size in SIZES))
     for name, config in TARGETS.items():
-        nbytes = cost.streamed_bytes(config, WIDTH)
+        nbytes = streamed_bytes(config)
         for link, speeds in LINKS.items():
-            times = [speeds.seconds(nbytes, size, size, _verification(config)) for size in SIZES]
+            times = [speeds.seconds(nbytes, size, _verification(config)) for size in SIZES]
             yield _row(name, link, *(f"{1000 * seconds:.1f}" for seconds in times))
 
 
@@ -135,12 +195,9 @@ def draft_table() -> Iterator[str]:
     }
     drafters["DeepSeek-V3's MTP"] = (DEEPSEEK, family_layout(DEEPSEEK).layers[-1])
     for name, (config, module) in drafters.items():
-        possible = cost.possible_sizes(config, SIZES)
+        possible = possible_sizes(config, SIZES)
         for link, speeds in LINKS.items():
-            times = {
-                size: 1000 * cost.draft_seconds(speeds, config, WIDTH, size, SIZES[-1], module)
-                for size in possible
-            }
+            times = {size: 1000 * draft_seconds(speeds, config, size, module) for size in possible}
             least = min(times.values())
             cells = [
                 ""

@@ -225,21 +225,16 @@ def test_sizes_that_do_not_divide(
 
 
 def test_a_head_of_few_ids_is_not_divided(tmp_path: Path) -> None:
-    """They are counted, not the target's: a choice leaves it whole, a wish for more is refused."""
+    """They are counted, not the target's."""
     target, shape = tmp_path / "target", {"layers": 3}
     head = write_tiny_pair(target, tmp_path / "head", draft_vocab=24, aux=(1, 2), target_options=shape)
     wishes: dict[str, Any] = {"spec": "eagle3", "draft_model": head, "tp": 2}
     with pytest.raises(IncompatibleError, match="--draft-tp 2 does not divide the drafter"):
         make_engine(target, draft_tp=2, **wishes)
-    plan = make_plan(EngineConfig(model=target, **wishes))
-    assert plan.shape.draft_tp == 1 and "no other size divides it" in plan.draft_tp_reason
 
 
-def test_the_plan_chooses_and_says_why(tiny: Callable[..., Path]) -> None:
-    target = tiny("qwen3")
-    engine = make_engine(target, spec="draft", draft_model=target, tp=2)
-    assert engine.plan.shape.draft_tp in (1, 2) and "by the cost model" in engine.plan.draft_tp_reason
-    engine.close()
-    plain = make_engine(target, spec="auto", tp=2)
-    assert (plain.plan.shape.draft_tp, plain.plan.draft_tp_reason) == (1, "nothing drafts with a model")
-    plain.close()
+def test_a_head_is_divided_as_its_target_and_a_draft_model_is_not(tmp_path: Path) -> None:
+    headed = write_tiny_mtp(tmp_path / "mtp", layers=3)
+    for wishes, ranks in (({"spec": "mtp"}, 2), ({"draft_model": headed}, 1), ({"spec": "ngram"}, 1)):
+        plan = make_plan(EngineConfig(model=headed, tp=2, **wishes))  # type: ignore[arg-type]
+        assert plan.shape.draft_tp == ranks, wishes

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from docs.parallel_tables import draw_exchange, pass_exchange
 from spd import demo_folder
 from spd.formats.chat_template import isolated
 from spd.kernels.native.build import obstacle
 from spd.runtime import Engine, Request, SamplingParams
-from spd.runtime.plan.rank_choice import draw_exchange, pass_exchange
 from spd.runtime.ranks import crew
 from spd.runtime.round.model_runner import bucket_for
 from tests.helpers import INTERPRETED, make_engine, random_prompts, read_model_config, run_all

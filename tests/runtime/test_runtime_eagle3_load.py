@@ -18,7 +18,6 @@ from spd.runtime import Engine, EngineConfig, SamplingParams
 from spd.runtime.lab.sweep import floor_of
 from spd.runtime.models import eagle3
 from spd.runtime.plan.plan import make_plan
-from spd.runtime.plan.rank_choice import streamed_bytes
 from tests.helpers import Run, make_engine, random_prompts, read_model_config, run_all
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 
@@ -197,5 +196,4 @@ def test_what_a_head_reads_of_memory_is_its_layer_and_the_ids_it_knows(pair: tup
     floor = floor_of(plan.shape.draft, "float32", plan.shape.draft_form)
     final = tensors["norm.weight"].numel()
     assert floor is not None and floor.weight_bytes == 4 * (read + norms + final)
-    assert streamed_bytes(read_model_config(pair[1]), 4) == 4 * (read + norms)
     assert eagle3.head_rows(read_model_config(pair[1])) == len(tensors["d2t"])

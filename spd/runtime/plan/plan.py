@@ -251,7 +251,7 @@ def outline(wishes: EngineConfig, machine: Machine) -> EnginePlan:
     ctx, source = _context(wishes.ctx, model), drafter.source()
     draft = None if drafter.folder is None or not draft_max else drafter.folder.config
     mtp = drafter.mtp if draft_max else None
-    draft_tp, why_ranks = divide(wishes, model, draft, mtp, dtype, machine.device)
+    draft_tp, why_ranks = divide(wishes, model, draft, mtp)
     shape = EngineShape(
         target=model,
         draft=draft,
