@@ -15,12 +15,7 @@ class SpdError(Exception):
     default_code = "internal"
 
     def __init__(
-        self,
-        message: str,
-        *,
-        reason: Sequence[str] = (),
-        fix: Sequence[str] = (),
-        code: str | None = None,
+        self, message: str, *, reason: Sequence[str] = (), fix: Sequence[str] = (), code: str | None = None
     ) -> None:
         super().__init__(message)
         self.message = message

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spd.runtime.ranks.rendezvous import Rendezvous
 
-PAUSE = 0.2
 COMMANDS = ("generate", "chat", "bench", "verify")
 """What runs engines."""
 
@@ -45,8 +44,8 @@ def _watch_parent() -> None:
 
 
 def _leave(spec: dict[str, Any], status: int) -> None:
-    """End this process, and before it a rank 0 that is its parent and cannot be woken: with its error."""
-    from spd.runtime.lab import LEADERLESS
+    """End this process, and before it a rank 0 that is its parent and hangs: with its error."""
+    from spd.runtime.ranks.follower import LEADERLESS
 
     if status == LEADERLESS and os.getppid() == spec.get("leader"):
         with suppress(OSError):
@@ -57,7 +56,7 @@ def _leave(spec: dict[str, Any], status: int) -> None:
 
 
 def _lost_leader() -> str:
-    from spd.runtime.lab import SILENCE
+    from spd.runtime.ranks.follower import SILENCE
 
     return f"error: rank 0: {SILENCE}\n"
 
@@ -66,7 +65,8 @@ def stand_by(rank: int, argv: list[str], rendezvous: Rendezvous, local: str) -> 
     """Serve rank 0's engines under torchrun until it has ended; returns the exit status."""
     from spd.cli.text.output import write_stderr
     from spd.errors import EngineError
-    from spd.runtime.lab import LEADERLESS, start_rank
+    from spd.runtime import start_rank
+    from spd.runtime.ranks.follower import LEADERLESS
     from spd.runtime.ranks.rendezvous import END
 
     if not any(word in COMMANDS for word in argv):
@@ -78,7 +78,7 @@ def stand_by(rank: int, argv: list[str], rendezvous: Rendezvous, local: str) -> 
             if any(process.poll() == LEADERLESS for process in processes):
                 write_stderr(_lost_leader())
                 return EngineError.exit_code
-            told = rendezvous.next_crew(store, number, PAUSE)
+            told = rendezvous.next_crew(store, number)
             if told is not None:
                 number += 1
                 if rank < told["tp"]:

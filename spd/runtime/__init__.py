@@ -34,27 +34,32 @@ if TYPE_CHECKING:
     from spd.runtime.plan.plan import make_plan as make_plan
     from spd.runtime.plan.plan import outline as outline
     from spd.runtime.ranks.crew import start_rank as start_rank
-    from spd.runtime.ranks.watch import LEADERLESS as LEADERLESS
-    from spd.runtime.ranks.watch import SILENCE as SILENCE
     from spd.runtime.round.sampling_params import SamplingParams as SamplingParams
 
 _HOMES = {
-    "AsyncEngine": "engine.async_engine",
-    "Completion": "engine.request",
-    "Engine": "engine.engine",
-    "EngineConfig": "plan.config",
-    "EnginePlan": "plan.plan",
-    "make_plan": "plan.plan",
-    "Event": "engine.request",
-    "Request": "engine.request",
-    "SamplingParams": "round.sampling_params",
-    "TokenLogprob": "engine.request",
-    "RequestMetrics": "engine.metrics",
-    "RoundRecord": "engine.metrics",
+    "engine.async_engine": ("AsyncEngine",),
+    "engine.engine": ("Engine",),
+    "engine.grammar": ("GrammarCompiler",),
+    "engine.metrics": ("RequestMetrics", "RoundRecord"),
+    "engine.request": ("Completion", "Event", "Request", "TokenLogprob"),
+    "load.fp8_blocks": ("cast_pieces",),
+    "load.progress": ("LoadProgress", "Progress"),
+    "models": ("family_layout",),
+    "models.eagle3": ("check_eagle3", "shares_head"),
+    "models.mtp_weights": ("check_source", "module_position_size"),
+    "models.weights": ("check_weights",),
+    "plan.config": ("EngineConfig",),
+    "plan.drafter_choice": ("Drafter", "check_target", "choose_drafter"),
+    "plan.kernel_choice": ("AS_STORED",),
+    "plan.machine": ("foreseen_machine",),
+    "plan.plan": ("EnginePlan", "drafts_up_to", "make_plan", "outline"),
+    "ranks.crew": ("start_rank",),
+    "round.sampling_params": ("SamplingParams",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    home = next((home for home, names in _HOMES.items() if name in names), None)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)

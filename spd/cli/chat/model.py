@@ -20,8 +20,7 @@ from spd.runtime.plan.config import METHODS, WEIGHT_WISHES, split_spec
 
 if TYPE_CHECKING:
     from spd.cli.commands.chat import ChatOptions
-    from spd.runtime import Engine, EngineConfig, Event, Request, RequestMetrics, SamplingParams
-    from spd.runtime.lab import Progress
+    from spd.runtime import Engine, EngineConfig, Event, Progress, Request, RequestMetrics, SamplingParams
 
 LEAVE_SECONDS = 5.0
 """For which the engine's thread is waited for at the end."""

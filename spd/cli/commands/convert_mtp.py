@@ -80,7 +80,7 @@ def convert_mtp(session: Session, options: ConvertOptions) -> None:
 
 def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the target's last decoder layer, which a module's layer repeats."""
-    from spd.runtime.lab import family_layout
+    from spd.runtime import family_layout
 
     shapes: dict[str, tuple[int, ...]] = family_layout(config).layers[-1].tensors()
     return shapes

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from spd.formats.checkpoint import Checkpoint
     from spd.formats.folder import ModelFolder
     from spd.formats.model_config import ModelConfig
-    from spd.runtime.lab import Drafter
+    from spd.runtime import Drafter
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 PROBE = ({"role": "user", "content": "Hello"},)
@@ -119,7 +119,7 @@ def describe(name: str, folder: ModelFolder) -> dict[str, Any]:
 
 def check_names(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
     """Names that the architecture does not use. Raises one CheckpointError for all that it lacks."""
-    from spd.runtime.lab import check_eagle3, check_weights, family_layout
+    from spd.runtime import check_eagle3, check_weights, family_layout
 
     unused: list[str]
     if config.eagle3 is not None:
@@ -132,7 +132,7 @@ def check_names(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
 def mtp_facts(folder: ModelFolder) -> dict[str, Any] | None:
     """The MTP head that the checkpoint holds, or lost; None where nothing speaks of one."""
     from spd.formats.mtp import declared_modules
-    from spd.runtime.lab import check_source, module_position_size
+    from spd.runtime import check_source, module_position_size
 
     declared, source = declared_modules(folder.fields), folder.mtp_source()
     if source is None:
@@ -162,7 +162,7 @@ def mtp_facts(folder: ModelFolder) -> dict[str, Any] | None:
 def eagle3_facts(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any] | None:
     """How an EAGLE-3 head reads its target; None for a model."""
     from spd.formats.eagle3 import EMBEDDING
-    from spd.runtime.lab import shares_head
+    from spd.runtime import shares_head
 
     head = config.eagle3
     if head is None:
@@ -231,7 +231,7 @@ def unfit(
     folder: ModelFolder, target: dict[str, Any], draft: ModelFolder, drafter: dict[str, Any]
 ) -> SpdError | None:
     """A pair's refusal: a head's by what it was made for, a model's by its tokenizer; None if it fits."""
-    from spd.runtime.lab import check_target
+    from spd.runtime import check_target
 
     if draft.config.eagle3 is None:
         return mismatch(target, drafter)
@@ -405,7 +405,7 @@ def choose(
 
 
 def _try(folder: ModelFolder, draft: ModelFolder | None, method: str) -> tuple[Drafter | None, str | None]:
-    from spd.runtime.lab import choose_drafter
+    from spd.runtime import choose_drafter
 
     try:
         config = EngineConfig(model=folder, draft_model=draft, spec=method)
@@ -443,7 +443,7 @@ def needs(choice: Choice) -> dict[str, Any]:
 
     Where a pair cannot run, of the target with whatever it would choose alone.
     """
-    from spd.runtime.lab import drafts_up_to, foreseen_machine, outline
+    from spd.runtime import drafts_up_to, foreseen_machine, outline
     from spd.runtime.plan.memory import at_context, checkpoint_bytes, fitted, measure
 
     machine, config = foreseen_machine(), choice.config
@@ -498,7 +498,7 @@ def speculation_lines(found: Mapping[str, Any]) -> list[str]:
 
 def need_lines(need: Mapping[str, Any]) -> list[str]:
     """The memory of a run, whether it is there, and that of other contexts."""
-    from spd.runtime.lab import AS_STORED
+    from spd.runtime import AS_STORED
     from spd.runtime.plan.memory import show_size
 
     parts = " + ".join(

@@ -104,7 +104,7 @@ def _look_up(session: Session, name: str, revision: str | None) -> RemoteModel:
 
 def _download(session: Session, model: RemoteModel) -> Path:
     from spd.formats.hub_download import download
-    from spd.runtime.lab import LoadProgress
+    from spd.runtime import LoadProgress
 
     if model.missing_bytes:
         session.console.note("finished files are kept; an interrupted file starts again")

@@ -89,7 +89,7 @@ def plan_settings(options: GenerateOptions) -> Settings:
     grammar = read_grammar(options)
     if grammar is not None:
         vocabulary.need_tokenizer()
-        from spd.runtime.lab import GrammarCompiler
+        from spd.runtime import GrammarCompiler
 
         GrammarCompiler(folder.path, model.vocab_size).compile(grammar, ())
     thinking_budget(options.think, vocabulary, False)

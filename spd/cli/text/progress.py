@@ -18,7 +18,8 @@ from spd.cli.text.output import Console, as_line, columns_of, is_terminal, raw_s
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from spd.runtime.lab import LoadProgress, SweepProgress
+    from spd.runtime import LoadProgress
+    from spd.runtime.lab import SweepProgress
 
 
 DELAY = 0.5

@@ -6,25 +6,6 @@ import importlib
 from typing import Any
 
 _HOMES = {
-    "GrammarCompiler": ".engine.grammar",
-    "LoadProgress": ".load.progress",
-    "Progress": ".load.progress",
-    "family_layout": ".models",
-    "check_eagle3": ".models.eagle3",
-    "shares_head": ".models.eagle3",
-    "check_source": ".models.mtp_weights",
-    "module_position_size": ".models.mtp_weights",
-    "check_weights": ".models.weights",
-    "Drafter": ".plan.drafter_choice",
-    "check_target": ".plan.drafter_choice",
-    "choose_drafter": ".plan.drafter_choice",
-    "AS_STORED": ".plan.kernel_choice",
-    "foreseen_machine": ".plan.machine",
-    "drafts_up_to": ".plan.plan",
-    "outline": ".plan.plan",
-    "start_rank": ".ranks.crew",
-    "LEADERLESS": ".ranks.watch",
-    "SILENCE": ".ranks.watch",
     "FAILED": "diagnostics",
     "Finding": "diagnostics",
     "OK": "diagnostics",
@@ -57,7 +38,7 @@ _HOMES = {
     "Sweep": "sweep",
     "SweepProgress": "sweep:Progress",
 }
-"""Names by their module here, or with a dot elsewhere in the runtime; behind a colon: their name there."""
+"""Names by their module here; behind a colon: their name there."""
 
 
 def __getattr__(name: str) -> Any:

@@ -24,7 +24,7 @@ from spd.runtime.ranks.communicator import LostRank, Pulse
 from spd.runtime.ranks.groups import Ranks, describe_rank, open_ranks, open_store
 from spd.runtime.ranks.links import LOOPBACK, address_towards, greet, listen
 from spd.runtime.ranks.rendezvous import Rendezvous
-from spd.runtime.ranks.watch import HANG_TICKS, TICK, Failure, Watch, end_words, give_signs
+from spd.runtime.ranks.watch import HANG_TICKS, TICK, Watch, end_words, failure, give_signs
 
 START_SECONDS = 120
 """In which a rank must have imported torch and said that it is there."""
@@ -163,7 +163,7 @@ class Crew:
             return
         self._lines[rank] = line
         if kind == "error":
-            raise Failure(rank, *told).error()
+            raise failure(rank, *told)
         for name, value in told[0].items():
             if value != own[name]:
                 raise IncompatibleError(
@@ -222,11 +222,9 @@ class Crew:
     def _verdict(self, words: str) -> EngineError:
         """The error that says which rank failed, and how."""
         self._watch.failed.wait(TICK * (HANG_TICKS + 8))
-        failure = self._watch.failure
         self.kill()
-        if failure is None:
-            return EngineError("the ranks lost each other", reason=[words] if words else [])
-        return failure.error()
+        lost = EngineError("the ranks lost each other", reason=[words] if words else [])
+        return self._watch.failure or lost
 
     def _send(self, name: str, args: Sequence[Any]) -> None:
         message = pickle.dumps((self._number, name, tuple(args)), protocol=pickle.HIGHEST_PROTOCOL)

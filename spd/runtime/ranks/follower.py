@@ -1,7 +1,11 @@
-"""A rank other than rank 0: a process that makes the calls that rank 0 makes, in the same order."""
+"""A rank other than rank 0: a process that makes the calls that rank 0 makes, in the same order.
+
+It tells rank 0 how far it is, and ends where rank 0 has ended or hangs.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
 import traceback
 from collections.abc import Callable
@@ -10,7 +14,26 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from spd.runtime.ranks.links import connect
-from spd.runtime.ranks.watch import COLLATERAL, Line, keep_beating
+
+HANG_SECONDS = 15
+BEAT_SECONDS = 0.5
+SILENCE = f"has not answered for {HANG_SECONDS} seconds"
+COLLATERAL = 75
+"""The exit status of a rank that ends because another one did."""
+LEADERLESS = 76
+"""The exit status of a rank that has given up rank 0."""
+
+
+class Line:
+    """The line to rank 0, which two threads write to."""
+
+    def __init__(self, connection: Any) -> None:
+        self.connection, self._lock = connection, threading.Lock()
+
+    def send(self, *message: Any) -> None:
+        """Say something to rank 0. Raises OSError where it is gone."""
+        with self._lock:
+            self.connection.send(message)
 
 
 def serve(spec: dict[str, Any], leave: Callable[[int], None]) -> int:
@@ -34,7 +57,7 @@ def serve(spec: dict[str, Any], leave: Callable[[int], None]) -> int:
             torch.cuda.set_device(torch.device(spec["device"]))
         line.send("hello", rank, describe_rank(spec["device"]))
         signs.send(("signs", rank))
-        beating = (line, signs, pulse, spec.get("leader"), leave)
+        beating = (line, signs, pulse, leave)
         threading.Thread(target=keep_beating, args=beating, daemon=True).start()
         _follow(line, spec, own_host, pulse)
     except (LostRank, EOFError, OSError):
@@ -77,3 +100,21 @@ def obey(queue: Any, receive: Callable[[], Any], pulse: Any) -> None:
         if name == "end":
             return
         getattr(queue, name)(*args)
+
+
+def keep_beating(line: Line, signs: Connection, pulse: Any, leave: Callable[[int], None]) -> None:
+    """Tell rank 0 how far this rank is, and listen to its own signs of life; `leave` ends this process."""
+    stop, parent, quiet = threading.Event(), os.getppid(), 0.0
+    while not stop.wait(BEAT_SECONDS):
+        quiet += BEAT_SECONDS
+        try:
+            while signs.poll():
+                signs.recv_bytes()
+                quiet = 0.0
+            line.send("beat", pulse.steps, pulse.waiting)
+        except (EOFError, OSError):
+            leave(COLLATERAL)
+        if os.getppid() != parent:
+            leave(COLLATERAL)
+        if quiet >= HANG_SECONDS:
+            leave(LEADERLESS)

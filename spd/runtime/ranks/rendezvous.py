@@ -17,6 +17,7 @@ from spd.errors import EngineError, UsageError
 
 MEETING_SECONDS = 60
 """In which ranks that have said that they are there must have found each other."""
+PAUSE = 0.2
 END = "end"
 FORM = "HOST:PORT/RANKS/ATTEMPT"
 
@@ -77,10 +78,10 @@ class Rendezvous:
         number = store.add("crews", 1)
         store.set(f"crew {number}", json.dumps(dict(told)))
 
-    def next_crew(self, store: Any, number: int, pause: float) -> dict[str, Any] | None:
+    def next_crew(self, store: Any, number: int) -> dict[str, Any] | None:
         """What was announced as crew `number`, from 1 on; None where it is not there yet, after a pause."""
         if not store.check([f"crew {number}"]):
-            time.sleep(pause)
+            time.sleep(PAUSE)
             return None
         told: dict[str, Any] = json.loads(store.get(f"crew {number}"))
         return told

@@ -1,11 +1,10 @@
-"""Signs of life between rank 0 and each other rank: what each side makes of them, and of their absence.
+"""Signs of life of the other ranks: what rank 0 makes of them, and of their absence.
 
-Rank 0 watches which rank has died, has failed, or keeps the others waiting; every other rank watches rank 0.
+Rank 0 watches which rank has died, has failed, or keeps the others waiting.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import threading
@@ -14,45 +13,26 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any
 
 from spd.errors import EngineError
 from spd.runtime.ranks.communicator import Pulse
+from spd.runtime.ranks.follower import COLLATERAL, HANG_SECONDS, SILENCE
 
 TICK = 0.25
 """Seconds between two looks of rank 0, each of which is a sign of life to the others."""
-HANG_SECONDS = 15
 HANG_TICKS = round(HANG_SECONDS / TICK)
 """Looks without a step while others wait, or without a word, after which a rank is given up.
 
 Counted in looks, not by the clock: while the terminal has stopped the program, there are no looks."""
-BEAT_SECONDS = 0.5
-HANG_BEATS = round(HANG_SECONDS / BEAT_SECONDS)
-AWAKE_BEATS = 6
-"""Beats that rank 0 has, once it has been woken, to end the run in its own words."""
-COLLATERAL = 75
-"""The exit status of a rank that ends because another one did."""
-LEADERLESS = 76
-"""The exit status of a rank that has given up rank 0."""
-SILENCE = f"has not answered for {HANG_SECONDS} seconds"
 LAST_WORDS_TICKS = 8
 """Looks for which a rank that ended because of another one waits for the news of that one."""
 NOTICE_SECONDS = 4
 """In which rank 0 notices that a rank has failed; if it does not, it hangs itself."""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why a run ended: a rank's number, what happened in words, and its traceback where it had one."""
-
-    rank: int
-    words: str
-    details: str = ""
-
-    def error(self) -> EngineError:
-        """What is said of it."""
-        last = self.details.strip().splitlines()[-12:]
-        return EngineError(f"rank {self.rank}: {self.words}", reason=last)
+def failure(rank: int, words: str, details: str = "") -> EngineError:
+    """Why a run ended: a rank's number, what happened, and the end of its traceback where it had one."""
+    return EngineError(f"rank {rank}: {words}", reason=details.strip().splitlines()[-12:])
 
 
 @dataclass
@@ -87,7 +67,7 @@ class Watch:
         pulse: Pulse,
         kill: Callable[[], None],
     ) -> None:
-        self.failure: Failure | None = None
+        self.failure: EngineError | None = None
         self.failed = threading.Event()
         self._signs, self._pulse, self._kill = list(signs.values()), pulse, kill
         self._members = {rank: _Member(line, processes.get(rank)) for rank, line in lines.items()}
@@ -112,14 +92,12 @@ class Watch:
                 self._hear(time.monotonic() + TICK)
             if self._closing.is_set():
                 return
-            failure = self.failure or self._dead() or self._stalled()
-            if failure is not None:
-                self.failure = failure
+            self.failure = self.failure or self._dead() or self._stalled()
         if self.failure is not None:
             self._kill()
             self.failed.set()
             if not self._closing.wait(NOTICE_SECONDS):
-                raise self.failure.error()
+                raise self.failure
 
     def _hear(self, until: float) -> None:
         """Take in what the ranks say until then."""
@@ -150,12 +128,10 @@ class Watch:
             if rest[0] != member.steps:
                 member.steps, member.still = rest[0], 0
             member.waiting = rest[1]
-        elif kind == "silent":
-            self.failure = self.failure or Failure(0, SILENCE)
         elif kind == "error":
-            self.failure = self.failure or Failure(*rest)
+            self.failure = self.failure or failure(*rest)
 
-    def _dead(self) -> Failure | None:
+    def _dead(self) -> EngineError | None:
         """A rank that ended by itself; one that ended because of another only if no other is found."""
         for rank, member in self._members.items():
             status = member.process.poll() if member.process is not None else None
@@ -164,14 +140,14 @@ class Watch:
             if status in (COLLATERAL, None) and member.gone < LAST_WORDS_TICKS:
                 member.gone += 1  # its own status, or the news of another one, comes in a moment
                 continue
-            return Failure(rank, end_words(status))
+            return failure(rank, end_words(status))
         return None
 
-    def _stalled(self) -> Failure | None:
+    def _stalled(self) -> EngineError | None:
         """A rank that has not said a word, or that has not moved while others wait for it."""
         for rank, member in self._members.items():
             if member.quiet > HANG_TICKS:
-                return Failure(rank, SILENCE)
+                return failure(rank, SILENCE)
         everyone = {0: self._own, **self._members}
         waiting = [member for member in everyone.values() if member.waiting and member.still > HANG_TICKS]
         moving = any(member.still <= HANG_TICKS for member in everyone.values())
@@ -179,7 +155,7 @@ class Watch:
             return None
         late = [rank for rank, member in everyone.items() if not member.waiting] or list(everyone)
         rank = min(late, key=lambda r: (everyone[r].steps, r))
-        return Failure(rank, f"has kept the others waiting for {HANG_SECONDS} seconds")
+        return failure(rank, f"has kept the others waiting for {HANG_SECONDS} seconds")
 
 
 def give_signs(signs: Iterable[Connection]) -> None:
@@ -199,53 +175,3 @@ def end_words(status: int | None) -> str:
         except ValueError:
             return f"was ended by signal {-status}"
     return f"ended with status {status}"
-
-
-# -- in the other ranks ----------------------------------------------------------------------
-
-
-class Line:
-    """The line to rank 0, which two threads write to."""
-
-    def __init__(self, connection: Any) -> None:
-        self.connection, self._lock = connection, threading.Lock()
-
-    def send(self, *message: Any) -> None:
-        """Say something to rank 0. Raises OSError where it is gone."""
-        with self._lock:
-            self.connection.send(message)
-
-
-def keep_beating(
-    line: Line, signs: Any, pulse: Any, leader: int | None, leave: Callable[[int], None]
-) -> None:
-    """Tell rank 0 how far this rank is, and listen to its own signs of life; `leave` ends this process.
-
-    Rank 0 may be silent because it was stopped. Where it is this process's parent, `leader`, it is
-    woken and told, so that it can end the run itself.
-    """
-    stop, parent, quiet = threading.Event(), os.getppid(), 0
-    while not stop.wait(BEAT_SECONDS):
-        if os.getppid() != parent:
-            leave(COLLATERAL)
-        try:
-            quiet = 0 if _heard(signs) else quiet + 1
-            if quiet == HANG_BEATS:
-                line.send("silent")
-            line.send("beat", pulse.steps, pulse.waiting)
-        except (EOFError, OSError):
-            leave(COLLATERAL)
-        if quiet == HANG_BEATS and leader == parent:
-            with suppress(OSError):
-                os.kill(parent, signal.SIGCONT)
-        if quiet >= HANG_BEATS + AWAKE_BEATS:
-            leave(LEADERLESS)
-
-
-def _heard(signs: Any) -> bool:
-    """Whether rank 0 has given a sign since the last look. Raises EOFError where it is gone."""
-    heard = False
-    while signs.poll():
-        signs.recv_bytes()
-        heard = True
-    return heard
