@@ -42,7 +42,6 @@ _HOMES = {
     "engine.grammar": ("GrammarCompiler",),
     "engine.metrics": ("RequestMetrics", "RoundRecord"),
     "engine.request": ("Completion", "Event", "Request", "TokenLogprob"),
-    "load.fp8_blocks": ("cast_pieces",),
     "load.progress": ("LoadProgress", "Progress"),
     "models": ("family_layout",),
     "models.eagle3": ("check_eagle3", "shares_head"),

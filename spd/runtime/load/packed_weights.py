@@ -133,13 +133,10 @@ def unpack(checkpoint: Checkpoint, module: str, scheme: Scheme, shape: tuple[int
         codes, scales = _floats_or_bytes(stored, scheme, rows)
     if order is not None:
         order = _checked_order(checkpoint, module, order, group, scales.shape[1])
-    if zeros is None and scheme.kind == "int4":  # offset binary of fewer bits
-        codes = codes + (MIDDLE["int4"] - (1 << (scheme.bits - 1)))
-    elif zeros is None and scheme.kind == "int8" and scheme.layout == "pack":
-        codes = codes + (MIDDLE["int8"] - (1 << (scheme.bits - 1)))
-    elif zeros is not None and scheme.layout == "gptq" and scheme.symmetric:
+    if zeros is not None and scheme.layout == "gptq" and scheme.symmetric:
         _check_symmetric(checkpoint, module, zeros, scheme)
         zeros = None
+    if zeros is None and scheme.layout in ("pack", "gptq"):  # offset binary of fewer bits
         codes = codes + (MIDDLE[scheme.kind] - (1 << (scheme.bits - 1)))
     return Unpacked(scheme.kind, codes, scales, zeros, group, order)
 

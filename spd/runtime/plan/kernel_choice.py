@@ -35,6 +35,8 @@ OLDEST_CAPABILITY = (8, 0)
 AS_STORED = "as the dtype says"
 """Why weights are wide that were not quantized."""
 FLOAT16_OVERFLOWS = "float16 could overflow before the norm's scales"
+SCALES = {"int8": "a scale a row", "int4": f"a scale for {INT4_GROUP} columns"}
+"""What `--quantize` makes of a matrix."""
 FP8_CAPABILITY = (8, 9)
 """The first devices whose compilers convert float8_e4m3fn."""
 
@@ -140,12 +142,10 @@ def choose_form(
     """
     if wishes.quantize != "none":
         _check_wide(model, folder, wishes.quantize)
-    if wishes.quantize == "int4":
-        asked = f"--quantize int4: a scale for {INT4_GROUP} columns, made at load"
-        form = int4_form(kernels, dtype)
-        return form, f"{asked}, kept as {dtype}: {FLOAT16_OVERFLOWS}" if form.widened else asked
-    if wishes.quantize == "int8":
-        return _int8(machine, kernels, dtype)
+        why = f"--quantize {wishes.quantize}: {SCALES[wishes.quantize]}, made at load"
+        rows = int8_form(kernels, machine.on_cpu, dtype) or WeightForm("int8", widened=True)
+        form = rows if wishes.quantize == "int8" else int4_form(kernels, dtype)
+        return form, f"{why}, kept as {dtype}, for these kernels want wide weights" if form.widened else why
     if model.quantization is not None:
         return _packed(model.quantization, folder, wishes, kernels, dtype)
     if model.fp8_block is None:
@@ -195,15 +195,6 @@ def _check_wide(model: ModelConfig, folder: ModelFolder, quantize: str) -> None:
             reason=[f"quantization_config in config.json speaks of {what}."],
             fix=["leave --quantize out"],
         )
-
-
-def _int8(machine: Machine, kernels: str, dtype: str) -> tuple[WeightForm, str]:
-    asked = "--quantize int8: a scale a row, made at load"
-    form = int8_form(kernels, machine.on_cpu, dtype)
-    if form is not None:
-        return form, asked
-    why = f"kept as {dtype}, for torch's products here want wide weights"
-    return WeightForm("int8", widened=True), f"{asked}, {why}"
 
 
 def _fp8_obstacle(block: tuple[int, int], tp: int, machine: Machine, kernels: str, dtype: str) -> str | None:

@@ -400,15 +400,12 @@ def remedies(shape: EngineShape, usable: int | None, draft_flag: bool = False) -
     def fits(changed: EngineShape) -> bool:
         return usable is not None and measure(changed).total <= usable
 
-    found: dict[str, Remedy] = {}
+    found = []
     for flag, changed in [*_smaller(shape, fits), *_otherwise(shape, draft_flag)]:
-        frees, suffices = now - measure(changed).total, fits(changed) if usable is not None else None
+        frees, suffices = now - measure(changed).total, None if usable is None else fits(changed)
         if suffices or frees >= WORTH_NAMING * now:
-            found[flag.partition(",")[0]] = Remedy(flag, frees, suffices)
-    off, ngram = found.get("--spec off"), found.get("--spec ngram")
-    if off and ngram and ngram.suffices == off.suffices and off.frees - ngram.frees < WORTH_NAMING * now:
-        del found["--spec off"]  # to give up the draft model alone does as much
-    return sorted(found.values(), key=lambda each: (0, each.frees) if each.suffices else (1, -each.frees))
+            found.append(Remedy(flag, frees, suffices))
+    return sorted(found, key=lambda each: (0, each.frees) if each.suffices else (1, -each.frees))
 
 
 def _smaller(shape: EngineShape, fits: Callable[[EngineShape], bool]) -> Iterator[tuple[str, EngineShape]]:
@@ -425,12 +422,11 @@ def _smaller(shape: EngineShape, fits: Callable[[EngineShape], bool]) -> Iterato
 def _otherwise(shape: EngineShape, draft_flag: bool) -> Iterator[tuple[str, EngineShape]]:
     """Another method, dtype or way of running."""
     if shape.draft is not None or shape.mtp is not None:
-        alone = replace(shape, draft=None, mtp=None)
         without = f", without --{'mtp' if shape.draft is None else 'draft-model'}" if draft_flag else ""
         if shape.draft is not None and (half := shape.draft_ctx // 2):
             yield f"--draft-ctx {half}", replace(shape, draft_ctx=half)
-        yield f"--spec ngram{without}", replace(alone, draft_max=METHODS["ngram"].draft_max)
-        yield f"--spec off{without}", replace(alone, draft_max=0)
+        most = METHODS["ngram"].draft_max
+        yield f"--spec ngram{without}", replace(shape, draft=None, mtp=None, draft_max=most)
     elif shape.draft_max:
         yield "--spec off", replace(shape, draft_max=0)
     if shape.keep_laws:
