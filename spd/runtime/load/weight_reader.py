@@ -30,66 +30,47 @@ BUFFERS = 2
 CHUNK_BYTES = 16 * 2**20
 THREADS = 6
 """6 threads x 2 buffers x 16 MiB are pinned: little enough not to be felt, enough to fill the bus."""
-ALIGNMENT = 64
-MAX_PIECES = 512
-"""Tensors a chunk, below what one scattering read may be given."""
 DTYPES = {
     code: dtype for code, name in TORCH_NAMES.items() if (dtype := getattr(torch, name)).is_floating_point
 }
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Consecutive elements of one tensor: `nbytes` of `dtype` at `begin` of a buffer, for `target` [n]."""
-
-    begin: int
-    nbytes: int
-    dtype: torch.dtype
-    target: Tensor
-
-
-@dataclass(frozen=True)
 class Chunk:
-    """Consecutive bytes of one file, scattered over one buffer."""
+    """Consecutive elements of one tensor: `nbytes` of `dtype` at `offset` of a file, for `target` [n]."""
 
     shard: Path
     offset: int
-    pieces: tuple[Piece, ...]
-
-    @property
-    def end(self) -> int:
-        """Bytes of the buffer that it needs."""
-        return self.pieces[-1].begin + self.pieces[-1].nbytes
+    nbytes: int
+    dtype: torch.dtype
+    target: Tensor
 
 
 class Lane:
     """One thread's ring of buffers, and the copies out of them: plain memory here, copied at once."""
 
     def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
-        self.buffers = [
-            torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(BUFFERS if nbytes else 0)
-        ]
+        self.buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(BUFFERS)]
         # Not Tensor.numpy: torch may have been installed without NumPy.
         self._views = [
             memoryview((ctypes.c_ubyte * nbytes).from_address(buffer.data_ptr())).cast("B")
             for buffer in self.buffers
         ]
 
-    def view(self, index: int, piece: Piece) -> memoryview:
-        """Where a piece's bytes are read to."""
-        return self._views[index][piece.begin : piece.begin + piece.nbytes]
+    def view(self, index: int, chunk: Chunk) -> memoryview:
+        """Where a chunk's bytes are read to."""
+        return self._views[index][: chunk.nbytes]
 
-    def source(self, index: int, piece: Piece) -> Tensor:
-        """A piece's elements in a buffer, [n]."""
-        return self.buffers[index][piece.begin : piece.begin + piece.nbytes].view(piece.dtype)
+    def source(self, index: int, chunk: Chunk) -> Tensor:
+        """A chunk's elements in a buffer, [n]."""
+        return self.buffers[index][: chunk.nbytes].view(chunk.dtype)
 
     def wait(self, index: int) -> None:
         """Return when a buffer may be written again."""
 
-    def copy(self, index: int, pieces: Sequence[Piece]) -> None:
+    def copy(self, index: int, chunk: Chunk) -> None:
         """Start copying what a buffer holds to where it belongs."""
-        for piece in pieces:
-            piece.target.copy_(self.source(index, piece))
+        chunk.target.copy_(self.source(index, chunk))
 
     def finish(self) -> None:
         """Return when everything has been copied."""
@@ -112,14 +93,13 @@ class CudaLane(Lane):
     def wait(self, index: int) -> None:
         self._copied[index].synchronize()
 
-    def copy(self, index: int, pieces: Sequence[Piece]) -> None:
+    def copy(self, index: int, chunk: Chunk) -> None:
         with torch.cuda.stream(self._stream):
-            for piece in pieces:
-                source = self.source(index, piece)
-                if piece.dtype != piece.target.dtype:  # else copy_ would cast on the host, and wait
-                    staged = self._staging[piece.begin : piece.begin + piece.nbytes].view(piece.dtype)
-                    source = staged.copy_(source, non_blocking=True)
-                piece.target.copy_(source, non_blocking=True)
+            source = self.source(index, chunk)
+            if chunk.dtype != chunk.target.dtype:  # else copy_ would cast on the host, and wait
+                staged = self._staging[: chunk.nbytes].view(chunk.dtype)
+                source = staged.copy_(source, non_blocking=True)
+            chunk.target.copy_(source, non_blocking=True)
             self._copied[index].record(self._stream)
 
     def finish(self) -> None:
@@ -129,49 +109,27 @@ class CudaLane(Lane):
 def plan_chunks(
     tensors: Mapping[str, TensorMeta], destinations: Mapping[str, Tensor], chunk_bytes: int = CHUNK_BYTES
 ) -> list[Chunk]:
-    """Cut what the destinations need into chunks, by file and offset; neighbours share a chunk.
+    """Cut what the destinations need into chunks, ordered by file and offset.
 
     A destination is a contiguous tensor of as many elements as its namesake in the checkpoint, in any
     float dtype. Empty tensors need no chunk. Raises CheckpointError for what is not there or no float.
     """
-    chunks: list[Chunk] = []
-    pieces: list[Piece] = []
-    shard, offset, position = Path(), 0, -1
-
-    def close() -> None:
-        if pieces:
-            chunks.append(Chunk(shard, offset, tuple(pieces)))
-            pieces.clear()
-
-    wanted = [_wanted(tensors, name, view) for name, view in destinations.items()]
-    for meta, flat in sorted(wanted, key=lambda pair: (pair[0].shard, pair[0].offset)):
-        dtype, first = DTYPES[meta.dtype], 0
-        while first < flat.numel():
-            used = -(-(pieces[-1].begin + pieces[-1].nbytes) // ALIGNMENT) * ALIGNMENT if pieces else 0
-            where = meta.offset + first * dtype.itemsize
-            room = (chunk_bytes - used) // dtype.itemsize
-            if pieces and (shard != meta.shard or where != position or room < 1 or len(pieces) == MAX_PIECES):
-                close()
-                continue
-            if not pieces:
-                shard, offset = meta.shard, where
-            count = min(max(1, room), flat.numel() - first)
-            pieces.append(Piece(used, count * dtype.itemsize, dtype, flat[first : first + count]))
-            position = where + count * dtype.itemsize
-            first += count
-    close()
-    return chunks
-
-
-def _wanted(tensors: Mapping[str, TensorMeta], name: str, view: Tensor) -> tuple[TensorMeta, Tensor]:
-    meta = tensors.get(name)
-    if meta is None:
-        raise CheckpointError(f"tensor {shown(name)}: is not in this checkpoint")
-    if meta.dtype not in DTYPES:
-        raise CheckpointError(f"{meta.shard}: tensor {shown(name)}: dtype {meta.dtype} is not supported here")
-    if meta.nbytes != view.numel() * DTYPES[meta.dtype].itemsize or not view.is_contiguous():
-        raise ValueError(f"{name}: {list(meta.shape)} cannot fill {list(view.shape)}")
-    return meta, view.view(-1)
+    chunks = []
+    for name, view in destinations.items():
+        if (meta := tensors.get(name)) is None:
+            raise CheckpointError(f"tensor {shown(name)}: is not in this checkpoint")
+        if (dtype := DTYPES.get(meta.dtype)) is None:
+            why = f"dtype {meta.dtype} is not supported here"
+            raise CheckpointError(f"{meta.shard}: tensor {shown(name)}: {why}")
+        if meta.nbytes != view.numel() * dtype.itemsize or not view.is_contiguous():
+            raise ValueError(f"{name}: {list(meta.shape)} cannot fill {list(view.shape)}")
+        offset = meta.offset
+        for part in view.view(-1).split(max(1, chunk_bytes // dtype.itemsize)):
+            nbytes = part.numel() * dtype.itemsize
+            if nbytes:
+                chunks.append(Chunk(meta.shard, offset, nbytes, dtype, part))
+            offset += nbytes
+    return sorted(chunks, key=lambda chunk: (chunk.shard, chunk.offset))
 
 
 def read_tensors(
@@ -192,9 +150,9 @@ def read_tensors(
     chunks = deque(plan_chunks(checkpoint.tensors, destinations, chunk_bytes))
     if not chunks:
         return
-    device = chunks[0].pieces[0].target.device
+    device = chunks[0].target.device
     make = lane or _lane_for(device, chunks)
-    size, count = max(chunk.end for chunk in chunks), min(threads, len(chunks))
+    size, count = max(chunk.nbytes for chunk in chunks), min(threads, len(chunks))
     files: dict[Path, int] = {}
     stopping, news = threading.Event(), queue.SimpleQueue[int | None]()  # bytes of a chunk; None is an end
 
@@ -243,10 +201,9 @@ def _read_chunks(
             except IndexError:
                 break
             lane.wait(index)
-            views = [lane.view(index, piece) for piece in chunk.pieces]
-            read_exactly(files[chunk.shard], views, chunk.offset, chunk.shard)
-            lane.copy(index, chunk.pieces)
-            tell(sum(piece.target.nbytes for piece in chunk.pieces))
+            read_exactly(files[chunk.shard], [lane.view(index, chunk)], chunk.offset, chunk.shard)
+            lane.copy(index, chunk)
+            tell(chunk.target.nbytes)
             index = (index + 1) % BUFFERS
     finally:
         lane.finish()  # before the buffers, or after an error the destinations, are given back
@@ -255,7 +212,7 @@ def _read_chunks(
 def _lane_for(device: torch.device, chunks: Sequence[Chunk]) -> Callable[[int], Lane]:
     if device.type != "cuda":
         return Lane
-    casts = any(piece.dtype != piece.target.dtype for chunk in chunks for piece in chunk.pieces)
+    casts = any(chunk.dtype != chunk.target.dtype for chunk in chunks)
     ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
     ready.record(torch.cuda.current_stream(device))
     return lambda nbytes: CudaLane(nbytes, device, ready, casts)
