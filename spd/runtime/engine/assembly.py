@@ -37,9 +37,7 @@ from spd.runtime.round.synthetic_acceptance import ImposedAcceptance
 from spd.runtime.round.transfer import use_device
 
 
-def open_device(
-    plan: EnginePlan, usable_vocab: int, progress: Progress | None, rendezvous: str | None
-) -> RoundQueue:
+def open_device(plan: EnginePlan, usable_vocab: int, progress: Progress | None) -> RoundQueue:
     """Load everything that a plan names, on all its ranks; returns what gives orders to all of them.
 
     Raises ResourceError where memory runs out.
@@ -49,7 +47,7 @@ def open_device(
             return assemble(plan, usable_vocab, progress)
         from spd.runtime.ranks.leader import lead
 
-        queue: RoundQueue = lead(plan, usable_vocab, progress, rendezvous)
+        queue: RoundQueue = lead(plan, usable_vocab, progress)
         return queue
     except Exception as error:
         if not is_out_of_memory(error):

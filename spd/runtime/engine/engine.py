@@ -69,7 +69,7 @@ class Engine:
         self._checks = RequestChecks(plan)
         self.tokenizer: Tokenizer | None = self._checks.tokenizer
         self.eos_ids, self.usable_vocab = self._checks.eos_ids, self._checks.usable_vocab
-        self._device = open_device(plan, self.usable_vocab, progress, config.rendezvous)
+        self._device = open_device(plan, self.usable_vocab, progress)
         self._pages = PageTable(shape.num_pages)
         sizes = PAGE_SIZE, self._device.runner.pages_per_block, shape.ctx
         kept = Checkpoints(shape.checkpoints) if shape.checkpoints else None

@@ -57,7 +57,6 @@ class Scheduler:
         self.pages, self.page_size, self.block, self.ctx, self.sharing = pages, page_size, block, ctx, sharing
         self.checkpoints = checkpoints
         self.prefilling: Sequence | None = None
-        self.preemptions = 0
         self.by_id: dict[str, Sequence] = {}
         """Waiting and running ones, by their requests' ids."""
         self._epoch = 0  # of the latest stay in a slot: no other has the same
@@ -242,7 +241,6 @@ class Scheduler:
         sequence.slot, sequence.prefilled, sequence.hashes = NO_SLOT, 0, []
         sequence.drafted_for = False
         sequence.metrics.preemptions += 1
-        self.preemptions += 1
         self.waiting.appendleft(sequence)
 
     def retire(self, sequence: Sequence) -> list[int]:

@@ -134,8 +134,7 @@ def int4_form(kernels: str, dtype: str) -> WeightForm:
     return WeightForm("int4", widened=kernels == "triton" and dtype == "float16")
 
 
-def int8_form(kernels: str, on_cpu: bool, dtype: str) -> WeightForm | None:
-    """How int8 rows are kept by the kernels of a form; None where they multiply wide weights only."""
-    if kernels == "triton":
-        return WeightForm("int8")
-    return WeightForm("int8", vectors=True) if on_cpu and dtype == "bfloat16" else None
+def int8_form(kernels: str, on_cpu: bool, dtype: str) -> WeightForm:
+    """How int8 rows are kept by the kernels of a form: some multiply wide weights only."""
+    narrow = kernels == "triton" or (on_cpu and dtype == "bfloat16")
+    return WeightForm("int8", widened=not narrow, vectors=narrow and kernels != "triton")

@@ -143,8 +143,8 @@ def choose_form(
     if wishes.quantize != "none":
         _check_wide(model, folder, wishes.quantize)
         why = f"--quantize {wishes.quantize}: {SCALES[wishes.quantize]}, made at load"
-        rows = int8_form(kernels, machine.on_cpu, dtype) or WeightForm("int8", widened=True)
-        form = rows if wishes.quantize == "int8" else int4_form(kernels, dtype)
+        rows = wishes.quantize == "int8"
+        form = int8_form(kernels, machine.on_cpu, dtype) if rows else int4_form(kernels, dtype)
         return form, f"{why}, kept as {dtype}, for these kernels want wide weights" if form.widened else why
     if model.quantization is not None:
         return _packed(model.quantization, folder, wishes, kernels, dtype)

@@ -431,14 +431,14 @@ def _otherwise(shape: EngineShape, draft_flag: bool) -> Iterator[tuple[str, Engi
         yield "--spec off", replace(shape, draft_max=0)
     if shape.keep_laws:
         yield "--verify coupled", replace(shape, keep_laws=False)
-    rows = int8_form(shape.kernels, shape.on_cpu, shape.dtype)
     wide = (shape.form, shape.draft_form) == (WIDE, WIDE)
     models = (shape.target, shape.draft, shape.mtp.config if shape.mtp else None)
     stored = [model.fp8_block or model.quantization for model in models if model is not None]
-    if rows and wide and not any(stored):
-        yield "--quantize int8", replace(shape, form=rows, draft_form=rows)
-    if wide and not any(stored) and not (few := int4_form(shape.kernels, shape.dtype)).widened:
-        yield "--quantize int4", replace(shape, form=few, draft_form=few)
+    if wide and not any(stored):
+        forms = int8_form(shape.kernels, shape.on_cpu, shape.dtype), int4_form(shape.kernels, shape.dtype)
+        for form in forms:
+            if not form.widened:
+                yield f"--quantize {form.kind}", replace(shape, form=form, draft_form=form)
     if shape.dtype == "float32":
         yield "--dtype bfloat16", replace(shape, dtype="bfloat16")
     if shape.graphs:

@@ -60,11 +60,10 @@ class LeadingQueue:
         self.crew.close()
 
 
-def lead(
-    plan: EnginePlan, usable_vocab: int, progress: Progress | None, rendezvous: str | None = None
-) -> Any:
+def lead(plan: EnginePlan, usable_vocab: int, progress: Progress | None) -> Any:
     """Start the ranks that a plan names, or meet them, and load this one's part; returns a `LeadingQueue`."""
-    crew = Crew(plan, None if rendezvous is None else Rendezvous.parse(rendezvous))
+    place = plan.wishes.rendezvous
+    crew = Crew(plan, None if place is None else Rendezvous.parse(place))
 
     def heard(news: LoadProgress) -> None:
         crew.pulse.beat()
