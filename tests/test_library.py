@@ -60,21 +60,16 @@ def test_completions_come_in_the_order_asked(target: Path, alone: list[Any]) -> 
     assert not engine.has_work
 
 
-def test_one_bad_request_stops_the_list_before_it_runs(target: Path) -> None:
+@pytest.mark.parametrize(
+    ("last", "words"), [(Request("x", (), PARAMS[0]), "no tokens"), (REQUESTS[0], "'r0' is given twice")]
+)
+def test_one_bad_request_stops_the_list_before_it_runs(target: Path, last: Request, words: str) -> None:
+    """Of two with one name one could have ended before the other is added, and their texts be joined."""
     engine = make_engine(target)
-    with pytest.raises(UsageError, match="no tokens"):
-        engine.generate([REQUESTS[0], Request("empty", (), PARAMS[0])])
+    with pytest.raises(UsageError, match=words):
+        engine.generate([*REQUESTS[:5], last])
     assert not engine.has_work
     assert [one.request_id for one in engine.generate([REQUESTS[0]])] == ["r0"]
-
-
-def test_two_requests_of_one_name_are_refused_before_anything_runs(target: Path) -> None:
-    """Far apart in the list one would have ended before the other is added, and their texts be joined."""
-    engine = make_engine(target)
-    short = [Request(f"{i % 7}", PROMPTS[0], SamplingParams(max_tokens=2)) for i in range(8)]
-    with pytest.raises(UsageError, match="request id '0' is given twice"):
-        engine.generate(short)
-    assert not engine.has_work and len(engine.generate(short[:7])) == 7
 
 
 def test_requests_are_taken_as_room_appears(target: Path) -> None:
@@ -202,20 +197,6 @@ def test_who_stops_listening_aborts_and_who_is_refused_is_told(target: Path, alo
             with pytest.raises(asyncio.CancelledError):
                 await task
             assert list((await engine.generate(REQUESTS[2])).token_ids) == alone[2].tokens
-            assert engine.engine._scheduler.by_id == {}
-
-    asyncio.run(main())
-
-
-def test_an_id_is_free_again_once_its_request_was_given_up(target: Path, alone: list[Any]) -> None:
-    async def main() -> None:
-        with AsyncEngine(config(target, lag=2)) as engine:
-            for _ in range(3):
-                long = SamplingParams(max_tokens=200, ignore_eos=True)
-                stream = engine.stream(Request(REQUESTS[2].id, PROMPTS[0], long))
-                await anext(stream)
-                await stream.aclose()  # type: ignore[attr-defined]
-                assert list((await engine.generate(REQUESTS[2])).token_ids) == alone[2].tokens
             assert engine.engine._scheduler.by_id == {}
 
     asyncio.run(main())

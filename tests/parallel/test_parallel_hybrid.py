@@ -18,7 +18,6 @@ from spd.runtime import Request, SamplingParams
 from spd.runtime.load.loader import read_part
 from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import Cut, Shard
-from spd.runtime.models.gated_delta import _by_kind
 from spd.runtime.models.layouts import DeltaLayout, LayerLayout
 from spd.runtime.models.weights import cuts_of
 from tests.helpers import (
@@ -229,49 +228,6 @@ def test_a_wrong_part_is_seen(
     alone = outputs(runs_of(folder, kernels="torch"))
     fault(monkeypatch)
     assert outputs(runs_of(folder, kernels="torch", tp=2)) != alone
-
-
-@pytest.mark.parametrize("name", DIVIDED)
-@pytest.mark.parametrize("stored", ["Qwen3_5", "Qwen3Next"])
-def test_parts_hold_each_value_head_once_and_its_key_head(name: str, stored: str, tmp_path: Path) -> None:
-    """What the ranks take of a tensor whose elements say which they are."""
-    ranks, sizes = DIVIDED[name]
-    layout = delta_layout(tmp_path, sizes, interleaved=stored == "Qwen3Next")
-    whole = layout.delta
-    group, key, value = whole.value_heads // whole.key_heads, whole.key_dim, whole.value_dim
-    keys, seen = whole.key_heads * key, []
-    for rank in range(ranks):
-        part = layout.sharded(Shard(rank, ranks))
-        own, count = part.delta.value_heads, part.delta.key_heads
-        heads = list(range(rank * own, (rank + 1) * own))
-        found = {name: cut.indices(cut.dim, 0) for name, cut in part._cuts().items()}
-        channels = found["conv1d"]
-        if stored == "Qwen3Next":
-            order, gates = _by_kind(whole)
-            order_own, gates_own = _by_kind(part.delta)
-            taken = [found["in_proj_qkvz"][row] for row in order_own]
-            channels_taken = [order.index(row) for row in taken[: part.channels]]
-            zs = [order.index(row) - layout.channels for row in taken[part.channels :]]
-            said = [gates.index(found["in_proj_ba"][row]) for row in gates_own]
-        else:
-            channels_taken, zs = found["in_proj_qkv"], found["in_proj_z"]
-            said = [*found["in_proj_b"], *(whole.value_heads + head for head in found["in_proj_a"])]
-        assert channels_taken == channels
-        queries = [channels[i * key] // key for i in range(count)]
-        assert [queries[i // (own // count)] for i in range(own)] == [head // group for head in heads]
-        assert [row - keys for row in channels[count * key : 2 * count * key]] == channels[: count * key]
-        values = [head * value + i for head in heads for i in range(value)]
-        assert [row - 2 * keys for row in channels[2 * count * key :]] == values == zs == found["out_proj"]
-        assert said == [*heads, *(whole.value_heads + head for head in heads)]
-        assert found["A_log"] == found["dt_bias"] == heads
-        seen += heads
-    assert seen == list(range(whole.value_heads))
-
-
-def delta_layout(folder: Path, sizes: dict[str, Any], *, interleaved: bool) -> DeltaLayout:
-    config = read_model_config(write_tiny_hybrid(folder, **sizes))
-    assert config.delta is not None
-    return DeltaLayout(config.hidden_size, replace(config.delta, interleaved=interleaved))
 
 
 def test_what_is_read_has_the_shape_that_is_allocated(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from spd.formats.folder import ModelFolder
 from spd.kernels.dispatch import load_kernels
 from spd.runtime import SamplingParams
 from spd.runtime.load import loader
-from spd.runtime.load.dummy_weights import DUMMY_DOWN, dummy_fill
 from spd.runtime.load.loader import build_model, decoder_part, direct_fill, threaded_fill
 from spd.runtime.load.progress import LoadMeter, LoadProgress
 from spd.runtime.models import family_layout
@@ -184,46 +183,17 @@ def test_norms_are_folded_into_the_matrices_behind_them_only(way: str, tiny: Cal
 # -- dummy weights ---------------------------------------------------------------------------------
 
 
-def dummy(folder: Path, dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
-    config = read_model_config(folder)
-    fill = dummy_fill("cpu", config.tie_embeddings, LoadMeter())
-    builder = LayerBuilder(place(dtype), config.rms_norm_eps)
-    return held(build_model(config, decoder_part(config), builder, fill, 64))
-
-
-@pytest.mark.parametrize("variant", ["qwen3", "biases", "tied"])
-def test_dummy_weights_are_random_finite_and_repeatable(variant: str, tiny: Callable[..., Path]) -> None:
-    first, again = dummy(tiny(variant)), dummy(tiny(variant))
-    for name, tensor in first.items():
-        assert torch.equal(tensor, again[name]), name
-        if name.endswith("norm"):
-            assert bool((tensor == 1).all()), name
-        else:
-            assert bool(tensor.isfinite().all()) and tensor.unique().numel() > tensor.numel() / 20, name
-    matrices = [tensor for name, tensor in first.items() if tensor.dim() == 2 and not name.endswith("norm")]
-    for i, one in enumerate(matrices):
-        for other in matrices[:i]:
-            if one is not other and one.shape == other.shape and one.data_ptr() != other.data_ptr():
-                assert not torch.equal(one, other)
-
-
-def test_dummy_matrices_keep_the_size_of_what_passes_through(tiny: Callable[..., Path]) -> None:
-    for name, tensor in dummy(tiny("qwen3", hidden=256, intermediate=512)).items():
-        if name.endswith(("q+k+v", "o", "gate+up", "down")):
-            x = torch.randn(64, tensor.shape[1], generator=torch.Generator().manual_seed(0))
-            gain = DUMMY_DOWN if name.endswith("down") else 1.0
-            assert 0.9 < float((x @ tensor.float().T).std()) / gain < 1.1, name
-
-
-@pytest.mark.parametrize("tie", [False, True])
-def test_dummy_models_say_many_different_things(tie: bool, tiny: Callable[..., Path], tmp_path: Path) -> None:
-    folder = tiny("tied" if tie else "qwen3", tie=tie, hidden=128, vocab=2000, layers=6)
-    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+@pytest.mark.parametrize("variant", ["qwen3", "tied", "deepseek_v3", "glm4_moe"])
+def test_dummy_models_say_many_different_things(
+    variant: str, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    size = {"hidden": 128, "vocab": 2000, "layers": 6} if variant in ("qwen3", "tied") else {"vocab": 2000}
+    (tmp_path / "config.json").write_bytes((tiny(variant, **size) / "config.json").read_bytes())
     params = [SamplingParams(max_tokens=40, ignore_eos=True, logprobs=0)] * 3
     runs = run_all(make_engine(tmp_path, load="dummy"), random_prompts(3, 20, 2000), params)
     for run in runs:
         assert len(run.tokens) == 40 and len(set(run.tokens)) >= 20
-        assert all(-5 < logprob < -0.01 for logprob in run.logprobs), "neither uniform nor certain"
+        assert all(-9 < logprob < -0.01 for logprob in run.logprobs), "neither uniform nor certain"
     assert len({tuple(run.tokens) for run in runs}) == 3
 
 

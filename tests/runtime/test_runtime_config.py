@@ -120,14 +120,6 @@ def test_ranges_hold_at_their_edges(
         assert caught.value.reason[0].startswith("valid: ") and caught.value.exit_code == 2
 
 
-def test_the_longest_ngram_is_not_below_the_shortest() -> None:
-    assert config(ngram_min=8, ngram_max=8).ngram_max == 8
-    for wishes in ({"ngram_min": 9}, {"ngram_max": 2}):
-        with pytest.raises(UsageError, match="--ngram-min is more than --ngram-max") as caught:
-            config(**wishes)
-        assert caught.value.reason == ("Defaults: 3 and 8.",)
-
-
 @pytest.mark.parametrize(
     ("field", "flag", "known"),
     [
@@ -142,7 +134,18 @@ def test_the_longest_ngram_is_not_below_the_shortest() -> None:
 def test_choices_are_known_words(field: str, flag: str, known: set[str]) -> None:
     for value in known:
         assert getattr(config(**{field: value}), field) == value
-    for value in ("", "AUTO", "fast", "cuda:", "cuda:-1", "cuda:x", "cuda0"):
+    for value in (
+        "",
+        "AUTO",
+        "fast",
+        "cuda:-1",
+        "cuda:x",
+        "cuda0",
+        "off+ngram",
+        "ngram+mtp",
+        "mtp+",
+        "mtp,ngram",
+    ):
         with pytest.raises(UsageError, match="is not known") as caught:
             config(**{field: value})
         assert caught.value.message == f"{flag} {value} is not known"

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spd.runtime.engine.draft_length import (
-    DECAY,
     ENOUGH,
     PATIENCE,
     PROBE_EVERY,
@@ -83,18 +82,6 @@ def test_with_full_acceptance_k_goes_to_the_maximum() -> None:
     chosen = play(DraftLength(9, adaptive=True), 2000, 1.0)
     assert sorted(set(chosen[60:])) == [0, 8, 9], "others are timed"
     assert chosen[60:].count(9) > 0.95 * len(chosen[60:])
-
-
-def test_k_rises_again_when_drafts_are_accepted_again() -> None:
-    length = DraftLength(4, adaptive=True)
-    assert not any(play(length, 120, 0.0)[-10:])
-    assert play(length, 20 * PROBE_EVERY, 1.0).count(4) > 10 * PROBE_EVERY
-
-
-def test_dear_drafts_are_given_up() -> None:
-    """A draft forward as long as the verification can gain nothing, whatever is accepted."""
-    length = DraftLength(4, adaptive=True)
-    assert set(play(length, 31, 1.0, draft_seconds=0.02, verify_seconds=0.01)[13:28]) == {0}
 
 
 def test_k_follows_the_measured_cost_of_verification() -> None:
@@ -181,14 +168,6 @@ def test_a_rounds_slots_weigh_together() -> None:
     assert rates == pytest.approx([(sum(outcomes) - told) / (sum(could) - told)] * 3, rel=0.02)
 
 
-def test_a_round_without_drafts_keeps_the_evidence() -> None:
-    length = DraftLength(4, adaptive=True)
-    length.observe_cost(0, 0.01, 0.0, 0)
-    assert (length.overall.accepted, length.overall.tried) == (7, 10)
-    length.observe_cost(4, 0.01, 0.0, 0)
-    assert (length.overall.accepted, length.overall.tried) == pytest.approx((7 * DECAY, 10 * DECAY))
-
-
 def test_a_probe_can_overrule_what_was_seen() -> None:
     length = DraftLength(4, adaptive=True)
     play(length, 110, 0.0)
@@ -240,22 +219,6 @@ def test_plain_rounds_are_timed_while_drafts_are_accepted() -> None:
         length.observe_cost(k, 0.002 if k == 0 else 0.01, 0.001 * k, k)
         length.observe(k, k, k)
     assert later[-60:].count(0) > 40
-
-
-def test_batches_that_speculation_slows_are_left_alone() -> None:
-    """Verification of k = 4 three times as dear as plain decoding: hardly a round in a hundred drafts."""
-    length = DraftLength(4, adaptive=True, tiers=(0, 1, 2, 4))
-    cost = {0: 0.0085, 1: 0.014, 2: 0.019, 4: 0.029}
-    length.attend([(Acceptance(), 4)] * 100)
-    length.observe_cost(0, cost[0], 0.0, 0)  # an engine's first round has no drafts
-    seconds = 0.0
-    for _ in range(2000):
-        k = length.choose()
-        seconds += cost[k]
-        length.observe_cost(k, cost[k], 0.0, 0)
-        for slot in range(100):
-            length.observe(k, k, min(k, (0, 0, 1, 0, 2, 0, 1, 0)[slot % 8]))
-    assert seconds < 1.02 * 2000 * cost[0]
 
 
 seconds = st.floats(1e-6, 10)

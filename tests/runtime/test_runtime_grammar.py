@@ -17,7 +17,7 @@ from spd.runtime import Request, SamplingParams
 from spd.runtime.engine.grammar import KEPT, MAX_BYTES, GrammarCompiler, GuidedText
 from spd.runtime.engine.request import GrammarText
 from spd.runtime.round.limits import mask_width
-from tests.helpers import Run, make_engine, random_prompts, run_requests
+from tests.helpers import make_engine, random_prompts, run_requests
 
 VOCAB, PATTERN = 320, "(ab|cd|[0-9]{3}){4,9}!"
 SCHEMA = {
@@ -69,30 +69,29 @@ def requests(temperature: float, count: int = 90) -> list[Request]:
     return [*found, Request("free", PROMPTS[0], params)]
 
 
-METHODS: dict[str, dict[str, Any]] = {
-    "ngram": {"spec": "ngram", "ngram_min": 1, "draft_max": 4},
-    "self": {"spec": "draft", "draft_max": 4},
-    "self+ngram": {"spec": "draft+ngram", "draft_max": 4, "ngram_min": 2},
-}
+NGRAM = {"spec": "ngram", "ngram_min": 1, "draft_max": 4}
+ITSELF = {"spec": "draft+ngram", "draft_max": 4, "ngram_min": 2}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_texts_match_and_are_the_same_however_they_are_made(target: Path, temperature: float) -> None:
-    plain = {r.id: run_requests(make_engine(target), [r])[0] for r in requests(temperature)}
-    for kind in TEXTS:
-        assert plain[kind].finish_reason in ("stop", "length")
-        assert plain[kind].finish_reason == "length" or fits(kind, plain[kind].text), plain[kind].text
-    assert sum(run.finish_reason == "stop" for run in plain.values()) >= 2
-    for wishes in METHODS.values():
-        wishes = {**wishes, "draft_model": target} if "draft" in wishes["spec"] else wishes
-        first: list[Run] = []
-        for lag in (0, 2) if temperature else (0, 1):
-            runs = run_requests(make_engine(target, slots=4, lag=lag, **wishes), requests(temperature))
-            assert [run.output for run in runs] == [run.output for run in plain.values()], (wishes, lag)
-            first = first or runs
-            # Waiting for masks costs no draft: what is verified is the same at every lag.
-            assert [run.drafts for run in runs] == [run.drafts for run in first], (wishes, lag)
-        assert sum(run.metrics.draft_n_accepted for run in first[:3]) > 0
+@pytest.mark.parametrize(
+    ("temperature", "wishes", "lags"), [(0.0, ITSELF, (0, 1)), (1.0, ITSELF, (2,)), (1.0, NGRAM, (0, 2))]
+)
+def test_texts_match_and_are_the_same_however_they_are_made(
+    target: Path, temperature: float, wishes: dict[str, Any], lags: tuple[int, ...]
+) -> None:
+    asked = requests(temperature)
+    plain = run_requests(make_engine(target), asked)
+    for kind, run in zip(TEXTS, plain, strict=False):
+        assert run.finish_reason in ("stop", "length")
+        assert run.finish_reason == "length" or fits(kind, run.text), run.text
+    assert sum(run.finish_reason == "stop" for run in plain) >= 2
+    wishes = {**wishes, "draft_model": target} if wishes is ITSELF else wishes
+    made = [run_requests(make_engine(target, slots=4, lag=lag, **wishes), asked) for lag in lags]
+    for runs in made:
+        assert [run.output for run in runs] == [run.output for run in plain]
+        # Waiting for masks costs no draft: what is verified is the same at every lag.
+        assert [run.drafts for run in runs] == [run.drafts for run in made[0]]
+    assert sum(run.metrics.draft_n_accepted for run in made[0][:3]) > 0
 
 
 def test_requests_without_a_grammar_wait_for_none(target: Path) -> None:
@@ -183,15 +182,14 @@ def thinking(target: Path) -> tuple[list[int], int, int]:
     return seen, at, seen[at]
 
 
-@pytest.mark.parametrize("lag", [0, 2])
-def test_a_grammar_begins_behind_the_end_of_thinking(target: Path, lag: int) -> None:
+def test_a_grammar_begins_behind_the_end_of_thinking(target: Path) -> None:
     """Also where that token is a draft in the middle of an accepted run."""
     seen, at, end = thinking(target)
     text = GrammarText("regex", PATTERN, after=end)
     request = Request("t", PROMPTS[1], SamplingParams(max_tokens=60), grammar=text)
     runs = [
-        run_requests(make_engine(target, lag=lag, **wishes), [request])[0]
-        for wishes in ({}, {"spec": "draft", "draft_model": target, "draft_max": 4})
+        run_requests(make_engine(target, **wishes), [request])[0]
+        for wishes in ({}, {"spec": "draft", "draft_model": target, "draft_max": 4, "lag": 2})
     ]
     assert runs[0].output == runs[1].output and runs[0].tokens[: at + 1] == seen[: at + 1]
     tokenizer = make_engine(target).tokenizer
@@ -208,8 +206,7 @@ def test_a_text_that_ends_while_thinking_is_an_error(target: Path) -> None:
     assert done.finish_reason == "error" and "before its thinking ended" in str(done.error)
 
 
-@pytest.mark.parametrize("lag", [0, 2])
-def test_an_end_before_the_grammar_s_is_said(target: Path, lag: int) -> None:
+def test_an_end_before_the_grammar_s_is_said(target: Path) -> None:
     """By -n, by a stop string and by a stop id; not where the text may be complete."""
     digits = tuple(range(48, 58))
     cases: list[tuple[str, dict[str, Any], tuple[str, str | None]]] = [
@@ -219,16 +216,15 @@ def test_an_end_before_the_grammar_s_is_said(target: Path, lag: int) -> None:
         ("a[0-9]{4}", {"stop": ("a",)}, ("stop", "the text ended before the regex was complete")),
         ("a[0-9]{4}", {"stop_token_ids": digits}, ("stop", "the text ended before the regex was complete")),
     ]
-    for spec in ({}, METHODS["ngram"]):
-        engine = make_engine(target, lag=lag, **spec)
+    for spec in ({"lag": 2}, NGRAM):
+        engine = make_engine(target, **spec)
         for pattern, wishes, ended in cases:
             grammar = GrammarText("regex", pattern)
             (done,) = engine.generate([Request("a", PROMPTS[0], SamplingParams(**wishes), grammar=grammar)])
             assert (done.finish_reason, done.error) == ended, pattern
 
 
-@pytest.mark.parametrize("lag", [0, 2])
-def test_a_dead_end_is_an_error_and_no_token(target: Path, monkeypatch: pytest.MonkeyPatch, lag: int) -> None:
+def test_a_dead_end_is_an_error_and_no_token(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing allowed behind the third token: the three are kept, and no other request notices."""
     asked = requests(1.0)
     alone = run_requests(make_engine(target), [asked[3]])[0]
@@ -243,7 +239,7 @@ def test_a_dead_end_is_an_error_and_no_token(target: Path, monkeypatch: pytest.M
             row.zero_()
 
     monkeypatch.setattr(GuidedText, "_write", write)
-    engine = make_engine(target, slots=2, lag=lag)
+    engine = make_engine(target, slots=2, lag=2)
     done = engine.generate([asked[0], asked[3]])
     assert (done[0].finish_reason, list(done[0].token_ids)) == ("error", whole.tokens[:3])
     assert "grammar dead end" in str(done[0].error)
@@ -257,7 +253,7 @@ def test_interrupted_grammars_go_on_where_they_were(target: Path) -> None:
         for i in range(2)
         for r in requests(1.0)
     ]
-    alone = [run_requests(make_engine(target, ctx=192), [request])[0].output for request in asked]
+    alone = [run.output for run in run_requests(make_engine(target, ctx=192), asked)]
     engine = make_engine(target, slots=5, ctx=192, cache_pages=3, lag=1, spec="ngram", ngram_min=1)
     runs = run_requests(engine, asked)
     assert [run.output for run in runs] == alone
@@ -298,25 +294,9 @@ def test_compiled_grammars_are_kept_and_few(target: Path) -> None:
     for i in range(KEPT + 5):
         compiler.compile(GrammarText("regex", f"a{{{i}}}b"), ())
     assert compiler._kept.cache_info().currsize == KEPT
-    first = compiler.compile(TEXTS["regex"], ())
-    again = compiler.compile(TEXTS["regex"], ())
-    first.accept(int(allowed_first(first)))
-    rows = free_rows(1, VOCAB)
-    again.masks((), rows)
-    assert torch.equal(rows, fresh_row(target)), "a kept grammar had moved on"
-
-
-def allowed_first(grammar: Any) -> int:
-    rows = free_rows(1, VOCAB)
-    grammar.masks((), rows)
-    return min(allowed(rows[0]))
-
-
-def fresh_row(target: Path) -> torch.Tensor:
-    rows = free_rows(1, VOCAB)
-    GrammarCompiler(target, VOCAB).compile(TEXTS["regex"], ()).masks((), rows)
-    return rows
-
-
-def test_words_of_a_mask() -> None:
-    assert [mask_width(n) for n in (1, 32, 33, 151936)] == [1, 1, 2, 4748]
+    rows = free_rows(2, VOCAB)
+    for i in range(2):
+        grammar = compiler.compile(TEXTS["regex"], ())
+        grammar.masks((), rows[i : i + 1])
+        grammar.accept(min(allowed(rows[0])))
+    assert torch.equal(rows[0], rows[1]), "a kept grammar had moved on"

@@ -36,6 +36,8 @@ __all__ = ["hybrid"]  # a fixture
 
 LENGTHS = (2, 40, 65, 128, 129, 150)
 """Of prompts: checkpoints at their ends stand in and at the ends of pages, and behind chunks."""
+COMPILED = "native" if obstacle() is None else "torch"
+"""The quickest form that there is here."""
 Spans = tuple[tuple[str, int], ...]
 
 
@@ -105,23 +107,21 @@ def hits(hybrid: Shelf, form: str, method: str, temperature: float, **wishes: An
         check_pages(made[0]._scheduler)
 
 
-CASES = [(0, 1, 0.0), (1, 0, 0.0), (1, 2, 1.0), (4, 0, 1.0), (4, 1, 0.0), (4, 2, 1.0)]
-"""Drafts, lag, temperature."""
+CASES = [(0, 1, 0.0), (1, 2, 1.0), (3, 1, 1.0), (4, 0, 0.0)]
+"""Drafts, lag, temperature; the third is that of the planted faults."""
 
 
 @pytest.mark.parametrize("method", ["ngram", "mtp", "draft", "mtp+ngram"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_hit_is_a_miss(hybrid: Shelf, form: str, method: str) -> None:
     needs(form)
-    cases = CASES if form == "native" else CASES[2:4]
-    if method in ("draft", "mtp+ngram"):
-        cases = cases[-2:]
-    for k, lag, temperature in cases:
+    for k, lag, temperature in CASES if form == "native" and method == "mtp" else CASES[2:]:
         hits(hybrid, form, method if k else "off", temperature, lag=lag, draft_max=k or None)
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2])
-@pytest.mark.parametrize(("form", "method"), [("native", "mtp"), ("native", "draft"), ("torch", "ngram")])
+@pytest.mark.parametrize(
+    ("form", "method", "lag"), [("native", "mtp", 1), ("native", "draft", 2), ("torch", "ngram", 0)]
+)
 def test_a_chat_writes_what_is_new_and_no_more(hybrid: Shelf, form: str, method: str, lag: int) -> None:
     """Ten turns that end by an id or at a limit, in memory that does not grow."""
     needs(form)
@@ -148,28 +148,17 @@ def test_a_chat_writes_what_is_new_and_no_more(hybrid: Shelf, form: str, method:
     assert plan.as_dict()["checkpoint_bytes"] == plan.need.checkpoints and plan.shares_prefixes
 
 
-def test_memory_stays_as_it_is_over_many_turns(hybrid: Shelf) -> None:
-    engine = engine_of(hybrid, "torch", "ngram", draft_max=2)
-    params = SamplingParams(max_tokens=2, ignore_eos=True)
-    for number in range(engine.plan.shape.checkpoints):
-        run_all(engine, random_prompts(1, 9, 256, seed=number), [params])
-    store = engine._device.states
-    where = [copy.data_ptr() for place in sorted(store.places) for copy in store.places[place]]
-    assert len(store.places) == engine.plan.shape.checkpoints
-    for number in range(12):
-        run_all(engine, random_prompts(1, 9, 256, seed=99 + number), [params])
-    assert where == [copy.data_ptr() for place in sorted(store.places) for copy in store.places[place]]
-    kept = engine._scheduler.checkpoints
-    assert kept is not None and len(kept) == engine.plan.shape.checkpoints
-
-
 def test_the_least_recently_used_gives_way(hybrid: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "CHECKPOINTS", 3)
     engine, params = engine_of(hybrid, "torch", "off"), SamplingParams(max_tokens=1, ignore_eos=True)
+    store, where = engine._device.states, set[int]()
     assert engine.plan.shape.checkpoints == 5  # two a slot; and each text keeps two, one of them of its reply
     a, b, c, d = random_prompts(4, 30, 256, seed=8)
-    cached = [run_all(engine, [p], [params])[0].metrics.cached_tokens for p in (a, b, a, c, a, d, a, b)]
-    assert cached == [0, 0, 29, 0, 29, 0, 29, 0]
+    cached = []
+    for prompt in (a, b, a, c, a, d, a, b):
+        cached.append(run_all(engine, [prompt], [params])[0].metrics.cached_tokens)
+        where |= {place[0].data_ptr() for place in store.places.values()}
+    assert cached == [0, 0, 29, 0, 29, 0, 29, 0] and len(where) == 5, "and memory stays as it is"
 
 
 def test_memory_too_small_for_checkpoints_shares_nothing(
@@ -197,13 +186,9 @@ def test_a_message_that_ends_a_span_is_found_again(hybrid: Shelf) -> None:
     assert cached == [0, 100, 100]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_recurrent_draft_model_goes_on_where_its_target_keeps_no_states(
-    hybrid: Shelf, tiny: Shelf, form: str
-) -> None:
-    needs(form)
-    target = tiny("qwen3", dtype=FORMS[form]["dtype"])
-    wishes = {**FORMS[form], **ways(hybrid, form)["draft"], "draft_max": 3}
+def test_a_recurrent_draft_model_goes_on_where_its_target_keeps_no_states(hybrid: Shelf, tiny: Shelf) -> None:
+    target = tiny("qwen3", dtype=FORMS[COMPILED]["dtype"])
+    wishes = {**FORMS[COMPILED], **ways(hybrid, COMPILED)["draft"], "draft_max": 3}
     made = [make_engine(target, **wishes, prefix_sharing=each) for each in (True, False)]
     system, users = random_prompts(1, 20, 256, seed=6)[0], random_prompts(3, 15, 256, seed=7)
     params = SamplingParams(temperature=1.0, max_tokens=9, seed=3, ignore_eos=True, logprobs=0)
@@ -260,19 +245,18 @@ def test_a_preempted_text_goes_on_from_a_checkpoint(
 
 
 @pytest.mark.parametrize("ended", ["string", "abort"])
-@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("lag", [0, 2])
 def test_what_the_host_cuts_is_written_again_at_most(hybrid: Shelf, lag: int, ended: str) -> None:
     """Behind a cut nothing is kept; the prompt's own checkpoint is."""
-    form = "native" if obstacle() is None else "torch"
     for method in ("mtp", "draft"):
         made = [
-            engine_of(hybrid, form, method, prefix_sharing=each, lag=lag, draft_max=4, slots=2)
+            engine_of(hybrid, COMPILED, method, prefix_sharing=each, lag=lag, draft_max=4, slots=2)
             for each in (True, False)
         ]
         prompt = random_prompts(1, 70, 256, seed=5)[0]
         params = SamplingParams(temperature=1.0, max_tokens=60, seed=1, ignore_eos=True)
         whole = run_all(made[1], [prompt], [params])[0]
-        for cut in (11, 12, 13, 14):
+        for cut in (11, 14):
             if ended == "string":
                 stop = (whole.text[cut : cut + 2],)
                 run_all(made[0], [prompt], [replace(params, stop=stop)])
@@ -337,39 +321,34 @@ def test_a_request_ends_once_where_its_last_copy_broke_off(
 # -- the bookkeeping -------------------------------------------------------------------------------
 
 
-def kept_of(kept: Checkpoints, tokens: list[int], spans: Spans, end: int) -> int | None:
-    return kept.keep(TextHashes(tokens, program_runs(spans, 8), 4), end)
+def text_of(tokens: list[int], *spans: tuple[str, int]) -> TextHashes:
+    return TextHashes(tokens, program_runs(spans or (("prompt", 30),), 8), 4)
 
 
-def found_of(kept: Checkpoints, tokens: list[int], spans: Spans, pages: int, most: int) -> int | None:
-    text = TextHashes(tokens, program_runs(spans, 8), 4)
-    found = kept.find(text, min(most, 4 * pages + 3))
+def found_of(kept: Checkpoints, text: TextHashes, most: int = 30) -> int | None:
+    found = kept.find(text, most)
     return None if found is None else found.end
 
 
 def test_the_last_checkpoint_of_the_same_text_is_found() -> None:
-    kept, text = Checkpoints(4), list(range(30))
-    whole: Spans = (("prompt", 30),)
-    assert [kept_of(kept, text, whole, end) for end in (8, 24, 26)] == [3, 2, 1]
-    assert kept_of(kept, text, whole, 24) is None and len(kept) == 3
-    assert [found_of(kept, text, whole, 7, most) for most in (30, 25, 23, 7)] == [26, 24, 8, None]
-    assert [found_of(kept, text, whole, pages, 30) for pages in (6, 5, 2, 1)] == [26, 8, 8, None]
-    other = [*text[:25], 99, *text[26:]]
-    assert found_of(kept, other, whole, 7, 30) == 24
+    kept, tokens = Checkpoints(4), list(range(30))
+    text = text_of(tokens)
+    assert [kept.keep(text, end) for end in (8, 24, 26)] == [3, 2, 1]
+    assert kept.keep(text, 24) is None and len(kept) == 3
+    assert [found_of(kept, text, most) for most in (30, 25, 23, 7)] == [26, 24, 8, None]
+    assert found_of(kept, text_of([*tokens[:25], 99, *tokens[26:]])) == 24
     # Other programs wrote it: other bits.
-    assert found_of(kept, text, (("generated", 30),), 7, 30) is None
-    assert found_of(kept, text, (("prompt", 12), ("prompt", 18)), 7, 30) == 8
+    assert found_of(kept, text_of(tokens, ("generated", 30))) is None
+    assert found_of(kept, text_of(tokens, ("prompt", 12), ("prompt", 18))) == 8
 
 
 def test_what_is_taken_back_is_not_found_and_its_place_is_free() -> None:
-    kept, whole = Checkpoints(2), (("prompt", 30),)
-    text, other = list(range(30)), list(range(1, 31))
-    assert kept_of(kept, text, whole, 5) == 1
-    assert kept_of(kept, other, whole, 5) == 0
+    kept, text, other = Checkpoints(2), text_of(list(range(30))), text_of(list(range(1, 31)))
+    assert (kept.keep(text, 5), kept.keep(other, 5)) == (1, 0)
     kept.forget(0)
-    assert found_of(kept, other, whole, 7, 30) is None and found_of(kept, text, whole, 7, 30) == 5
-    assert kept_of(kept, other, whole, 6) == 0 and kept_of(kept, other, whole, 7) == 1
-    assert found_of(kept, text, whole, 7, 30) is None and found_of(kept, other, whole, 7, 30) == 7
+    assert found_of(kept, other) is None and found_of(kept, text) == 5
+    assert (kept.keep(other, 6), kept.keep(other, 7)) == (0, 1)
+    assert found_of(kept, text) is None and found_of(kept, other) == 7
 
 
 # -- faults ----------------------------------------------------------------------------------------
@@ -391,11 +370,6 @@ def read_before_it_was_written(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StateStore, "save", late)
 
 
-def not_taken_over(patch: pytest.MonkeyPatch) -> None:
-    """A slot goes on with its former owner's states."""
-    patch.setattr(StateStore, "load", lambda *given: None)
-
-
 def never_settled(patch: pytest.MonkeyPatch) -> None:
     """The rows that a last round accepted are not in the state that is kept."""
     patch.setattr(ModelRunner, "settle", lambda self, slot, end: self.cache.applied[slot].fill_(end) and None)
@@ -413,16 +387,6 @@ def without(drop: Callable[[Any, torch.Tensor], bool]) -> Callable[[pytest.Monke
         patch.setattr(KvCache, "parts", fewer)
 
     return planted
-
-
-def without_captured_states(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HeadProposer, "page_parts", lambda *given: [])
-
-
-def kept_behind_a_cut(patch: pytest.MonkeyPatch) -> None:
-    """A state that took in what the host cut away is found again."""
-    end = Engine._end
-    patch.setattr(Engine, "_end", lambda self, sequence, event, settled: end(self, sequence, event, True))
 
 
 def one_token_off(patch: pytest.MonkeyPatch) -> None:
@@ -464,12 +428,12 @@ def another_order_of_use(patch: pytest.MonkeyPatch) -> None:
 
 FAULTS = {
     "read before it was written": read_before_it_was_written,
-    "not taken over": not_taken_over,
+    "a former owner's states": lambda patch: patch.setattr(StateStore, "load", lambda *given: None),
     "never settled": never_settled,
     "no states": without(lambda cache, part: part.dim() == 3 and part.shape[0] == 6),
     "no inputs of convolutions": without(lambda cache, part: part.dim() == 1),
     "no page": without(lambda cache, part: part.dim() == 3 and part.shape[0] == PAGE_SIZE),
-    "no captured states": without_captured_states,
+    "no captured states": lambda patch: patch.setattr(HeadProposer, "page_parts", lambda *given: []),
     "one token off": one_token_off,
     "another page": pages_beyond_are_kept,
     "another place": another_order_of_use,
@@ -478,15 +442,14 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(hybrid: Shelf, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    form = "native" if obstacle() is None else "torch"
-    hits(hybrid, form, "mtp", 1.0, draft_max=3, lag=1)
     FAULTS[fault](monkeypatch)
     with pytest.raises((AssertionError, RuntimeError, IndexError, KeyError)):
-        hits(hybrid, form, "mtp", 1.0, draft_max=3, lag=1)
+        hits(hybrid, COMPILED, "mtp", 1.0, draft_max=3, lag=1)
 
 
 def test_a_state_kept_behind_a_cut_is_seen(hybrid: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept_behind_a_cut(monkeypatch)
+    end = Engine._end
+    monkeypatch.setattr(Engine, "_end", lambda self, sequence, event, _: end(self, sequence, event, True))
     with pytest.raises(AssertionError):
         for ended in ("string", "abort"):
             test_what_the_host_cuts_is_written_again_at_most(hybrid, 2, ended)

@@ -135,10 +135,9 @@ def test_speculation_changes_nothing(folders: dict[str, Path], target: str, dtyp
     wide = run_all(make_engine(folders[target], dtype=dtype, slots=2), PROMPTS, PARAMS)
     assert [run.output for run in plain] != [run.output for run in wide], "int8 changes something"
     for name, method in methods(folders, target):
-        for lag in (0, 1) if name != "ngram" else (1,):
-            runs = run_all(make_engine(folders[target], lag=lag, **wishes, **method), PROMPTS, PARAMS)
-            assert [run.output for run in runs] == [run.output for run in plain], (name, lag)
-            assert sum(run.metrics.draft_n for run in runs) > 0, name
+        runs = run_all(make_engine(folders[target], lag=1, **wishes, **method), PROMPTS, PARAMS)
+        assert [run.output for run in runs] == [run.output for run in plain], name
+        assert sum(run.metrics.draft_n for run in runs) > 0, name
     assert sum(run.metrics.draft_n_accepted for run in runs) > 0
 
 
@@ -186,11 +185,6 @@ def _scales(product: Any) -> list[Tensor]:
     if isinstance(product, RoutedExperts):
         return [product.gate_up.scales, product.down.scales]  # type: ignore[union-attr]
     return []
-
-
-def test_what_an_out_of_memory_message_counts(tiny: Callable[..., Path]) -> None:
-    wishes = EngineConfig(model=tiny("qwen3"), device="cpu", dtype="bfloat16", quantize="int8")
-    assert make_plan(wishes).shape.form == WeightForm("int8", vectors=True)
 
 
 def test_what_is_refused(tiny: Callable[..., Path], tmp_path: Path) -> None:

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
-import os
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spd.errors import CheckpointError, IncompatibleError, ResourceError, SpdError
+from spd.errors import CheckpointError, IncompatibleError, SpdError
 from spd.formats.checkpoint import Checkpoint
-from spd.kernels.linear.skinny_linear import ScaledWeight
-from spd.runtime import Engine, EngineConfig, SamplingParams, make_plan
+from spd.runtime import EngineConfig, SamplingParams, make_plan
 from spd.runtime.load import loader
 from spd.runtime.load.dummy_weights import dummy_fill
 from spd.runtime.models import family_layout
@@ -61,18 +54,6 @@ def refusal(folder: Path) -> CheckpointError:
 
 def text_of(error: SpdError) -> str:
     return "\n".join((error.message, *error.reason))
-
-
-def test_every_fault_of_the_weights_in_one_message(copied: Path) -> None:
-    def spoil(weights: dict[str, torch.Tensor]) -> None:
-        del weights["model.layers.1.mlp.up_proj.weight"]
-        del weights["model.norm.weight"]
-        weights["model.layers.0.self_attn.o_proj.weight"] = torch.zeros(3, 5)
-
-    edit_weights(copied, spoil)
-    said = text_of(refusal(copied))
-    for name in ("layers.1.mlp.up_proj", "model.norm.weight", "layers.0.self_attn.o_proj"):
-        assert name in said
 
 
 def test_a_tokenizer_wider_than_the_embedding_is_refused(copied: Path) -> None:
@@ -146,14 +127,6 @@ def test_faults_of_blocks_in_one_message(tiny: Callable[..., Path], tmp_path: Pa
     assert all(name in said for name in gone) and "shape is [64, 31], expected [128, 32]" in said
 
 
-@pytest.mark.parametrize("variant", ["deepseek_v3", "glm4_moe"])
-def test_dummy_weights_of_every_block(tiny: Callable[..., Path], tmp_path: Path, variant: str) -> None:
-    (tmp_path / "config.json").write_bytes((tiny(variant, vocab=2000) / "config.json").read_bytes())
-    params = SamplingParams(max_tokens=30, ignore_eos=True, logprobs=0)
-    run = run_all(make_engine(tmp_path, load="dummy"), random_prompts(1, 20, 2000), [params])[0]
-    assert len(set(run.tokens)) >= 15 and all(-9 < logprob < -0.01 for logprob in run.logprobs)
-
-
 WIDTHS = {"hidden": 144, "intermediate": 160}
 """More than a block of FP8 each, the last one partial."""
 
@@ -189,19 +162,10 @@ def spread_as(tensor: torch.Tensor, deviation: float) -> bool:
     return bool(values.any()) and near and abs(float(values.mean())) < 5 * deviation / count**0.5
 
 
-def products_of(engine: Engine) -> list[torch.Tensor]:
-    """The matrices of the target's layers as they are kept, widened."""
-    layers = engine._device.runner.model.layers  # type: ignore[attr-defined]
-    kept = [p.weight for layer in layers for p in layer.products()]
-    plain = [w.plain(torch.float32) if isinstance(w, ScaledWeight) else w for w in kept]
-    return [w.to_dense() if w.is_mkldnn else w for w in plain]
-
-
 @pytest.mark.parametrize(
     ("variant", "form"),
-    [("qwen3", ""), ("tied", ""), ("biases", ""), ("deepseek_v3", ""), ("qwen3", "int8"),
-     ("qwen3", "fp8"), ("deepseek_v3", "fp8")],
-)  # fmt: skip
+    [("tied", ""), ("biases", ""), ("qwen3", "int8"), ("deepseek_v3", "fp8")],
+)
 def test_dummy_weights_are_normal_numbers_and_never_zeros(
     tiny: Callable[..., Path], tmp_path: Path, filled: dict[str, torch.Tensor], variant: str, form: str
 ) -> None:
@@ -211,7 +175,7 @@ def test_dummy_weights_are_normal_numbers_and_never_zeros(
     folder = write_twin(source, tmp_path / "twin") if form == "fp8" else source
     wishes: dict[str, Any] = {"kernels": "triton"} if form else {}
     wishes |= {"quantize": "int8"} if form == "int8" else {}
-    engine = make_engine(folder, load="dummy", **wishes)
+    make_engine(folder, load="dummy", **wishes)
     config = read_model_config(folder)
     wanted = expected_tensors(config, family_layout(config))
     assert set(wanted) == {name for name in filled if not name.endswith("_scale_inv")}
@@ -235,8 +199,6 @@ def test_dummy_weights_are_normal_numbers_and_never_zeros(
             assert not any(torch.equal(tensor.float(), other) for other in others), name
             others.append(tensor.float())
     assert sum(map(len, matrices.values())) > 10 and (form == "fp8") == any("_scale_inv" in n for n in filled)
-    kept = products_of(engine)
-    assert kept and all(bool(w.isfinite().all()) and float((w == 0).float().mean()) < 0.1 for w in kept)
 
 
 def test_a_draft_with_another_vocabulary_is_refused(tiny: Callable[..., Path], copied: Path) -> None:
@@ -257,25 +219,9 @@ def test_the_plan_leaves_no_auto(tiny: Callable[..., Path]) -> None:
     json.dumps(plan)
 
 
-def test_what_does_not_fit_names_the_flags(tiny: Callable[..., Path]) -> None:
-    with pytest.raises(ResourceError) as caught:
-        make_plan(
-            EngineConfig(model=tiny("qwen3", max_positions=2**20), kernels="torch", slots=1024, ctx=2**20)
-        )
-    assert any("--ctx" in line for line in caught.value.fix) and "GiB" in caught.value.reason[0]
-
-
 def test_a_context_beyond_the_model_is_refused(tiny: Callable[..., Path]) -> None:
     with pytest.raises(IncompatibleError):
         make_plan(EngineConfig(model=tiny("qwen3"), ctx=513))
-
-
-def test_dummy_weights_run_without_weights(copied: Path) -> None:
-    (copied / "model.safetensors").unlink()
-    run = run_all(
-        make_engine(copied, load="dummy"), random_prompts(1, 9, 256), [SamplingParams(max_tokens=5)]
-    )[0]
-    assert len(run.tokens) >= 1
 
 
 @pytest.mark.parametrize("way", ["as stored", "cast", "fp8", "sharded", "rank", "eagle3"])
@@ -301,31 +247,3 @@ def test_a_file_that_is_cut_short_while_it_is_read(
                     loader.read_part(checkpoint, name, Cut(0, ((0, 8),)))
         make_engine(tmp_path / "target" if way == "eagle3" else victim, **wishes)
     assert str(file) in caught.value.message and caught.value.exit_code == 4
-
-
-def test_a_process_outlives_a_file_that_is_cut_short(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    """As another process cuts it, once it is open: an error in words, and no signal ends the program."""
-    folder, file = tmp_path / "model", tmp_path / "model" / "model.safetensors"
-    shutil.copytree(tiny("tied"), folder)
-    edit_config(folder, vocab_size=2_400_000)  # one table is nearly all of it
-    config = read_model_config(folder)
-    header, end = {}, 0
-    for name, shape in expected_tensors(config, family_layout(config)).items():
-        begin, end = end, end + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    file.write_bytes(len(text).to_bytes(8, "little") + text)
-    os.truncate(file, 8 + len(text) + end)  # sparse: 300 MB that occupy nothing
-    command = [sys.executable, "-m", "spd", "generate", "-m", str(folder), "--prompt-ids", "1,2", "-n", "1"]
-    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    place = Path("/proc") / str(run.pid)
-    while run.poll() is None:
-        time.sleep(0.02)  # seldom met while its header is read, which takes a moment only
-        with suppress(OSError):
-            opened = any(os.readlink(entry) == str(file) for entry in (place / "fd").iterdir())
-            if opened or str(file) in (place / "maps").read_text():
-                os.truncate(file, end // 2)
-                break
-    out, err = run.communicate(timeout=300)
-    assert (run.returncode, out) == (4, ""), (run.returncode, err)
-    assert err.startswith("error: ") and str(file) in err

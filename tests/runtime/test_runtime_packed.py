@@ -78,18 +78,8 @@ def spoken(folder: Path, count: int = 40, **wishes: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_twin_speaks_as_its_dequantised_copy(way: str, tiny: Tiny, tmp_path: Path) -> None:
-    source = tiny("qwen3", **SIZES)
-    twin, plain = write_twins(source, tmp_path, way)
-    prompts = random_prompts(2, 30, 256)
-    params = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=0.8, seed=1)]
-    told, same = (
-        [
-            run.output
-            for run in run_all(make_engine(folder, dtype="float32", kernels="torch"), prompts, params)
-        ]
-        for folder in (twin, plain)
-    )
-    assert told == same
+    twin, plain = write_twins(tiny("qwen3", **SIZES), tmp_path, way)
+    assert spoken(twin) == spoken(plain)
 
 
 def test_codes_stay_packed_and_are_counted(tiny: Tiny, tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def plan_chunks(
         if meta.nbytes != view.numel() * dtype.itemsize or not view.is_contiguous():
             raise ValueError(f"{name}: {list(meta.shape)} cannot fill {list(view.shape)}")
         offset = meta.offset
-        for part in view.view(-1).split(max(1, chunk_bytes // dtype.itemsize)):
+        for part in torch.split(view.view(-1), max(1, chunk_bytes // dtype.itemsize)):
             nbytes = part.numel() * dtype.itemsize
             if nbytes:
                 chunks.append(Chunk(meta.shard, offset, nbytes, dtype, part))
