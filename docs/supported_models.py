@@ -62,7 +62,7 @@ and so is a folder in which a tensor is missing or has another shape. Tensors th
   {eagle3} or the type `eagle3` of `speculators`: one Llama layer, with
   the target's vocabulary or a part of it. Tensors are safetensors here, too: the first published heads
   are pickles, which spd does not open; the refusal names the command that converts one. A head drafts up
-  to the end of the context, even beyond its training length; `--draft-ctx N` sets an earlier end.
+  to the end of the context, even beyond its training length.
 """
 
 

@@ -89,7 +89,6 @@ def test_bash_offers_what_fits(bash_complete) -> None:
         "--draft-model",
         "--draft-max",
         "--draft-tp",
-        "--draft-ctx",
     ]
     assert bash_complete("spd", "generate", "--spec", "") == [
         "auto",
@@ -128,7 +127,7 @@ def test_fish_offers_what_fits(environment: dict[str, str]) -> None:
         return [offer.split("\t")[0] for offer in done.stdout.splitlines()]
 
     assert complete("spd ") == sorted(COMMANDS)
-    assert complete("spd generate --draft-") == ["--draft-ctx", "--draft-max", "--draft-model", "--draft-tp"]
+    assert complete("spd generate --draft-") == ["--draft-max", "--draft-model", "--draft-tp"]
     assert complete("spd generate -m Qwen/Qwen3-0") == ["Qwen/Qwen3-0.6B"]
 
 

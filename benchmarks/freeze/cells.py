@@ -64,7 +64,7 @@ SAMPLED: tuple[dict[str, Any], ...] = (
 )
 PLANS = """--spec auto|--spec off|--spec mtp|--spec draft|--spec eagle3|--spec ngram|--spec auto,ngram
 --ctx 1k|--ctx 100|--dtype float32 --kernels torch|--dtype float16|--quantize int8|--kernels torch|--lag 2
---memory-fraction 0.01|--spec draft --draft-ctx 300|--spec mtp --draft-max 6|--spec mtp --no-adaptive
+--memory-fraction 0.01|--spec draft|--spec mtp --draft-max 6|--spec mtp --no-adaptive
 --verify block --temperature 1|--verify rejection --draft-max 5 --temperature 0.5|--graphs off|--threads 2
 --tp 2 --draft-tp 2"""
 BAD = """x --spec mtp,draft|x --draft-max 99|x --draft-max 0|x --spec off --draft-max 3|x --temperature nan

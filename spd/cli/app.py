@@ -6,13 +6,13 @@ body loads what it needs when it runs.
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,10 @@ import typer
 from typer.main import get_command
 
 from spd import __version__
-from spd.cli.argv import Invocation, prepare
 from spd.cli.commands import COMMANDS, build_app
-from spd.cli.lost import end_when_lost
 from spd.cli.options import Session
 from spd.cli.rank import dismiss, stand_by
-from spd.cli.signals import Interrupted, SignalGuard, die_by
+from spd.cli.signals import Interrupted, SignalGuard, die_by, end_when_lost
 from spd.cli.text.output import (
     DISK_FULL,
     Console,
@@ -45,6 +43,8 @@ PIPE_CLOSED = 141
 SEARCH_PATHS = frozenset({"PATH", "CPATH", "C_INCLUDE_PATH", "LIBRARY_PATH", "LD_LIBRARY_PATH"})
 """Where a compiler and its parts are looked for: never in the working folder, so never in a relative one."""
 COMPLETION_VARIABLE = "_SPD_COMPLETE"
+SHARED = ("--json", "-q", "--quiet", "-v", "-vv", "--verbose")
+"""Flags that may also stand before the command."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,6 +54,8 @@ def main(argv: Sequence[str]) -> int:
         os.environ[name] = os.pathsep.join(filter(os.path.isabs, os.environ[name].split(os.pathsep)))
     if (stderr := sys.stderr) is not None:
         sys.stderr = PrintableStderr(stderr)
+    with suppress(AttributeError, ValueError):  # for help where the locale has fewer letters
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     # torch says so on import where NumPy is absent; spd does not need it.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     guard = SignalGuard()
@@ -79,9 +81,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(argv: list[str], guard: SignalGuard) -> int:
     """Parse and run; every error becomes lines (or one JSON object) and an exit status."""
-    session: Session | None = None
-    console, as_json = Console(help=_help_for(argv)), "--json" in argv
-    place, meeting = Rendezvous.found(os.environ), None
+    before = next((i for i, word in enumerate(argv) if word not in SHARED), 0)
+    argv = [*argv[before : before + 1], *argv[:before], *argv[before + 1 :]] or ["--help"]
+    as_json = "--json" in argv[: argv.index("--") if "--" in argv else None]
+    place = Rendezvous.found(os.environ)
+    session = _session(argv[0], guard, None if place is None or place[0] else str(place[1]))
     try:
         if os.environ.get(COMPLETION_VARIABLE):
             from spd.cli.commands.completions import complete
@@ -90,83 +94,64 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
             return complete(build_app(typed.split(), completing=True), COMPLETION_VARIABLE)
         if place is not None and place[0]:
             return stand_by(place[0], argv, place[1], os.environ.get("LOCAL_RANK", "0"))
-        if place is not None:
-            meeting = str(place[1])
-        invocation = prepare(argv or ["--help"])
-        console, as_json = _console(invocation), invocation.json
-        end_when_lost(lambda error: write_error(_explain(error, console), console, as_json=as_json))
-        for note in invocation.notes:
-            console.note(note)
-        asked = next(iter(invocation.args), "")
-        command = get_command(build_app((asked,)))
+        end_when_lost(lambda error: write_error(_explain(error, session.console), session.console, as_json))
         defaults: dict[str, Any] = {}
-        session = _session(console, guard, meeting)
-        if not {"-h", "--help", "-V", "--version"}.isdisjoint(invocation.args):
+        if not {"-h", "--help", "-V", "--version"}.isdisjoint(argv):
             Sink.stdout()  # raises where it is closed
-        elif asked in COMMANDS and (files := _config_files()):
+        elif argv[0] in COMMANDS and (files := _config_files()):
             from spd.cli.config import read_defaults
 
-            found = read_defaults(asked, files)
-            console = _console(invocation, found.values)
-            session = dataclasses.replace(session, console=console, told=tuple(found.words()))
-            defaults = {asked: found.values}
-        result = command(
-            args=list(invocation.args),
+            defaults, session.told = read_defaults(argv[0], files)
+        result = get_command(build_app((argv[0],)))(
+            args=argv,
             prog_name="spd",
             standalone_mode=False,
             obj=session,
-            default_map=defaults,
+            default_map={argv[0]: defaults},
         )
         return result if isinstance(result, int) else 0
-    except SystemExit as stop:  # how Typer and rich end when standard output breaks under their help
+    except SystemExit as stop:  # how Typer ends when standard output breaks under its help
         return PIPE_CLOSED if stop.code == 1 else int(stop.code or 0)
     except Exception as error:
         if isinstance(error, OutputClosed) or (isinstance(error, OSError) and error.errno in DISK_FULL):
             raise
-        if console.debug:
+        if session.console.debug:
             write_stderr("".join(traceback.format_exception(error)))
-        failure = _explain(error, console)
-        if session is not None and failure.exit_code in (2, 3, 4):
+        failure = _explain(error, session.console)
+        if failure.exit_code in (2, 3, 4):
             failure.reason = (*failure.reason, *session.told)
-        write_error(failure, console, as_json=as_json)
+        write_error(failure, session.console, as_json)
         return failure.exit_code
     finally:
         if place is not None and not place[0]:
             dismiss(place[1])
 
 
-def _console(invocation: Invocation, defaults: Mapping[str, Any] | None = None) -> Console:
-    """How this run talks, from its flags and the environment; rich reads the choice from the latter."""
-    files = defaults or {}
-    color = invocation.color or files.get("color")
-    if color == "never":
-        os.environ["NO_COLOR"] = "1"
-    return Console(
-        color=wants_color(sys.stderr, os.environ, color),
-        quiet=invocation.quiet or files.get("quiet", False),
-        debug=invocation.debug or os.environ.get("SPD_DEBUG", "0") not in ("", "0"),
-        help=_help_for(invocation.args),
-    )
-
-
 def _config_files() -> list[tuple[Path, bool]]:
     """The person's file and the project's, or the one of SPD_CONFIG; whether each is a project's."""
     if named := os.environ.get("SPD_CONFIG"):
         return [(Path(named), False)]
-    home = os.environ.get("XDG_CONFIG_HOME", "")
-    folder = Path(home) if os.path.isabs(home) else Path("~/.config").expanduser()
-    files = [(folder / "spd" / "config.toml", False), (Path("spd.toml"), True)]
-    return [(path, is_project) for path, is_project in files if path.is_file()]
+    own, project = _folder("XDG_CONFIG_HOME", "~/.config/spd") / "config.toml", Path("spd.toml")
+    return [(path, path is project) for path in (own, project) if path.is_file()]
 
 
-def _session(console: Console, guard: SignalGuard, rendezvous: str | None) -> Session:
-    """What a command gets; chats are kept where the XDG rules say."""
-    home = os.environ.get("XDG_STATE_HOME", "")
-    state = Path(home) if os.path.isabs(home) else Path("~/.local/state").expanduser()
-    own = os.environ.get("XDG_RUNTIME_DIR", "")
-    runtime = Path(own) / "spd" if os.path.isabs(own) else Path(f"/tmp/spd-{os.getuid()}")
+def _session(command: str, guard: SignalGuard, rendezvous: str | None) -> Session:
+    """What a command gets."""
+    console = Console(
+        color=wants_color(sys.stderr, os.environ),
+        debug=os.environ.get("SPD_DEBUG", "0") not in ("", "0"),
+        help=f"spd {command} --help" if command in COMMANDS else "spd --help",
+    )
+    state = _folder("XDG_STATE_HOME", "~/.local/state/spd")
+    sockets = _folder("XDG_RUNTIME_DIR", f"/tmp/spd-{os.getuid()}")
     dumb = os.environ.get("TERM") in ("dumb", None)
-    return Session(console, guard, state / "spd", runtime, dumb_terminal=dumb, rendezvous=rendezvous)
+    return Session(console, guard, state, sockets, dumb_terminal=dumb, rendezvous=rendezvous)
+
+
+def _folder(variable: str, usual: str) -> Path:
+    """Where the XDG rules say that a kind of files is kept."""
+    home = os.environ.get(variable, "")
+    return Path(home) / "spd" if os.path.isabs(home) else Path(usual).expanduser()
 
 
 def _explain(error: Exception, console: Console) -> SpdError:
@@ -183,19 +168,12 @@ def _explain(error: Exception, console: Console) -> SpdError:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return ResourceError(
             "out of memory",
-            reason=[str(error).splitlines()[0]] if str(error) else [],
+            reason=str(error).splitlines()[:1],
             fix=["--ctx 4k for a smaller cache, --spec off or --spec ngram to do without a draft model"],
             code="out_of_memory",
         )
-    return SpdError(
-        f"unexpected {type(error).__name__}: {error}",
-        reason=() if console.debug else _write_log(error),
-    )
-
-
-def _help_for(argv: Sequence[str]) -> str:
-    command = next((word for word in argv if word in COMMANDS), "")
-    return f"spd {command} --help".replace("  ", " ")
+    why = f"unexpected {type(error).__name__}: {error}"
+    return SpdError(why, reason=() if console.debug else _write_log(error))
 
 
 def _write_log(error: Exception) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import typer
 
-from spd.cli.help import FIRST, IN, LAST, OTHER
+from spd.cli.parser import FIRST, IN, LAST, OTHER
 from spd.cli.signals import SignalGuard
 from spd.cli.text.output import Console
 from spd.errors import UsageError
@@ -28,13 +28,13 @@ MODEL = "Model and drafts"
 
 def option(panel: str, default: Any, metavar: str | None, help: str, *names: str, **more: Any) -> Any:
     """A field that is an option, called as its field unless `names` hold a long one; no metavar: a flag."""
-    shown = {**more, "metavar": metavar, "help": help, "rich_help_panel": panel}
+    shown = {**more, "metavar": metavar, "help": help, "rich_help_panel": panel, "show_default": False}
     return dataclasses.field(default=default, metadata={"names": names, "option": shown})
 
 
 def argument(metavar: str, help: str, default: Any = dataclasses.MISSING, **more: Any) -> Any:
     """A field that is an argument; without a default it has to be given."""
-    shown = {**more, "metavar": metavar, "help": help}
+    shown = {**more, "metavar": metavar, "help": help, "show_default": False}
     return dataclasses.field(default=default, metadata={"names": None, "option": shown})
 
 
@@ -103,20 +103,33 @@ def think_words(incomplete: str) -> list[str]:
     return ["on", "off", "hide"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Session:
     """What a command gets from the application: where to talk and to keep state, the guard of the signals."""
 
     console: Console
     guard: SignalGuard
     state_folder: Path
-    runtime_folder: Path = Path("/nonexistent")
+    runtime_folder: Path
     """Where servers of this user are found."""
     dumb_terminal: bool = False
     rendezvous: str | None = None
     """Where the ranks meet that torchrun has started."""
-    told: tuple[str, ...] = ()
-    """What a verbose run says first."""
+    told: list[str] = dataclasses.field(default_factory=list)
+    """Which file set what, for a verbose run and for refusals."""
+
+    def listen(self, values: Mapping[str, Any]) -> None:
+        """Talk as the options of the command say."""
+        color = {"always": True, "never": False}.get(values["color"], self.console.color)
+        self.console = dataclasses.replace(
+            self.console,
+            color=color,
+            quiet=values["quiet"],
+            verbose=values["verbose"] > 0,
+            debug=self.console.debug or values["verbose"] > 1,
+        )
+        for line in self.told:
+            self.console.detail(f"config  {line}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
@@ -220,9 +233,6 @@ class ReplyOptions(SamplingOptions, EngineOptions):
 
     ctx: int | None = _model(
         None, "N", "Context in tokens, such as 8k. Default: the model's.", parser=parse_size
-    )
-    draft_ctx: int | None = _model(
-        None, "N", "Context of the draft model; no drafts beyond.", parser=parse_size
     )
     pull: bool = _model(False, None, "Download org/name if it is not in the cache.")
     memory_fraction: float = advanced(0.9, "F", "Share of device memory to use, above 0 to 1. Default: 0.9.")

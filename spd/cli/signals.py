@@ -1,7 +1,7 @@
-"""Interrupts: the first says `stopping…` and unwinds, the second ends the process at once.
+"""How the program ends before its time: by a signal, or by an engine that is lost.
 
-Owns the handlers for SIGINT and SIGTERM and the way a process ends by a signal, so that a shell
-loop around `spd` stops too (an exit status of 130 alone does not tell the shell).
+The first SIGINT or SIGTERM says `stopping…` and unwinds, the second ends the process at once. It ends by
+the signal itself, so that a shell loop around `spd` stops too (a status of 130 alone does not tell it).
 """
 
 from __future__ import annotations
@@ -9,13 +9,18 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import termios
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from spd.errors import EngineError
+
 WATCHED = (signal.SIGINT, signal.SIGTERM)
+CALM = "\x1b[?2004l\x1b[?25h\x1b[0m\r\n"
+"""Pastes unmarked, the cursor shown, no colour, a row of its own: for a terminal that was being drawn on."""
 
 
 class Interrupted(BaseException):
@@ -43,7 +48,7 @@ class SignalGuard:
                     self._previous[signum] = signal.signal(signum, self._handle)
 
     def uninstall(self) -> None:
-        """Give back the handlers that were there before, that of lost threads too (see `spd.cli.lost`)."""
+        """Give back the handlers that were there before; that of lost threads too."""
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
         self._previous.clear()
@@ -98,3 +103,27 @@ def die_by(signum: int) -> int:
     if os.name == "posix":
         os.kill(os.getpid(), signum)
     return 128 + signum
+
+
+def end_when_lost(show: Callable[[Exception], object]) -> None:
+    """From now on an EngineError that ends a thread ends the program: shown, with the terminal put back.
+
+    The main thread may hang, or wait, and cannot be told.
+    """
+    usual, terminal = threading.excepthook, None
+    with suppress(OSError, ValueError, termios.error):
+        terminal = termios.tcgetattr(0)
+
+    def end(thread: threading.ExceptHookArgs) -> None:
+        error = thread.exc_value
+        if not isinstance(error, EngineError):
+            usual(thread)
+            return
+        with suppress(BaseException):
+            if terminal is not None and termios.tcgetattr(0) != terminal:
+                termios.tcsetattr(0, termios.TCSANOW, terminal)
+                os.write(2, CALM.encode())
+            show(error)
+        os._exit(error.exit_code)
+
+    threading.excepthook = end

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from spd.cli.argv import prepare
 from spd.cli.commands import COMMAND_TABLE, COMMANDS, build_app
 from tests.json_schema import faults
 from tests.recipes.tiny_dense import FAMILIES, write_dense
@@ -42,14 +41,14 @@ def spd(*argv: object, **environment: str) -> subprocess.CompletedProcess[bytes]
 def test_the_examples_of_help_are_commands(name: str) -> None:
     """Every example below a command's help is read by the parser as it stands."""
     found = 0
-    for line in COMMAND_TABLE[name].examples:
+    for line in COMMAND_TABLE[name][2:]:
         lexer = shlex.shlex(line.replace('eval "$(', "").replace(')"', ""), None, True, "|<>&")
         lexer.whitespace_split = True
         words = list(lexer)
         while "spd" in words:
             words = words[words.index("spd") + 1 :]
             ends = (i for i, word in enumerate(words) if set(word) <= set("|<>&"))
-            command, *argv = prepare(words[: next(ends, len(words))]).args
+            command, *argv = words[: next(ends, len(words))]
             get_command(build_app(command)).commands[command].make_context(command, argv)
             found += 1
     assert found
@@ -79,7 +78,7 @@ def test_the_examples_of_help_run(name: str, tmp_path: Path) -> None:
     for place in (".zfunc", ".config/fish/completions"):
         (tmp_path / place).mkdir(parents=True)
     kept = {"PATH": f"{binary.parent}:{os.environ['PATH']}", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    for number, line in enumerate(filter(None, COMMAND_TABLE[name].examples)):
+    for number, line in enumerate(COMMAND_TABLE[name][2:]):
         for hub_name in ("Qwen/Qwen3-8B", "Qwen/Qwen3-4B", "Qwen/Qwen3-0.6B"):
             line = line.replace(hub_name, str(tiny))
         if name == "chat" and "<" not in line:

@@ -210,7 +210,7 @@ def test_another_speculation_or_model_leaves_the_drafter_behind_and_finds_it_aga
 ) -> None:
     other = shutil.copytree(model, tmp_path / "other")
     lines = ("/spec ngram", "/spec draft", "/spec off", f"/model {other}", "/spec auto", f"/model {model}")
-    ran = talk(*lines, argv=["--draft-model", model, "--draft-ctx", "64"])
+    ran = talk(*lines, argv=["--draft-model", model])
     assert ran.code == 0, ran
     taken = [(engine.config.spec, engine.config.draft_model is not None) for engine in script.engines]
     assert taken == [

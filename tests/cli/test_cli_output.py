@@ -23,25 +23,21 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("environ", "choice", "on_terminal", "off_terminal"),
+    ("environ", "on_terminal", "off_terminal"),
     [
-        ({}, None, True, False),
-        ({}, "auto", True, False),
-        ({"TERM": "dumb"}, None, False, False),
-        ({"NO_COLOR": "1"}, None, False, False),
-        ({"NO_COLOR": ""}, None, True, False),
-        ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, None, False, False),
-        ({"FORCE_COLOR": "1", "TERM": "dumb"}, None, True, True),
-        ({"CLICOLOR_FORCE": "0"}, None, True, False),
-        ({"CLICOLOR_FORCE": "1"}, None, True, True),
-        ({"NO_COLOR": "1"}, "always", True, True),
-        ({"FORCE_COLOR": "1"}, "never", False, False),
+        ({}, True, False),
+        ({"TERM": "dumb"}, False, False),
+        ({"NO_COLOR": "1"}, False, False),
+        ({"NO_COLOR": ""}, True, False),
+        ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, False, False),
+        ({"FORCE_COLOR": "1", "TERM": "dumb"}, True, True),
+        ({"CLICOLOR_FORCE": "0"}, True, False),
+        ({"CLICOLOR_FORCE": "1"}, True, True),
     ],
 )
-def test_colour_order(environ: dict, choice: str | None, on_terminal: bool, off_terminal: bool) -> None:
-    assert wants_color(Terminal(), environ, choice) is on_terminal
-    assert wants_color(io.StringIO(), environ, choice) is off_terminal
-    assert wants_color(None, environ, choice) is (choice == "always" or (off_terminal and choice is None))
+def test_colour_order(environ: dict, on_terminal: bool, off_terminal: bool) -> None:
+    assert wants_color(Terminal(), environ) is on_terminal
+    assert wants_color(io.StringIO(), environ) is wants_color(None, environ) is off_terminal
 
 
 def test_control_characters_are_spelled_out() -> None:

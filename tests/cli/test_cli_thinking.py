@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from spd.cli.argv import CUT_FLAGS
+from spd.cli.parser import CUT
 from spd.cli.text.structured import ThinkingSplitter, parted
 from spd.runtime.engine.request import ThinkingBudget
 from tests.cli.conftest import SPECIALS, TEMPLATE, refused, write_tokenizer
@@ -159,8 +159,8 @@ def test_a_chat_without_a_terminal_says_the_answer(spd_run: Callable, model: Pat
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        *(([flag, "5"], f"fix: {now}") for flag, now in CUT_FLAGS["chat"].items() if "think" in flag),
-        (["--think"], "--think: on, off, hide or a number of tokens?"),
+        *(([flag, "5"], f"fix: {now}") for flag, now in CUT.items() if "think" in flag),
+        (["--think"], "option '--think' requires an argument"),
         (["--think", "Hi"], "--think Hi: on, off, hide or a number of tokens?"),
         (["--think", "-1"], "--think -1: on, off, hide or a number of tokens?"),
         (["--think", "99999999"], "thinking budget 99999999 is out of range"),

@@ -85,8 +85,8 @@ def test_settings_held_against_each_other(tmp_path: Path) -> None:
     config = EngineConfig(model=tmp_path, spec="draft", draft_model=tmp_path, draft_max=3, lag=2)
     plain = apply_settings(config, "spec=off")
     assert (plain.spec, plain.draft_model, plain.draft_max, plain.lag) == ("off", None, None, 2)
-    busy = replace(config, tp=2, draft_tp=2, draft_ctx=64, adaptive=True)
-    assert apply_settings(busy, "spec=off").draft_ctx is apply_settings(busy, "spec=ngram").draft_ctx is None
+    busy = replace(config, tp=2, draft_tp=2, adaptive=True)
+    assert apply_settings(busy, "spec=off").draft_tp is apply_settings(busy, "spec=ngram").draft_tp is None
     met = replace(busy, rendezvous="localhost:1/2/0")
     assert apply_settings(met, "spec=ngram").draft_tp is None
     assert apply_settings(met, "tp=1,draft-tp=auto").rendezvous is None

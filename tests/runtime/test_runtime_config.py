@@ -51,8 +51,8 @@ REFUSED_TOGETHER: list[tuple[dict[str, Any], type[SpdError], str, str]] = [
     ({"graphs": True, "device": "cpu"}, IncompatibleError, "--graphs on captures", "incompatible"),
     ({"graphs": True, "kernels": "torch"}, IncompatibleError, "--graphs on captures", "incompatible"),
     ({"graphs": True, "kernels": "native"}, IncompatibleError, "torch or native rule", "incompatible"),
-    ({"draft_ctx": 64, "spec": "off"}, UsageError, "--draft-ctx is the context of a draft model", "usage"),
-    ({"draft_ctx": 64, "spec": "ngram"}, UsageError, "--draft-ctx is the context of a draft model", "usage"),
+    ({"draft_ctx": 64, "spec": "off"}, UsageError, "draft_ctx is the context of a draft model", "usage"),
+    ({"draft_ctx": 64, "spec": "ngram"}, UsageError, "draft_ctx is the context of a draft model", "usage"),
     ({"tp": 4, "draft_tp": 3}, UsageError, "--draft-tp must divide --tp", "usage"),
     (
         {"synthetic_acceptance": 2.0, "spec": "off"},

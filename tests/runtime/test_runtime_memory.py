@@ -283,7 +283,6 @@ def test_every_figure_in_the_advice_is_true(free: int, draft: ModelConfig) -> No
         flag, value = remedy.flag.split(",")[0].rsplit(" ", 1)
         changed = {
             "--ctx": lambda value=value: at_context(shape, int(value)),
-            "--draft-ctx": lambda value=value: dataclasses.replace(shape, draft_ctx=int(value)),
             "--spec": lambda value=value: dataclasses.replace(
                 shape, draft=None, draft_max={"ngram": 8, "off": 0}[value]
             ),

@@ -95,7 +95,7 @@ class ChatModel:
         method, _ = split_spec(options.spec)
         weights = METHODS[method].weights
         taken = [*(weights if options.model == self._first.model else ())]
-        taken += ["draft_ctx", "draft_tp"] if weights else []
+        taken += ["draft_tp"] if weights else []
         kept: dict[str, Any] = dict.fromkeys(WEIGHT_WISHES)
         kept |= {name: getattr(self._first, name) for name in taken}
         if method == "off":

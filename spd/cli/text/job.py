@@ -113,7 +113,7 @@ def open_vocabulary(name: str, folder: ModelFolder) -> Vocabulary:
 
 
 WISHES = (
-    *("device", "dtype", "quantize", "spec", "draft_max", "adaptive", "draft_ctx", "verify", "kernels"),
+    *("device", "dtype", "quantize", "spec", "draft_max", "adaptive", "verify", "kernels"),
     *("ctx", "memory_fraction", "threads", "tp", "draft_tp", "rendezvous"),
 )
 """Options that are the engine's own, by the same names."""

@@ -82,10 +82,8 @@ def paint(text: str, style: str, color: bool) -> str:
     return f"\x1b[{style}m{text}\x1b[0m" if color else text
 
 
-def wants_color(stream: IO[Any] | None, environ: Mapping[str, str], choice: str | None) -> bool:
-    """Flag, then NO_COLOR, then FORCE_COLOR or CLICOLOR_FORCE, then TERM=dumb, then the terminal."""
-    if choice in ("always", "never"):
-        return choice == "always"
+def wants_color(stream: IO[Any] | None, environ: Mapping[str, str]) -> bool:
+    """NO_COLOR, then FORCE_COLOR or CLICOLOR_FORCE, then TERM=dumb, then the terminal."""
     if environ.get("NO_COLOR"):
         return False
     if environ.get("FORCE_COLOR") or environ.get("CLICOLOR_FORCE", "0") not in ("", "0"):
@@ -149,7 +147,7 @@ def raw_stderr() -> Any:
     return getattr(sys.stderr, "raw_stderr", sys.stderr)
 
 
-def write_error(error: SpdError, console: Console, *, as_json: bool) -> None:
+def write_error(error: SpdError, console: Console, as_json: bool = False) -> None:
     """Show what is wrong, why, and what to type instead: as lines, or as one JSON object on stdout."""
     fixes = list(error.fix or [usual_fix(error, console.help)])
     if as_json:

@@ -35,7 +35,7 @@ METHODS = {
 """Every method that can be asked for; `auto` becomes another one."""
 ARBITRATED = tuple(f"{name}+ngram" for name, method in METHODS.items() if method.weights)
 """Two proposers, of which each slot keeps one's drafts: lookup's where its match is long."""
-WEIGHT_WISHES = ("draft_model", "mtp", "draft_ctx", "draft_tp")
+WEIGHT_WISHES = ("draft_model", "mtp", "draft_tp")
 """What can be asked of a model or head that drafts."""
 NGRAM_MIN, LONG_MATCH = 3, 5
 """Tokens of a match that is followed: where lookup drafts alone, and where it replaces a model's drafts."""
@@ -214,8 +214,8 @@ CLASHES = (
     ),
     Clash(
         lambda c: c.draft_ctx is not None and not c.weights,
-        "--draft-ctx is the context of a draft model, and --spec says that none runs",
-        ["--spec draft, or leave --draft-ctx out"],
+        "draft_ctx is the context of a draft model, and --spec says that none runs",
+        ["--spec draft, or leave draft_ctx out"],
     ),
     Clash(
         lambda c: c.synthetic_acceptance is not None and c.method == "off",

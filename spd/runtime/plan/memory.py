@@ -423,8 +423,6 @@ def _otherwise(shape: EngineShape, draft_flag: bool) -> Iterator[tuple[str, Engi
     """Another method, dtype or way of running."""
     if shape.draft is not None or shape.mtp is not None:
         without = f", without --{'mtp' if shape.draft is None else 'draft-model'}" if draft_flag else ""
-        if shape.draft is not None and (half := shape.draft_ctx // 2):
-            yield f"--draft-ctx {half}", replace(shape, draft_ctx=half)
         most = METHODS["ngram"].draft_max
         yield f"--spec ngram{without}", replace(shape, draft=None, mtp=None, draft_max=most)
     elif shape.draft_max:

@@ -1,0 +1,140 @@
+"""Commands as Typer reads them, with other tools' names of options, and help in panels, most used first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from typer.core import TyperCommand
+
+from spd.errors import IncompatibleError, UsageError
+
+FIRST, IN, OTHER, LAST = "Most used", "Prompt and sampling", "Output", "Advanced"
+"""Panels: the first one, that of all that goes in, that of what names none, the last one."""
+ARGUMENTS = "Arguments"
+
+FOREIGN: Mapping[str, str] = MappingProxyType(
+    {
+        "--system-prompt": "--system",
+        "--n-predict": "--max-tokens",
+        "--max-new-tokens": "--max-tokens",
+        "--ctx-size": "--ctx",
+        "--max-model-len": "--ctx",
+        "--temp": "--temperature",
+        "-md": "--draft-model",
+        "--num-speculative-tokens": "--draft-max",
+        "--json-schema": "--schema",
+    }
+)
+"""What other tools call our options."""
+
+CUT: Mapping[str, str] = MappingProxyType(
+    {
+        "-o": "--json > FILE",
+        "-p": 'spd generate "your prompt"',
+        "--baseline": "-o NEW.json, then spd compare OLD.json NEW.json",
+        "--category": "--prompts FILE",
+        "--config": "SPD_CONFIG=FILE spd …",
+        "--csv": "--json | jq -r '.rows[] | [.method, .tokens_per_second.median] | @csv'",
+        "--debug": "-vv",
+        "--each": "--prompts FILE",
+        "--explain": "spd generate --trace FILE …, then spd explain FILE",
+        "--frequency-penalty": "--set frequency_penalty=X",
+        "--goodput": "jq .samples of --json, which hold every time",
+        "--hide-thinking": "--think hide",
+        "--load": "spd bench --load dummy",
+        "--logit-bias": "--set logit_bias=ID=VALUE",
+        "--min-p": "--set min_p=P",
+        "--min-tokens": "--set min_tokens=N",
+        "--ngram-max": "--spec ngram finds the longest match by itself",
+        "--ngram-min": "--spec ngram finds the longest match by itself",
+        "--no-color": "--color never",
+        "--no-history": "XDG_STATE_HOME=FOLDER spd chat keeps its files elsewhere",
+        "--no-input": "spd … < /dev/null",
+        "--no-stream": "--json | jq -r .text",
+        "--no-think": "--think off",
+        "--offline": "HF_HUB_OFFLINE=1 spd …",
+        "--output": "--json > FILE",
+        "--overflow": "a shorter prompt, or a larger --ctx",
+        "--parse-special": "--prompt-ids 1,2,3",
+        "--plot": "--json, and any plotting tool",
+        "--presence-penalty": "--set presence_penalty=X",
+        "--profile": "spd generate --trace FILE …, then spd explain FILE",
+        "--prompt": 'spd generate "your prompt"',
+        "--regex": "--grammar /REGEX/",
+        "--rendezvous": "torchrun says where ranks meet",
+        "--repetition-penalty": "--set repetition_penalty=X",
+        "--revision": "spd pull NAME --revision REV prints a folder for -m",
+        "--session": "-c NAME",
+        "--stop-token-id": "--set stop_token_id=ID",
+        "--stream": "leave it out: text comes as it is made",
+        "--synthetic-acceptance": "spd bench --synthetic-acceptance LENGTH",
+        "--system-file": "-s @FILE",
+        "--think-budget": "--think N",
+        "--time": "-r N",
+        "--top-k": "--set top_k=K",
+        "--vi": "Ctrl-G opens $EDITOR",
+    }
+)
+"""What to type now in the place of an option that some command had."""
+BEAM = frozenset({"--num-beams", "--beam", "--beams", "--beam-size", "--beam-width", "--beam-search"})
+
+
+def refuse_by_name(name: str) -> None:
+    """Say why a command lacks an option that people look for. Raises IncompatibleError and UsageError."""
+    if name in BEAM:
+        raise IncompatibleError(
+            f"{name}: spd has no beam search",
+            reason=["Speculation keeps the model's own sampling law; a beam search follows another one."],
+            fix=["leave it out; for the likeliest continuation token by token: --temperature 0"],
+            code="beam_search",
+        )
+    if name == "--trust-remote-code":
+        raise IncompatibleError(
+            f"{name}: spd never runs code from a model folder",
+            fix=["leave it out; `spd inspect MODEL` says whether the architecture is built in"],
+            code="remote_code",
+        )
+    if name in CUT:
+        raise UsageError(f"{name} is no longer an option", fix=[CUT[name]], code="cut_option")
+
+
+class Command(TyperCommand):
+    """A command of spd."""
+
+    def make_parser(self, ctx: Any) -> Any:
+        """Let the names of other tools stand for ours, where the command has these."""
+        parser = super().make_parser(ctx)
+        known = parser._long_opt
+        known |= {foreign: known[ours] for foreign, ours in FOREIGN.items() if ours in known}
+        return parser
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Let an option with a [VALUE] stand alone. Raises what `refuse_by_name` raises."""
+        alone = {n for p in self.params if (getattr(p, "metavar", "") or "")[:1] == "[" for n in p.opts}
+        words: list[str] = []
+        for word, after in zip(args, [*args[1:], "-"], strict=False):
+            words.append(word)
+            if word in alone and (after.startswith("-") or "/" in after):  # a model follows, or an option
+                words.append("")
+        try:
+            return super().parse_args(ctx, words)
+        except Exception as error:
+            if type(error).__name__ == "NoSuchOption":
+                refuse_by_name(getattr(error, "option_name", ""))
+            raise
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write a section for each panel."""
+        panels: dict[str, list[Any]] = {ARGUMENTS: [], FIRST: [], IN: []}
+        for param in self.get_params(ctx):
+            usual = ARGUMENTS if param.param_type_name == "argument" else OTHER
+            panel = getattr(param, "rich_help_panel", None) or usual
+            panels.setdefault(panel, []).append(param.get_help_record(ctx))
+        for panel in (OTHER, LAST):
+            panels[panel] = panels.pop(panel, [])
+        for panel, records in panels.items():
+            if records:
+                with formatter.section(panel):
+                    formatter.write_dl(records)
