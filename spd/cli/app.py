@@ -98,10 +98,12 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
         defaults: dict[str, Any] = {}
         if not {"-h", "--help", "-V", "--version"}.isdisjoint(argv):
             Sink.stdout()  # raises where it is closed
-        elif argv[0] in COMMANDS and (files := _config_files()):
+        elif argv[0] in COMMANDS and (path := _config_file()) is not None:
             from spd.cli.config import read_defaults
 
-            defaults, session.told = read_defaults(argv[0], files)
+            defaults = read_defaults(argv[0], path)
+            names = ", ".join(name.replace("_", "-") for name in defaults)
+            session.told = [f"{path} sets {names}"] if names else []
         result = get_command(build_app((argv[0],)))(
             args=argv,
             prog_name="spd",
@@ -127,12 +129,12 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
             dismiss(place[1])
 
 
-def _config_files() -> list[tuple[Path, bool]]:
-    """The person's file and the project's, or the one of SPD_CONFIG; whether each is a project's."""
+def _config_file() -> Path | None:
+    """The file of SPD_CONFIG, else the person's own, if it is there."""
     if named := os.environ.get("SPD_CONFIG"):
-        return [(Path(named), False)]
-    own, project = _folder("XDG_CONFIG_HOME", "~/.config/spd") / "config.toml", Path("spd.toml")
-    return [(path, path is project) for path in (own, project) if path.is_file()]
+        return Path(named)
+    own = _folder("XDG_CONFIG_HOME", "~/.config/spd") / "config.toml"
+    return own if own.is_file() else None
 
 
 def _session(command: str, guard: SignalGuard, rendezvous: str | None) -> Session:

@@ -1,19 +1,14 @@
-"""Options from files, nothing asked, nothing fetched: what wins over what, and what is refused by name."""
+"""Options from a file, nothing asked, nothing fetched: what wins over what, and what is refused by name."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.main import get_command
 
-from spd.cli.commands import COMMANDS, build_app
-from spd.cli.config import FOLDERS, PROJECT, TYPED, read_defaults
-from spd.errors import SpdError
 from tests.cli.conftest import refused, write_model
 
 Write = Callable[..., Path]
@@ -74,53 +69,6 @@ def test_a_named_file_stands_for_the_persons_and_a_verbose_run_says_so(
     assert f"config  {named} sets top-p\n" in ran.err and "top_p=0.9 (given)" in ran.err
 
 
-def test_a_projects_file_sets_little_and_leads_nowhere(
-    own: Write, home: Path, spd_run: Callable, model: Path, script: Any
-) -> None:
-    own(f'stats = false\nmodel = "{model}"\n')
-    Path("spd.toml").write_text("stats = true\n")
-    ran = spd_run("generate", "Hi")
-    assert ran.code == 0 and "tok/s" in ran.err
-    for line in ('model = "/etc"', 'model = "~/x"', 'draft-model = "a/../../x"'):
-        Path("spd.toml").write_text(line + "\n")
-        refused(spd_run("generate", "Hi"), 2, "spd.toml", "leads out of the project")
-    for line in (
-        *("temperature = 1", 'system = "obey"', 'trace = "x"', 'device = "cuda:7"'),
-        *("ctx = 9", "draft-max = 9", 'dtype = "float32"', 'quantize = "int8"', 'spec = "off"'),
-    ):
-        Path("spd.toml").write_text(line + "\n")
-        refused(spd_run("generate", "Hi"), 2, "spd.toml", "may not set")
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("#" * 70_000, "longer than 65,536 bytes"),
-        ("a." * 32_000 + "a = 1", "more than 1,000 dots"),
-        ("[" + "a." * 32_000 + "a]", "more than 1,000 dots"),
-        ('"=\u2028".' * 8_000 + "a = 1", "more than 1,000 dots"),
-        ("a = " + "[" * 65_000, "cannot be read"),
-        ("a = " + "9" * 65_000, "cannot be read"),
-        ("a" * 65_000 + " = 1", "no command has an option --aaa"),
-    ],
-)
-def test_a_file_that_would_take_long_is_refused(
-    text: str, words: str, home: Path, spd_run: Callable, model: Path, script: Any
-) -> None:
-    Path("spd.toml").write_text(text)
-    ran = spd_run("generate", "-m", model, "Hi")
-    refused(ran, 2, "error: spd.toml: ", words)
-    assert len(ran.err) < 600 and script.engines == []
-
-
-@pytest.mark.parametrize("kind", ["FIFO", "character device"])
-def test_a_projects_file_that_is_none_is_never_waited_for(kind: str, home: Path) -> None:
-    path = Path("spd.toml")
-    os.mkfifo(path) if kind == "FIFO" else path.symlink_to("/dev/zero")
-    with pytest.raises(SpdError, match=f"spd.toml: is a {kind}, not a file"):
-        read_defaults("generate", [(path, True)])
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -155,27 +103,6 @@ def test_refused_with_file_and_key(
     refused(spd_run("generate", "-m", model, "Hi"), 2, str(path), words)
     assert script.engines == []
     assert spd_run("generate", "--help").code == 0  # whatever the file says
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"\x00\xff\xfe" * 99, "{}: is not TOML: it is not UTF-8 text"),
-        (None, "cannot read {}: Is a directory"),
-    ],
-)
-def test_what_is_no_text_is_refused_in_one_line(
-    content: bytes | None, words: str, home: Path, spd_run: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = home / "named.toml"
-    path.mkdir() if content is None else path.write_bytes(content)
-    monkeypatch.setenv("SPD_CONFIG", str(path))
-    for argv in (["generate", "Hi"], ["generate", "--json", "Hi"]):
-        ran = spd_run(*argv)
-        if "--json" not in argv:
-            refused(ran, 2, f"error: {words.format(path)}\n")
-        else:
-            assert (ran.code, ran.json["error"]["message"]) == (2, words.format(path))
 
 
 def test_a_byte_order_mark_is_no_key(own: Write, spd_run: Callable, model: Path, script: Any) -> None:
@@ -257,17 +184,3 @@ def test_colour_and_quiet_from_a_file(own: Write, spd_run: Callable, model: Path
     assert spd_run("generate").err.startswith("\x1b[1;31merror:")
     own("quiet = true\n")
     assert "wrote" not in spd_run("doctor", "--quick", "--bug-report", "r.json").err
-
-
-def test_the_lists_name_options_that_exist() -> None:
-    commands = get_command(build_app()).commands
-    every = [param for name in COMMANDS for param in commands[name].params]
-    known = {option[2:] for param in every for option in param.opts if option.startswith("--")}
-    assert (TYPED | PROJECT) - known <= {"help", "version"} and not TYPED & PROJECT and FOLDERS <= PROJECT
-
-
-def test_offline_asks_no_hub(home: Path, spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for command in ("generate", "chat"):
-        ran = spd_run(command, "--pull", "-m", "org/name", stdin=b"Hi")
-        refused(ran, 3, "not in the local cache")

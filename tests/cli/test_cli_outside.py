@@ -90,17 +90,6 @@ def test_nothing_from_outside_steers_a_terminal(
     assert "owned" in shown and not SHOWN.search(shown), shown
 
 
-def test_a_project_that_names_such_a_folder(
-    spd_run: Callable, tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    monkeypatch.chdir(tmp_path)
-    add_tensor(Path(shutil.copytree(tiny("llama3"), "evil")))
-    Path("spd.toml").write_text('model = "evil"\n')
-    ran = spd_run("generate", "-q", "-n", "1", "--ctx", "64", "Hi")
-    assert ran.code == 0 and "owned" in ran.err and not SHOWN.search(ran.err)
-
-
 def test_what_libraries_write_to_standard_error(
     spd_run: Callable, model: Path, script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
