@@ -98,11 +98,6 @@ def parse_think(text: str, name: str = "--think") -> str:
     return text
 
 
-def think_words(incomplete: str) -> list[str]:
-    """What TAB offers for --think."""
-    return ["on", "off", "hide"]
-
-
 @dataclass
 class Session:
     """What a command gets from the application: where to talk and to keep state, the guard of the signals."""
@@ -242,7 +237,7 @@ class ReplyOptions(SamplingOptions, EngineOptions):
         "on|off|hide|N",
         "Thinking or none; hide: do not show it; N tokens at most.",
         parser=parse_think,
-        autocompletion=think_words,
+        autocompletion=lambda: ["on", "off", "hide"],
     )
     system: str | None = first(None, "TEXT|@FILE", "System message.", "-s")
 
@@ -313,15 +308,3 @@ def parse_switch(what: str, text: str) -> bool:
         words = f"{text} is not on or off" if text else "on or off?"
         raise UsageError(f"{what}: {words}", fix=[f"{what} on|off"])
     return known[text]
-
-
-def as_utf8(value: Any) -> Any:
-    """Text, or texts, read as UTF-8 where the locale is of fewer letters; else as it is."""
-    if isinstance(value, (list, tuple)):
-        return [as_utf8(each) for each in value]
-    if not isinstance(value, str) or value.isascii():
-        return value
-    try:
-        return value.encode("utf-8", "surrogateescape").decode("utf-8")
-    except UnicodeError:
-        return value

@@ -31,13 +31,11 @@ FOREIGN: Mapping[str, str] = MappingProxyType(
 
 CUT: Mapping[str, str] = MappingProxyType(
     {
-        "-o": "--json > FILE",
         "-p": 'spd generate "your prompt"',
-        "--baseline": "-o NEW.json, then spd compare OLD.json NEW.json",
-        "--category": "--prompts FILE",
         "--config": "SPD_CONFIG=FILE spd …",
         "--csv": "--json | jq -r '.rows[] | [.method, .tokens_per_second.median] | @csv'",
         "--debug": "-vv",
+        "--draft-ctx": "leave it out, or a smaller --ctx",
         "--each": "--prompts FILE",
         "--explain": "spd generate --trace FILE …, then spd explain FILE",
         "--frequency-penalty": "--set frequency_penalty=X",
@@ -55,10 +53,7 @@ CUT: Mapping[str, str] = MappingProxyType(
         "--no-stream": "--json | jq -r .text",
         "--no-think": "--think off",
         "--offline": "HF_HUB_OFFLINE=1 spd …",
-        "--output": "--json > FILE",
-        "--overflow": "a shorter prompt, or a larger --ctx",
         "--parse-special": "--prompt-ids 1,2,3",
-        "--plot": "--json, and any plotting tool",
         "--presence-penalty": "--set presence_penalty=X",
         "--profile": "spd generate --trace FILE …, then spd explain FILE",
         "--prompt": 'spd generate "your prompt"',

@@ -1,4 +1,4 @@
-"""Every combination in the table of conflicts is refused with its own words, and nothing else is."""
+"""Every combination in the tables is refused in its own words, and nothing else is."""
 
 from __future__ import annotations
 
@@ -7,94 +7,92 @@ from pathlib import Path
 
 import pytest
 
-from spd.cli.text.conflicts import CHAT_CONFLICTS, CONFLICTS, SHARED_CONFLICTS
+from spd.cli.text.conflicts import CONFLICTS, NEEDS
 from tests.cli.conftest import refused
 
-CASES: dict[str, list[str]] = {
-    "raw-system": ["Hi", "--raw", "-s", "x"],
-    "raw-messages": ["--raw", "--messages", "x"],
-    "raw-template-arg": ["Hi", "--raw", "--template-arg", "a=1"],
-    "ids-text": ["--prompt-ids", "1", "-f", "x"],
-    "ids-messages": ["--prompt-ids", "1", "--messages", "x"],
-    "ids-system": ["--prompt-ids", "1", "-s", "x"],
-    "ids-template-arg": ["--prompt-ids", "1", "--template-arg", "a=1"],
-    "messages-text": ["Hi", "--messages", "x"],
-    "messages-system": ["--messages", "x", "-s", "@x"],
-    "adaptive-no-drafts": ["Hi", "--draft-max", "0", "--adaptive"],
-    "logprobs-json": ["Hi", "--logprobs", "2"],
-    "dry-run-measures": ["Hi", "--dry-run", "--stats"],
-    "grammars": ["Hi", "--schema", "{}", "--grammar", "/a/"],
-    "jsonl-prompt": ["Hi", "--jsonl"],
-    "jsonl-ids": ["--jsonl", "--prompt-ids", "1"],
-    "jsonl-files": ["--jsonl", "-f", "x", "-f", "y"],
-    "two-stdins": ["--jsonl", "--messages", "-"],
-    "jsonl-output": ["--jsonl", "-f", "model/config.json", "-o", "model/../model/config.json"],
-    "jsonl-json": ["--jsonl", "--json"],
-    "jsonl-dry-run": ["--jsonl", "--dry-run"],
-    "jsonl-trace": ["--jsonl", "--trace", "x"],
-    "concurrency-jsonl": ["Hi", "--concurrency", "4"],
-    "resume-jsonl": ["Hi", "-o", "x", "--resume"],
-    "quiet-verbose": ["Hi", "-qv"],
-    "think-twice": ["Hi", "--think", "9", "--template-arg", "enable_thinking=false"],
-}
-
-CHAT_CASES: dict[str, list[str]] = {
-    "two-models": ["-m", "demo"],
-    "drafts-markdown": ["--show-drafts", "--markdown", "on"],
-}
+VALUES = {"prompt": ["Hi"], "template_arg": ["--template-arg", "a=1"], "think": ["--think", "off"]}
+VALUES |= {"schema": ["--schema", "{}"], "prompt_ids": ["--prompt-ids", "1"], "logprobs": ["--logprobs", "0"]}
+VALUES |= {n: [f"--{n}", "x"] for n in ("system", "messages", "file", "grammar", "trace", "output")}
+VALUES |= {"concurrency": ["--concurrency", "4"]}
 
 
-def test_every_conflict_has_a_case_and_its_own_words() -> None:
-    assert {conflict.name for conflict in CONFLICTS} == set(CASES)
-    assert {conflict.name for conflict in CHAT_CONFLICTS} == set(CHAT_CASES)
-    assert len({conflict.message for conflict in CONFLICTS}) == len(CONFLICTS)
+def typed(name: str) -> list[str]:
+    return VALUES.get(name, [f"--{name.replace('_', '-')}"])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_refused(name: str, spd_run: Callable, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(model.parent)
-    conflict = next(conflict for conflict in CONFLICTS if conflict.name == name)
-    ran = spd_run("generate", "-m", model, *CASES[name])
-    if "--json" in CASES[name]:
-        assert ran.code == 2 and ran.json["error"]["message"] == conflict.message
-        assert ran.json["error"]["fix"] == [conflict.fix]
+PAIRS = [(name, other, why) for name, others, why in CONFLICTS for other in others]
+
+
+@pytest.mark.parametrize(("name", "other", "why"), PAIRS, ids=[f"{n}-{o}" for n, o, _ in PAIRS])
+def test_refused_together(name: str, other: str, why: str, spd_run: Callable, model: Path) -> None:
+    ran = spd_run("generate", "-m", model, *typed(name), *typed(other))
+    if "json" in (name, other):
+        shown = ran.json["error"]
+        assert ran.code == 2 and why in shown["message"]
     else:
-        refused(ran, 2, conflict.message, conflict.fix)
+        refused(
+            ran,
+            2,
+            why,
+            "leave one of them out",
+            *(f"--{n.replace('_', '-')}" for n in (name, other) if n != "prompt"),
+        )
+
+
+@pytest.mark.parametrize(("name", "others", "why", "fix"), NEEDS)
+def test_refused_alone(
+    name: str, others: list[str], why: str, fix: str, spd_run: Callable, model: Path
+) -> None:
+    rest = [] if others != ["output"] else ["--jsonl"]
+    refused(spd_run("generate", "-m", model, *typed(name), *rest), 2, why, fix)
 
 
 @pytest.mark.parametrize(
-    ("name", "argv"),
+    ("argv", "words"),
     [
-        ("two-stdins", ["--jsonl", "-f", "-", "-s", "@-"]),
-        ("two-stdins", ["--jsonl", "--grammar", "-"]),
-        ("two-stdins", ["-f", "-", "--schema", "-"]),
-        ("two-stdins", ["Hi", "-f", "-", "-f", "-"]),
-        ("raw-template-arg", ["Hi", "--raw", "--think", "hide"]),
-        ("ids-template-arg", ["--prompt-ids", "1", "--think", "9"]),
-        ("jsonl-ids", ["--jsonl", "-f", "x", "--prompt-ids", "1"]),
+        ("Hi --messages x", "it cannot be joined with a prompt"),
+        ("-f x --messages x", "it cannot be joined with a prompt"),
+        ("Hi -qv", "--quiet and --verbose contradict"),
+        ("Hi --draft-max 0 --adaptive", "--adaptive fits the number of drafts"),
+        ("Hi --think 9 --template-arg enable_thinking=false", "say the same thing twice"),
+        ("--jsonl -f x -f y", "--jsonl reads one file of lines"),
+        ("--jsonl --messages -", "stdin (-) is named twice"),
+        ("--jsonl -f - -s @-", "stdin (-) is named twice"),
+        ("--jsonl --grammar -", "stdin (-) is named twice"),
+        ("-f - --schema -", "stdin (-) is named twice"),
+        ("Hi -f - -f -", "stdin (-) is named twice"),
+        ("--jsonl -f model/config.json -o model/../model/config.json", "-o names the file of the lines"),
     ],
 )
-def test_refused_in_other_words(name: str, argv: list[str], spd_run: Callable, model: Path) -> None:
-    conflict = next(conflict for conflict in CONFLICTS if conflict.name == name)
-    refused(spd_run("generate", "-m", model, *argv, stdin=b"x"), 2, conflict.message, conflict.fix)
+def test_refused_in_other_words(
+    argv: str, words: str, spd_run: Callable, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model.parent)
+    refused(spd_run("generate", "-m", model, *argv.split(), stdin=b"x"), 2, words)
 
 
-@pytest.mark.parametrize("name", [*CHAT_CASES, *(conflict.name for conflict in SHARED_CONFLICTS)])
-def test_refused_in_a_chat(name: str, spd_run: Callable, model: Path) -> None:
-    conflict = next(c for c in (*CHAT_CONFLICTS, *SHARED_CONFLICTS) if c.name == name)
-    argv = CHAT_CASES.get(name) or [word for word in CASES[name] if word != "Hi"]
-    refused(spd_run("chat", model, *argv, stdin=b"Hi\n"), 2, conflict.message, conflict.fix)
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("-m demo", "the model is given twice"),
+        ("--show-drafts --markdown on", "--show-drafts and --markdown"),
+        ("-qv", "--quiet and --verbose contradict"),
+        ("--draft-max 0 --adaptive", "--adaptive fits the number of drafts"),
+    ],
+)
+def test_refused_in_a_chat(argv: str, words: str, spd_run: Callable, model: Path) -> None:
+    refused(spd_run("chat", model, *argv.split(), stdin=b"Hi\n"), 2, words)
 
 
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--prompt-ids", "1", "--raw"],
-        ["Hi", "--draft-max", "0"],
-        ["Hi", "--spec", "off", "--no-adaptive"],
-        ["Hi", "--json", "--logprobs", "2"],
-        ["Hi", "-s", "x", "--template-arg", "a=1"],
+        "--prompt-ids 1 --raw",
+        "Hi --draft-max 0",
+        "Hi --spec off --no-adaptive",
+        "Hi --json --logprobs 2",
+        "Hi -s x --template-arg a=1",
     ],
 )
-def test_allowed(argv: list[str], spd_run: Callable, model: Path, script: object) -> None:
-    assert spd_run("generate", "-m", model, *argv).code == 0
+def test_allowed(argv: str, spd_run: Callable, model: Path, script: object) -> None:
+    assert spd_run("generate", "-m", model, *argv.split()).code == 0

@@ -139,17 +139,14 @@ def test_trace_has_what_ran_and_one_json_line_a_round(
 
 def test_a_full_trace_disk_ends_the_run_with_5(spd_run: Callable, model: Path, script) -> None:
     ran = spd_run("generate", "-m", model, "Hi", "--trace", "/dev/full")
-    assert ran.code == 5 and "cannot write the trace: No space left" in ran.err
+    assert ran.code == 5 and "cannot write to /dev/full: No space left" in ran.err
 
 
 def test_dry_run_builds_no_engine(spd_run: Callable, model: Path, script) -> None:
     ran = spd_run("generate", "-m", model, "--dry-run", "-s", "Be terse", "Hi")
     want = "<|im_start|>system\nBe terse<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert ran.text == want and ran.code == 0
-    assert ran.err == "39 tokens of 128\n" and not script.engines
-
-
-def test_dry_run_as_json(spd_run: Callable, model: Path, script) -> None:
+    assert ran.err == "39 tokens of 128\n"
     shown = spd_run("generate", "-m", model, "--dry-run", "--json", "--raw", "Hi").json
     assert (shown["prompt"], shown["prompt_tokens"], shown["context"]) == ("Hi", 2, 128)
     assert len(shown["prompt_ids"]) == 2 and not script.engines
@@ -229,7 +226,7 @@ def test_the_model_comes_from_the_environment(
     assert script.engine.config.model == ModelFolder(model)
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("rule", ["block"])
 def test_rules_that_keep_only_the_law_say_so(rule: str, spd_run: Callable, model: Path, script) -> None:
     ran = spd_run("generate", "-m", model, "Hi", "--verify", rule)
     assert ran.code == 0 and f"--verify {rule}" in ran.err and "4 drafts a round" in ran.err
@@ -237,13 +234,6 @@ def test_rules_that_keep_only_the_law_say_so(rule: str, spd_run: Callable, model
     assert (config.verify, config.adaptive) == (rule, None)
     assert spd_run("generate", "-m", model, "Hi", "--verify", "coupled", "--adaptive").err == ""
     assert script.engine.config.adaptive is True
-
-
-def test_a_method_is_called_by_its_name(spd_run: Callable, model: Path, script) -> None:
-    ran = spd_run("generate", "--spec", "eagl")
-    assert ran.code == 2 and "'ngram'" in ran.err and "'eagle3'" in ran.err
-    assert spd_run("generate", "-m", model, "Hi", "--spec=eagle3", "--draft-model", model).code == 0
-    assert script.engine.config.spec == "eagle3"
 
 
 def test_no_escape_bytes_off_terminal(spd_run: Callable, model: Path, script) -> None:
@@ -256,7 +246,7 @@ def test_no_escape_bytes_off_terminal(spd_run: Callable, model: Path, script) ->
 def test_full_stdout_ends_with_5_and_no_loop(spd_run: Callable, model: Path, script) -> None:
     script.pieces = ["a"] * 50
     ran = spd_run("generate", "-m", model, "Hi", "-o", "/dev/full")
-    assert ran.code == 5 and "No space left" in ran.err
+    assert ran.code == 5 and "cannot write to /dev/full: No space left" in ran.err
     assert len(script.engine._left) == 49, "decoding goes on after the first failed write"
 
 

@@ -16,9 +16,7 @@ from typing import Any
 
 import pytest
 
-from spd.cli.options import GenerateOptions
-from spd.cli.text.batch_input import BatchLine, Shared, read_wishes
-from spd.cli.text.job import plan_settings
+from spd.cli.commands.jsonl import Shared, _asked, _openai
 from spd.cli.text.prompt import Asked
 from spd.errors import UsageError
 from spd.formats.files import open_output
@@ -76,54 +74,37 @@ def test_a_line_can_be_replayed_alone_by_its_seed(answers: Lines) -> None:
 
 BAD: list[tuple[Any, str]] = [
     ("{", "not JSON"),
-    ("[1]", "not a JSON object"),
     ({"prompt": "x", "messages": []}, "one of prompt, messages and prompt_ids"),
     ({}, "one of prompt, messages and prompt_ids"),
     ({"prompt": 3}, "`prompt` is not a text"),
     ({"prompt": "\ud800"}, "lone U+D800"),
     ({"prompt": "x", "promt": 1}, "unknown field 'promt'"),
     ({"prompt": "x", "params": {"temperature": "hot"}}, 'params.temperature: "hot" has the wrong type'),
-    ({"prompt": "x", "params": {"temperature": -1}}, "temperature -1.0 is out of range"),
     ({"prompt": "x", "params": {"max_tokens": True}}, "params.max_tokens: true has the wrong type"),
     ({"prompt": "x", "params": {"heat": 1}}, "params.heat is not known"),
     ({"prompt": "x", "params": {"stop_token_ids": [99999]}}, "token id 99999 is not in the vocabulary"),
     ({"prompt": "x", "params": {"regex": "("}}, "--grammar cannot be used"),
     ({"prompt": "x", "params": {"max_tokens": 10**400}}, "max_tokens of 1329 bits is out of range"),
     ({"prompt": "x", "params": {"temperature": -(10**400)}}, "temperature of 1329 bits is out of range"),
-    ({"prompt": "x", "params": {"logit_bias": {"1": 10**400}}}, "logit_bias of 1329 bits is out of range"),
-    ({"prompt": "x", "params": {"stop_token_ids": [10**400]}}, "is not in the vocabulary"),
     ({"prompt_ids": [10**400]}, "is not in the vocabulary"),
-    ('{"prompt": "x", "id": ' + "[" * 900 + "]" * 900 + "}", "nested more than 100 deep"),
-    ('{"prompt": "x", "params": {"schema": ' + '{"a":' * 900 + "1" + "}" * 902, "nested more than 100 deep"),
+    ('{"prompt": "x", "id": ' + "[" * 900 + "]" * 900 + "}", "neither a text nor a number"),
+    ('{"prompt": "x", "params": {"schema": ' + '{"a":' * 900 + "1" + "}" * 902, "--schema cannot be used"),
     ({"prompt": "x " * 3000}, "but the context is 256"),
     ({"prompt_ids": []}, "not a list of token ids"),
-    ({"prompt_ids": [-4]}, "prompt_ids: token id -4 is not in the vocabulary"),
     ({"messages": [{"role": "user"}]}, "has no text in `content`"),
     ({"custom_id": "x", "body": {"messages": [], "n": 2}}, "n 2: one reply a line"),
     ({"custom_id": "x", "body": {"prompt": "x", "tools": []}}, "params.tools is not known"),
     ({"prompt_ids": [1], "system": "s"}, "`prompt_ids` is the whole prompt here"),
-    ({"prompt": [1], "system": "s"}, "`prompt` is the whole prompt here"),
     ({"messages": [{"role": "system", "content": "a"}], "system": "b"}, "the system message is given twice"),
     ({"prompt": "x", "params": {"regex": "a", "schema": {}}}, "params.regex and params.schema each say"),
     (
         {"custom_id": "x", "url": "/v1/chat/completions", "body": {"prompt": "x"}},
         "url /v1/chat/completions takes no `prompt`",
     ),
-    (
-        {"custom_id": "x", "url": "/v1/completions", "body": {"messages": []}},
-        "url /v1/completions takes no `messages`",
-    ),
     ({"custom_id": "x", "body": {"messages": [], "top_logprobs": 2}}, "top_logprobs needs logprobs: true"),
     (
         {"custom_id": "x", "body": {"messages": [], "max_tokens": 2, "max_completion_tokens": 3}},
         "the body says twice, and differently, what max_tokens is",
-    ),
-    (
-        {
-            "custom_id": "x",
-            "body": {"messages": [], "schema": {}, "response_format": {"type": "json_object"}},
-        },
-        "the body says twice, and differently, what schema is",
     ),
     ({"custom_id": "x", "body": 4}, "`body` is not an object"),
     ({"custom_id": "x", "url": "/v1/embeddings", "body": {}}, "/v1/embeddings is not answered"),
@@ -140,14 +121,6 @@ def test_what_is_wrong_with_a_line_is_said_in_its_place(answers: Lines) -> None:
         assert words in found[2 * i]["error"]["message"], found[2 * i]
         assert found[2 * i]["line"] == 2 * i + 1 and found[2 * i]["error"]["code"]
         assert found[2 * i + 1]["usage"]["completion_tokens"] == 2
-
-
-def test_how_deep_a_line_may_be_nested(answers: Lines) -> None:
-    """A name as deep as a line may be comes back; that of a line too deep elsewhere does, too."""
-    name = json.loads("[" * 99 + "]" * 99)
-    ran, found = answers([{"id": name, "prompt": "x"}, {"id": "a", "prompt": [name]}])
-    assert ran.code == 7 and found[0]["id"] == name and "error" not in found[0]
-    assert found[1]["id"] == "a" and found[1]["error"]["message"] == "nested more than 100 deep"
 
 
 def test_openai_lines(answers: Lines) -> None:
@@ -192,14 +165,14 @@ def test_openai_lines(answers: Lines) -> None:
     assert [found[i]["usage"]["prompt_tokens"] for i in (1, 6)] == [2, 2], "no template around a raw text"
 
 
-def test_what_a_line_begins_with(target: Path) -> None:
+def test_what_a_line_begins_with() -> None:
     """A line's own system message takes the place of the shared one; shared turns stay before its own."""
     s, t = ({"role": "system", "content": c} for c in "st")
     q, a, x = ({"role": r, "content": c} for r, c in (("user", "q"), ("assistant", "a"), ("user", "x")))
 
     def asked(line: dict[str, Any], *messages: dict[str, str], raw: bool = False, **variables: Any) -> Asked:
-        settings = plan_settings(GenerateOptions(model=str(target), jsonl=True))
-        return read_wishes(BatchLine(1, line), settings, Shared(raw, messages, variables)).asked
+        prompt = _openai(line)[0] if "body" in line else line
+        return _asked(prompt, Shared(raw or "body" in line, messages, variables))
 
     assert asked({"prompt": "x"}, s, q, a).messages == (s, q, a, x)
     for own in ({"prompt": "x", "system": "t"}, {"messages": [t, x]}, {"messages": [x], "system": "t"}):
@@ -265,7 +238,7 @@ def test_resuming_goes_on_behind_the_last_whole_line(answers: Lines, tmp_path: P
 
 def test_names_are_held_against_each_other_as_they_are_written(answers: Lines, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    lines = [f'{{"id": {name}, "prompt": "x"}}' for name in ('"\\ud800"', "1e400", '{"a": [1, NaN]}', "2.0")]
+    lines = [f'{{"id": {name}, "prompt": "x"}}' for name in ('"\\ud800"', "1e400", "NaN", "2.0")]
     assert answers(lines, "-o", out)[0].code == 0
     whole = out.read_bytes()
     assert answers(lines, "-o", out, "--resume")[0].code == 0 and out.read_bytes() == whole
@@ -280,20 +253,7 @@ def test_resuming_another_input_is_refused(answers: Lines, tmp_path: Path) -> No
     assert out.read_bytes() == before
 
 
-def test_answers_never_take_the_place_of_the_lines(tmp_path: Path, target: Path) -> None:
-    lines, link = tmp_path / "x", tmp_path / "link"
-    lines.write_text('{"prompt": "a"}\n')
-    link.symlink_to(lines)
-    for files in (f"-f {lines} -o {link}", f"-f {link} -o {lines}", f"-o {link} < {lines}"):
-        command = f"'{sys.executable}' -m spd generate --jsonl -m '{target}' {files}"
-        done = subprocess.run(["bash", "-c", command], capture_output=True, cwd=ROOT, check=False)
-        assert done.returncode == 2 and b"-o names the file of the lines" in done.stderr, done
-    assert lines.read_text() == '{"prompt": "a"}\n'
-
-
-@pytest.mark.parametrize(
-    "content", ["a diary", "a diary\n", "[1]\n", '{"id": null, "line": 1}\ntext\n', "{}"]
-)
+@pytest.mark.parametrize("content", ["a diary", '{"id": null, "line": 1}\ntext\n', "{}"])
 def test_resuming_does_not_touch_what_is_no_output(answers: Lines, tmp_path: Path, content: str) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text(content)
@@ -302,28 +262,11 @@ def test_resuming_does_not_touch_what_is_no_output(answers: Lines, tmp_path: Pat
     assert out.read_text() == content
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--spec", "ngram", "--verify", "block"], "note: --verify block: texts are as likely as"),
-        (["--spec", "ngram", "-v"], "plan    "),
-    ],
-)
-def test_what_a_plan_means_is_told_before_the_lines(answers: Lines, flags: list[str], words: str) -> None:
-    ran, found = answers(prompts(1), *flags)
-    assert ran.code == 0 and ran.err.startswith(words) and len(found) == 1
-    assert answers(prompts(1), "--spec", "ngram")[0].err == ""
-
-
-@pytest.mark.parametrize("count", [0, -1, 1025])
+@pytest.mark.parametrize("count", [0, 1025])
 def test_how_many_lines_may_decode_together(answers: Lines, count: int) -> None:
     ran, _ = answers(prompts(1), "--concurrency", count)
     refused(ran, 2, f"--concurrency {count} is out of range", "valid: 1 to 1024")
-
-
-def test_no_lines(answers: Lines) -> None:
     refused(answers([])[0], 2, "no lines to answer", "stdin is empty")
-    refused(answers([], "-f", "missing")[0], 3, "no file missing")
 
 
 def test_a_failed_step_costs_the_lines_that_ran(answers: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,12 +291,12 @@ def test_a_failed_step_costs_the_lines_that_ran(answers: Lines, monkeypatch: pyt
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 def test_an_interrupt_leaves_whole_lines(target: Path, tmp_path: Path) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("".join(json.dumps({"prompt": f"word {i}"}) + "\n" for i in range(4000)))
+    source.write_text("".join(json.dumps({"prompt": f"word {i}"}) + "\n" for i in range(2000)))
     flags = ["--threads", "1", "--ctx", "256", "-n", "9", "--seed", "1", "--concurrency", "2"]
     command = [sys.executable, "-m", "spd", "generate", "--jsonl", "-m", target, "-f", source, "-o", out]
     process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, cwd=ROOT, text=True)
     try:
-        while not (out.exists() and out.stat().st_size > 5000):
+        while not (out.exists() and out.stat().st_size > 2000):
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
@@ -365,18 +308,7 @@ def test_an_interrupt_leaves_whole_lines(target: Path, tmp_path: Path) -> None:
     assert lines[-1].endswith(b"\n") and [json.loads(line)["line"] for line in lines] == list(
         range(1, len(lines) + 1)
     )
-    assert "stopping…" in err and f"stopped after {len(lines):,} of 4,000 lines; --resume goes on" in err
-
-
-def test_a_closed_pipe_is_quiet(target: Path) -> None:
-    command = f"'{sys.executable}' -m spd generate --jsonl -m '{target}' --threads 1 -n 4 --ctx 256"
-    text = "".join(json.dumps({"prompt": f"word {i}"}) + "\n" for i in range(200))
-    script = f"set -o pipefail; {command} | head -n 1; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(
-        ["bash", "-c", script], input=text, capture_output=True, cwd=ROOT, text=True, check=False
-    )
-    first, status = done.stdout.splitlines()
-    assert json.loads(first)["line"] == 1 and status == "141" and done.stderr == ""
+    assert "stopping…" in err and f"stopped after {len(lines):,} of 2,000 lines; --resume goes on" in err
 
 
 def test_a_line_that_is_far_too_long_is_refused_in_its_place(answers: Lines, tmp_path: Path) -> None:
@@ -398,7 +330,7 @@ def test_only_a_file_is_gone_on_with(answers: Lines, tmp_path: Path) -> None:
     refused(ran, 2, "out: cannot be continued")
 
 
-@pytest.mark.parametrize("more", [(), ("--resume",), ("--resume", "-f", "LINES")])
+@pytest.mark.parametrize("more", [(), ("--resume", "-f", "LINES")])
 def test_a_second_writer_of_a_file_is_refused(more: tuple[str, ...], answers: Lines, tmp_path: Path) -> None:
     out, lines = tmp_path / "out.jsonl", tmp_path / "lines"
     answers(prompts(2), "-o", out)
@@ -410,20 +342,3 @@ def test_a_second_writer_of_a_file_is_refused(more: tuple[str, ...], answers: Li
     assert out.read_bytes() == before
     os.close(first)
     assert answers(prompts(3), "-o", out, *argv)[0].code == 0 and out.read_bytes().count(b"\n") == 3
-
-
-def test_two_that_begin_together_never_mix(tmp_path: Path, target: Path) -> None:
-    """Both begin before either has written: what is written is one's alone, and the other is refused."""
-    lines, out = tmp_path / "lines", tmp_path / "out.jsonl"
-    lines.write_text("".join(json.dumps(one) + "\n" for one in prompts(40)))
-    command = [sys.executable, "-m", "spd", "generate", "--jsonl", "-m", target, "-f", lines, "-o", out]
-    command += ["-n", "8"]
-    runs = [
-        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)
-    ]
-    said = [run.communicate(timeout=300)[1].decode() for run in runs]
-    codes = sorted(run.returncode for run in runs)
-    assert codes in ([0, 2], [0, 0]), said  # the second may also have begun when the first had ended
-    assert codes == [0, 0] or any("another process is writing it" in words for words in said)
-    numbers = [json.loads(line)["line"] for line in out.read_bytes().splitlines()]
-    assert numbers == list(range(1, 41))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from spd.cli.text.output import Console, Sink, check_writable, printable, to_json, wants_color, write_error
-from spd.errors import CheckpointError, IncompatibleError, SpdError, UsageError
+from spd.errors import CheckpointError, IncompatibleError, ResourceError, SpdError, UsageError
 from tests.cli.conftest import refused
 
 
@@ -110,6 +111,20 @@ def test_a_slow_non_blocking_reader_gets_everything() -> None:
     os.close(reader)
 
 
+def test_a_file_that_a_full_disk_left_empty_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, data: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "old").write_text("x")
+    monkeypatch.setattr("spd.cli.text.output._write_all", full)
+    for name in ("new", "old"):
+        with pytest.raises(ResourceError, match=f"cannot write to .*{name}: No space left"):
+            Sink(tmp_path / name).write("x")
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
 def test_early_check_of_a_file(tmp_path: Path) -> None:
     check_writable(tmp_path / "new")
     assert not (tmp_path / "new").exists()
@@ -129,7 +144,6 @@ LONG = "x" * 300
         ["bench", "-m", "demo", "-o", LONG],
         ["doctor", "--bug-report", LONG],
         ["convert-mtp", "demo", LONG],
-        ["convert-mtp", "demo", f"new/{LONG}/head"],
     ],
     ids=lambda argv: f"{argv[0]} {argv[-2]}",
 )

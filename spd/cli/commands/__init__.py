@@ -15,7 +15,7 @@ from typing import Annotated, Any, cast, get_type_hints
 import typer
 
 from spd import __version__
-from spd.cli.options import Session, as_utf8, read_settings
+from spd.cli.options import Session, read_settings
 from spd.cli.parser import Command
 
 ROOT_HELP = """Run a language model from its Hugging Face folder, faster, without changing a token.
@@ -38,8 +38,6 @@ COMMAND_TABLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "Talk with a model; what is said is saved, and -c continues it.",
             "spd chat",
             'spd chat Qwen/Qwen3-4B -s "Be terse"',
-            "spd chat -c",
-            "spd chat --show-drafts -f notes.md",
             "spd chat demo < messages.txt",
         ),
         "generate": (
@@ -55,12 +53,10 @@ COMMAND_TABLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "spd serve",
             "spd serve Qwen/Qwen3-4B --detach --idle 15m",
             "spd serve --status",
-            "curl http://127.0.0.1:7373/v1/models",
         ),
         "bench": (
             "bench",
             "Measure speculation against plain decoding; exits 6 if texts differ or --fail-if-slower holds.",
-            "spd bench",
             "spd bench -m FOLDER --spec draft,ngram --draft-max 2,4,8 --temperature 0 -o today.json",
             "spd bench --concurrency 1,4,16 --category code --fail-if-slower 3%",
         ),
@@ -68,18 +64,15 @@ COMMAND_TABLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "compare",
             "Compare results of spd bench with the first of them; exits 6 if a row became slower.",
             "spd compare yesterday.json today.json",
-            "spd compare --threshold 5% --json main.json branch.json",
         ),
         "explain": (
             "explain",
             "Say in words what a trace shows: costs, acceptance, the best K, and what to try next.",
             'spd generate -n 256 --trace run.jsonl "Write a poem" && spd explain run.jsonl',
-            "spd explain plain.jsonl draft.jsonl --json",
         ),
         "verify": (
             "verify",
             "Replay prompts with two settings and compare every token; exits 6 if speculation changed one.",
-            "spd verify",
             "spd verify -m FOLDER --spec draft --draft-model FOLDER --lag 2 --json > certificate.json",
             "spd verify --against lag=0 --lag 2 --tokens 50000 --concurrency 8",
         ),
@@ -106,7 +99,6 @@ COMMAND_TABLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "models",
             "List the models in the Hugging Face cache: size, type, architecture, and whether they run.",
             "spd ls",
-            "spd ls -q",
         ),
         "rm": (
             "models",
@@ -124,15 +116,12 @@ COMMAND_TABLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "completions",
             "Print the completion script of a shell.",
             'eval "$(spd completions bash)"',
-            "spd completions zsh > ~/.zfunc/_spd",
             "spd completions fish > ~/.config/fish/completions/spd.fish",
         ),
     }
 )
 """Of each command: its module, the docstring of its body, and examples."""
 COMMANDS = tuple(COMMAND_TABLE)
-TEXTS = ("prompt", "template_arg", "stop", "set")
-"""Options whose value is text and never a path, which has to stay as the system gave it."""
 
 
 def build_app(loaded: Collection[str] = COMMANDS, *, completing: bool = False) -> typer.Typer:
@@ -171,7 +160,6 @@ def load_command(name: str) -> Callable[..., int | None]:
     def run(context: typer.Context, **values: Any) -> int | None:
         session: Session = context.obj
         session.listen(values)
-        values |= {name: as_utf8(values[name]) for name in TEXTS if name in values}
         values |= read_settings(values.get("set") or ())
         if "rendezvous" in hints:
             values["rendezvous"] = session.rendezvous

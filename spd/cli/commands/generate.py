@@ -8,30 +8,26 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from contextlib import closing
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from spd.cli.commands.explain import trace_header
 from spd.cli.options import GenerateOptions, Session
 from spd.cli.signals import Interrupted
 from spd.cli.text.conflicts import check_conflicts
-from spd.cli.text.output import (
-    Console,
-    Sink,
-    TraceFile,
-    check_writable,
-    tell,
-    to_json,
-    write_error,
-)
-from spd.cli.text.progress import loading
+from spd.cli.text.output import Console, Sink, check_writable, tell, to_json, write_error
+from spd.cli.text.progress import Ticker, loading
 from spd.errors import EngineError
 
 if TYPE_CHECKING:
     from spd.cli.serve.local import Line
-    from spd.cli.text.job import Job, Settings
+    from spd.cli.text.job import Settings
+    from spd.cli.text.prompt import Asked
     from spd.cli.text.reply import Delivery
-    from spd.runtime import Engine
+    from spd.runtime import Engine, EngineConfig, Request
     from spd.runtime.engine.driver import Gathered
+
+REQUEST_ID = "0"
 
 
 def generate(session: Session, options: GenerateOptions) -> int:
@@ -53,16 +49,19 @@ def generate(session: Session, options: GenerateOptions) -> int:
             from spd.cli.commands.jsonl import generate_lines
 
             return generate_lines(session, options, sink)
-        from spd.cli.text.job import plan_job
+        from spd.cli.text.job import plan_settings
+        from spd.cli.text.prompt import gather
 
-        job = plan_job(options)
+        settings, asked = plan_settings(options), gather(options)
+        request, inside = settings.request(REQUEST_ID, asked)
         if options.dry_run:
-            _show_prompt(session, options, job, sink)
+            _show_prompt(options, settings, asked, request, sink)
             return 0
-        if options.trace is None:
-            return _run(session, options, job, sink, None)
-        with closing(TraceFile(options.trace)) as trace:
-            return _run(session, options, job, sink, trace)
+        engine = load(session.console, options.model, settings.config)
+        if engine.plan.shape.ctx != settings.context:  # it may be less than the model's
+            settings = dataclasses.replace(settings, context=engine.plan.shape.ctx)
+            request, inside = settings.request(REQUEST_ID, asked)
+        return _run(session, options, settings, engine, request, inside, sink)
 
 
 def _server(session: Session, options: GenerateOptions) -> Line | None:
@@ -74,53 +73,67 @@ def _server(session: Session, options: GenerateOptions) -> Line | None:
     return find_server(session, options)
 
 
-def _show_prompt(session: Session, options: GenerateOptions, job: Job, sink: Sink) -> None:
+def load(console: Console, name: str, config: EngineConfig) -> Engine:
+    """An engine, with words on a terminal while it loads."""
+    with loading(f"loading {name}", console) as progress:
+        from spd.runtime import Engine
+
+        return Engine(config, progress=progress)
+
+
+def _show_prompt(
+    options: GenerateOptions, settings: Settings, asked: Asked, request: Request, sink: Sink
+) -> None:
     """What --dry-run shows: the prompt as text on stdout, how many tokens it is on stderr."""
     from spd.cli.text.encode import render_asked
 
-    text = render_asked(job.asked, job.vocabulary, job.ids)
+    ids = request.prompt_ids
+    text = render_asked(asked, settings.vocabulary, ids)
     if not options.json:
         sink.write(text if text.endswith("\n") else text + "\n")
-        tell(f"{len(job.ids):,} tokens of {job.context:,}")
+        tell(f"{len(ids):,} tokens of {settings.context:,}")
         return
     shown = {
         "schema": "spd.prompt/1",
         "model": options.model,
         "prompt": text,
-        "prompt_ids": job.ids,
-        "prompt_tokens": len(job.ids),
-        "context": job.context,
-        "params": dataclasses.asdict(job.sampling.params),
+        "prompt_ids": ids,
+        "prompt_tokens": len(ids),
+        "context": settings.context,
+        "params": dataclasses.asdict(request.params),
     }
     sink.write(to_json(shown) + "\n")
 
 
-def _run(session: Session, options: GenerateOptions, job: Job, sink: Sink, trace: TraceFile | None) -> int:
-    """Load, decode and deliver; returns the exit status."""
+def _run(
+    session: Session,
+    options: GenerateOptions,
+    settings: Settings,
+    engine: Engine,
+    request: Request,
+    inside: bool | None,
+    sink: Sink,
+) -> int:
+    """Decode and deliver; returns the exit status."""
     from spd.cli.chat.view import Thoughts
-    from spd.cli.text.job import REQUEST_ID, fit_to_engine
     from spd.cli.text.reply import Delivery
 
-    with loading(f"loading {options.model}", session.console) as progress:
-        from spd.runtime import Engine
+    say_before(session.console, options, settings, engine, request)
+    thoughts = Thoughts(session.console, hidden=options.think == "hide")
+    delivery = Delivery(sink, engine, request, inside, thoughts, streaming=not options.json)
+    trace = None if options.trace is None else Sink(options.trace)
+    with closing(trace or sink), Ticker(session.console) as ticker:
+        if trace is not None:
 
-        engine = Engine(job.config, progress=progress)
-    job = fit_to_engine(job, engine.plan.shape.ctx)
-    if trace is not None:
-        header = trace_header(engine, options.model, job.sampling.params.temperature, tuple(job.ids))
-        trace.write_record(header)
-        engine.trace = trace.write_record
-    say_before(session.console, options, job, engine)
-    delivery = Delivery(
-        sink,
-        engine,
-        *job.request(REQUEST_ID, job.asked, job.ids, job.sampling.params, job.grammar),
-        Thoughts(session.console, hidden=options.think == "hide"),
-        streaming=not options.json,
-    )
-    deliver(session, options, delivery, lambda: _finish(session, options, delivery))
+            def record(what: Any) -> None:
+                trace.write(to_json(dataclasses.asdict(what)) + "\n")
+
+            record(trace_header(engine, options.model, request.params.temperature, request.prompt_ids))
+            engine.trace = record
+        engine.prefilling = partial(ticker.count, "reading the prompt", amount="{:,} tok".format)
+        deliver(session, options, delivery, lambda: _finish(session, options, delivery))
     engine.close()
-    return outcome(session, options, delivery.reply, job.grammar is not None)
+    return outcome(session, options, delivery.reply, request.grammar is not None)
 
 
 def deliver(
@@ -153,7 +166,7 @@ def outcome(session: Session, options: GenerateOptions, reply: Gathered, held: b
     )
     if not options.json:
         raise failure
-    write_error(failure, session.console, as_json=False)  # the one object on stdout is the reply
+    write_error(failure, session.console)  # the one object on stdout is the reply
     return failure.exit_code
 
 
@@ -173,27 +186,29 @@ def _finish(session: Session, options: GenerateOptions, delivery: Delivery) -> N
         tell(stats_line(delivery.metrics))
 
 
-def say_before(console: Console, options: GenerateOptions, job: Job, engine: Engine) -> None:
+def say_before(
+    console: Console, options: GenerateOptions, settings: Settings, engine: Engine, request: Request
+) -> None:
     """Notes about limits that the user may not expect, and the plan of a verbose run."""
-    room, wanted = engine.plan.shape.ctx - len(job.ids), job.sampling.params.max_tokens
+    room, wanted = engine.plan.shape.ctx - len(request.prompt_ids), request.params.max_tokens
     if wanted is not None and wanted > room:
         console.note(f"the context leaves room for {room:,} tokens, fewer than -n {wanted:,}")
-    say_plan(console, options, engine, job)
+    say_plan(console, options, engine, settings)
 
 
-def say_plan(console: Console, options: GenerateOptions, engine: Engine, run: Settings) -> None:
+def say_plan(console: Console, options: GenerateOptions, engine: Engine, settings: Settings) -> None:
     """Notes about what the plan makes of the options, and the plan of a verbose run."""
     from spd.cli.text.report import plan_lines
     from spd.cli.text.structured import note_thinking
 
-    plan = engine.plan
-    note_thinking(console, options.think, run.vocabulary)
+    plan, sampling = engine.plan, settings.sampling
+    note_thinking(console, options.think, settings.vocabulary)
     if plan.wishes.verify != "coupled" and plan.spec != "off":
         console.note(
             f"--verify {plan.wishes.verify}: texts are as likely as without speculation, not the same; "
             f"{plan.shape.draft_max} drafts a round"
         )
     if console.verbose:
-        for line in plan_lines(plan.as_dict(), run.sampling.params, run.sampling.sources):
+        load_time = f"load    {engine.load_ms / 1000:.2f} s"
+        for line in (*plan_lines(plan.as_dict(), sampling.params, sampling.sources), load_time):
             console.detail(line)
-        console.detail(f"load    {engine.load_ms / 1000:.2f} s")

@@ -8,68 +8,75 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.commands.generate import say_plan
+from spd.cli.commands.generate import load, say_plan
 from spd.cli.options import GenerateOptions, Session
 from spd.cli.signals import Interrupted
-from spd.cli.text.batch_input import BatchLine, Shared, answer_error, read_lines, read_shared, read_wishes
 from spd.cli.text.output import Sink, cannot_write, tell, to_json
 from spd.cli.text.progress import Ticker, clock
-from spd.errors import PartialError, ResourceError, SpdError, UsageError
+from spd.cli.text.prompt import (
+    Asked,
+    check_messages,
+    check_text,
+    read_messages,
+    system_text,
+    template_variables,
+)
+from spd.cli.text.sampling import check_ids
+from spd.errors import PartialError, SpdError, UsageError
+from spd.formats.files import INPUT_LIMIT, LINES_LIMIT, read_input
+from spd.runtime.engine.driver import Gathered, drive
+from spd.runtime.engine.request import GrammarText, derived_seed
 
 if TYPE_CHECKING:
     from spd.cli.text.job import Settings
     from spd.runtime import Engine, Event, Request
-    from spd.runtime.engine.driver import Gathered
 
 SCHEMA = "spd.generate.line/1"
 BEGINNINGS = (f'{{"schema": "{SCHEMA}"'.encode(), b'{"id": ')
 """Of an answer, and of a line that says what is wrong."""
 WINDOW = 512
-"""Lines that may be finished beyond the first unfinished one: what order costs in memory."""
+"""Lines that may be begun beyond the first unfinished one: what order costs in memory."""
+OWN_FIELDS = ("id", "messages", "params", "prompt", "prompt_ids", "system")
+OPENAI_PATHS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
+"""What is asked by a line of an OpenAI batch, by its url."""
+NOT_PARAMETERS = frozenset({"model", "user", "metadata", "store", "service_tier", "stream"})
+NOT_PARAMETERS |= {"n", "top_logprobs", "prompt", "messages"}
+"""Fields of an OpenAI body that are read elsewhere, or change no text here."""
 
 
 def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> int:
-    """Answer every line of the input; returns the exit status."""
+    """Answer every line of the input; returns the exit status. Raises PartialError if a line failed."""
     from spd.cli.text.job import plan_settings
 
     settings, shared = plan_settings(options), read_shared(options)
     lines = read_lines(options.file[0] if options.file else "-")
-    path = options.output if options.resume else None
-    done = Done() if path is None else resume(path, lines, sink)
-    rest = lines[done.lines :]
-    if not rest:
-        return _end(session, options, done, 0.0)
-    from spd.cli.text.progress import loading
-
-    with loading(f"loading {options.model}", session.console) as progress:
-        from spd.runtime import Engine
-
-        engine = Engine(settings.config, progress=progress)
+    done = Done() if options.output is None or not options.resume else resume(options.output, lines, sink)
+    began, rest = time.perf_counter(), lines[done.lines :]
+    if rest:
+        engine = load(session.console, options.model, settings.config)
         if len(rest) > (slots := engine.plan.shape.slots):
             engine.capture_ahead([settings.sampling.params], together=slots)
-    say_plan(session.console, options, engine, settings)
-    settings = dataclasses.replace(settings, context=engine.plan.shape.ctx)
-    batch = Batch(session, settings, shared, engine, sink, done, len(lines))
-    began = time.perf_counter()
-    try:
-        batch.run(iter(rest))
-    except Interrupted:
-        how = "--resume goes on from here" if options.output is not None else "with -o FILE, --resume goes on"
-        session.console.note(f"stopped after {done.lines:,} of {len(lines):,} lines; {how}")
-        raise
-    engine.close()
-    return _end(session, options, done, time.perf_counter() - began)
-
-
-def _end(session: Session, options: GenerateOptions, done: Done, seconds: float) -> int:
-    """Say how it went. Raises PartialError if a line failed, now or in an earlier part."""
-    if options.stats and seconds:
+        say_plan(session.console, options, engine, settings)
+        settings = dataclasses.replace(settings, context=engine.plan.shape.ctx)
+        began = time.perf_counter()
+        try:
+            Batch(session, settings, shared, engine, sink, done).run(rest)
+        except Interrupted:
+            how = "--resume goes on" + (" from here" if options.output else ", with -o FILE")
+            session.console.note(f"stopped after {done.lines:,} of {len(lines):,} lines; {how}")
+            raise
+        engine.close()
+    if options.stats and rest:
+        seconds = time.perf_counter() - began
         rate = f"{done.tokens / seconds:.1f} tok/s"
         tell(f"{done.lines:,} lines · {done.tokens:,} tok · {clock(seconds)} · {rate}")
     if done.early:
@@ -83,6 +90,228 @@ def _end(session: Session, options: GenerateOptions, done: Done, seconds: float)
     return 0
 
 
+# -- what a line asks for ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the input: its number in the file, and its JSON value or what is wrong with it."""
+
+    number: int
+    value: Mapping[str, Any]
+    error: SpdError | None = None
+
+    @property
+    def id(self) -> Any:
+        """What the line calls itself; its number where it has no name."""
+        name = self.value.get("custom_id", self.value.get("id"))
+        return self.number if name is None else name
+
+
+def read_lines(name: str) -> list[Line]:
+    """Every line of a file, or of stdin (-), that is not blank. Raises UsageError and NotFoundError."""
+    data = read_input(name, "check the path; without -f lines come from stdin", LINES_LIMIT)
+    lines = [_read(n, raw) for n, raw in enumerate(data.split(b"\n"), 1) if raw.strip()]
+    if not lines:
+        raise UsageError(
+            "no lines to answer",
+            reason=["stdin is empty." if name == "-" else f"{name} is empty."],
+            fix=["""echo '{"prompt": "Hello"}' | spd generate --jsonl"""],
+            code="no_prompt",
+        )
+    return lines
+
+
+def _read(number: int, raw: bytes) -> Line:
+    error = UsageError(f"longer than {INPUT_LIMIT >> 20} MiB")
+    if len(raw) <= INPUT_LIMIT:
+        try:
+            value = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
+            if not isinstance(value, dict):
+                error = UsageError("not a JSON object", fix=['{"prompt": "Hello"}'])
+            elif isinstance(value.get("custom_id", value.get("id")), (dict, list)):
+                error = UsageError("the line's id is neither a text nor a number")
+            else:
+                return Line(number, value)
+        except (ValueError, RecursionError) as why:
+            error = UsageError(f"not JSON: {why}")
+    return Line(number, {}, error)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all prompts of a run have in common."""
+
+    raw: bool
+    messages: tuple[Mapping[str, Any], ...]
+    variables: Mapping[str, Any]
+
+
+def read_shared(options: GenerateOptions) -> Shared:
+    """What the flags say about every prompt. Raises UsageError and NotFoundError."""
+    messages = () if options.messages is None else read_messages(options.messages)
+    if (system := system_text(options.system)) is not None:
+        messages = ({"role": "system", "content": system},)
+    return Shared(options.raw, messages, template_variables(options))
+
+
+def read_wish(line: Line, settings: Settings, shared: Shared) -> tuple[Request, bool | None]:
+    """What a line asks for, over what the flags say: see `Settings.request`. Raises SpdError."""
+    if line.error is not None:
+        raise line.error
+    value = line.value
+    if "body" in value or "custom_id" in value:
+        value, given = _openai(value)
+        shared = dataclasses.replace(shared, raw=shared.raw or "prompt" in value)
+    else:
+        if unknown := sorted(value.keys() - set(OWN_FIELDS)):
+            known = [f"known: {', '.join(OWN_FIELDS)}"]
+            raise UsageError(f"the line has an unknown field {unknown[0]!r}", reason=known)
+        given = value.get("params", {})
+        if not isinstance(given, dict):
+            raise UsageError("`params` is not an object")
+    values = {name: _parameter(name, wish) for name, wish in given.items() if wish is not None}
+    shapes = [name for name in values if name in SHAPES]
+    if len(shapes) > 1:
+        raise UsageError(
+            f"params.{shapes[0]} and params.{shapes[1]} each say what the whole reply looks like"
+        )
+    grammar = values.pop(shapes[0]) if shapes else settings.grammar
+    values.setdefault("seed", derived_seed(settings.sampling.params.seed, line.number))
+    check_ids(values.get("stop_token_ids", ()), settings.usable_vocab, "stop_token_ids")
+    check_ids([token for token, _ in values.get("logit_bias", ())], settings.usable_vocab, "logit_bias")
+    params = dataclasses.replace(settings.sampling.params, **values)
+    asked = _asked(value, shared)
+    check_ids(asked.ids or (), settings.vocabulary.config.vocab_size, "prompt_ids")
+    return settings.request(str(line.number), asked, None, params, grammar)
+
+
+def _asked(prompt: Mapping[str, Any], shared: Shared) -> Asked:
+    """The prompt of a line behind what every line begins with; its own system message replaces theirs."""
+    kinds = [kind for kind in ("prompt", "messages", "prompt_ids") if prompt.get(kind) is not None]
+    if len(kinds) != 1:
+        raise UsageError("one of prompt, messages and prompt_ids is needed", fix=['{"prompt": "Hello"}'])
+    kind, system, found = kinds[0], prompt.get("system"), prompt[kinds[0]]
+    if not isinstance(system, str | None):
+        raise UsageError("`system` is not a text")
+    if kind == "messages":
+        turns = check_messages(found, "the line")
+        if shared.raw:
+            raise UsageError("--raw uses no chat template, which `messages` need")
+    elif kind == "prompt" and isinstance(found, str):
+        turns = ({"role": "user", "content": check_text(found, "`prompt`")},)
+    elif kind == "prompt" and not isinstance(found, list):
+        raise UsageError("`prompt` is not a text")
+    elif not isinstance(found, list) or not found or not all(type(one) is int for one in found):
+        raise UsageError(f"`{kind}` is not a list of token ids")
+    if kind != "messages" and (shared.raw or isinstance(found, list)):
+        if system is not None or shared.messages:
+            raise UsageError(f"`{kind}` is the whole prompt here: nothing of a chat can stand before it")
+        if shared.variables:
+            raise UsageError(f"`{kind}` uses no chat template: --template-arg and --think would do nothing")
+        return Asked(ids=tuple(found)) if isinstance(found, list) else Asked(text=found)
+    own, common = turns[0]["role"] == "system", shared.messages
+    if system is not None:
+        if own:
+            raise UsageError("the system message is given twice: `system` and the first of `messages`")
+        turns = ({"role": "system", "content": check_text(system, "`system`")}, *turns)
+    if turns[0]["role"] == "system":
+        turns, common = turns[1:], (turns[0], *(m for m in common if m["role"] != "system"))
+    return Asked(messages=(*common, *turns), variables=shared.variables)
+
+
+def _openai(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """The fields of the prompt, and parameters by spd's names, of a line of an OpenAI batch."""
+    body = value.get("body")
+    if not isinstance(body, dict):
+        raise UsageError("`body` is not an object")
+    body = {name: wish for name, wish in body.items() if wish is not None}
+    prompt = {name: body[name] for name in OPENAI_PATHS.values() if name in body}
+    url = value.get("url")
+    if url is not None and url not in OPENAI_PATHS:
+        raise UsageError(f"url {url} is not answered", reason=[f"known: {', '.join(OPENAI_PATHS)}"])
+    for name in prompt:
+        if url is not None and name != OPENAI_PATHS[url]:
+            raise UsageError(f"url {url} takes no `{name}`")
+    if body.get("stream"):
+        raise UsageError("stream: a batch cannot stream")
+    if body.get("n", 1) != 1:
+        raise UsageError(f"n {body['n']}: one reply a line", fix=["repeat the line with another seed"])
+    if "top_logprobs" in body and body.get("logprobs") is not True:
+        raise UsageError("top_logprobs needs logprobs: true")
+    given: dict[str, Any] = {}
+    for name, wish in body.items():
+        said = {} if name in NOT_PARAMETERS else {name: wish}
+        if name == "max_completion_tokens":
+            said = {"max_tokens": wish}
+        elif name == "response_format":
+            said = _response_format(wish)
+        elif name == "logprobs" and isinstance(wish, bool):
+            said = {name: body.get("top_logprobs", 0)} if wish else {}
+        for ours, what in said.items():
+            if given.setdefault(ours, what) != what:
+                raise UsageError(f"the body says twice, and differently, what {ours} is")
+    return prompt, given
+
+
+def _response_format(wish: Any) -> dict[str, Any]:
+    known = {"text": {}, "json_object": {"schema": {"type": "object"}}}
+    try:
+        return known[wish["type"]] if wish["type"] in known else {"schema": wish["json_schema"]["schema"]}
+    except (KeyError, TypeError):
+        raise UsageError("response_format is none of text, json_object and json_schema") from None
+
+
+def _number(wish: Any) -> Any:
+    if isinstance(wish, bool) or not isinstance(wish, (int, float)):
+        raise TypeError
+    return float(wish) if abs(wish) < 2**64 else wish  # beyond all floats: its range is refused
+
+
+def _exactly(kind: type) -> Callable[[Any], Any]:
+    def read(wish: Any) -> Any:
+        if type(wish) is not kind:
+            raise TypeError
+        return wish
+
+    return read
+
+
+def _list_of(kind: type) -> Callable[[Any], Any]:
+    return lambda wish: tuple(map(_exactly(kind), _exactly(list)(wish)))
+
+
+PARAMETERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
+    {
+        **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), _number),
+        **dict.fromkeys(("presence_penalty", "frequency_penalty"), _number),
+        **dict.fromkeys(("top_k", "min_tokens", "max_tokens", "seed", "logprobs"), _exactly(int)),
+        "ignore_eos": _exactly(bool),
+        "stop": lambda wish: (wish,) if isinstance(wish, str) else _list_of(str)(wish),
+        "stop_token_ids": _list_of(int),
+        "logit_bias": lambda wish: tuple((int(token), _number(bias)) for token, bias in wish.items()),
+        "schema": lambda wish: GrammarText("schema", wish if isinstance(wish, str) else json.dumps(wish)),
+        "regex": lambda wish: GrammarText("regex", _exactly(str)(wish)),
+        "grammar": lambda wish: GrammarText("lark", _exactly(str)(wish)),
+    }
+)
+"""What `params` may hold, and how each is read."""
+SHAPES = ("schema", "regex", "grammar")
+
+
+def _parameter(name: str, wish: Any) -> Any:
+    """A sampling parameter from JSON. Raises UsageError for another name or type."""
+    if name not in PARAMETERS:
+        raise UsageError(f"params.{name} is not known", reason=[f"known: {', '.join(sorted(PARAMETERS))}"])
+    try:
+        return PARAMETERS[name](wish)
+    except (TypeError, ValueError, AttributeError):
+        raise UsageError(f"params.{name}: {json.dumps(wish)[:60]} has the wrong type") from None
+
+
+# -- what has been answered ----------------------------------------------------------------------
+
+
 @dataclass
 class Done:
     """Lines delivered so far, in order; `tokens` and what lines lack that ended `early` of this run only."""
@@ -93,34 +322,32 @@ class Done:
     early: list[str] = field(default_factory=list)
 
 
-def resume(path: Path, lines: Sequence[BatchLine], sink: Sink) -> Done:
+def resume(path: Path, lines: Sequence[Line], sink: Sink) -> Done:
     """What a file holds of an earlier run; the beginning of one more answer is cut off.
 
     Raises UsageError for a file that was not made from these lines, or is being written; it stays as it is.
     """
-    done = Done()
     try:
         sink.open()  # locked from here on
         if not path.is_file():
+            raise UsageError(f"{path}: cannot be continued", fix=["leave --resume out, or another -o FILE"])
+        *whole, rest = path.read_bytes().split(b"\n")
+        entries = [_entry(raw) for raw in whole]
+        ours = json.loads(to_json([(line.number, line.id) for line in lines]).encode("utf-8", "replace"))
+        wrong = [n for n, e in enumerate(entries) if [[e.get("line"), e.get("id")]] != ours[n : n + 1]]
+        if not any(rest[: len(b)] == b[: len(rest)] for b in BEGINNINGS):  # no interruption left it
+            wrong.append(len(whole))
+        if wrong:
             raise UsageError(
-                f"{path}: cannot be continued", fix=["leave --resume out, or give another -o FILE"]
+                f"{path}: line {wrong[0] + 1} does not answer the input's line {wrong[0] + 1}",
+                reason=["--resume goes on where the same input stopped."],
+                fix=["give the same input, or another -o FILE"],
+                code="resume",
             )
-        with path.open("r+b") as file:
-            whole = 0
-            for number, raw in enumerate(file):
-                if not raw.endswith(b"\n") and any(raw[: len(b)] == b[: len(raw)] for b in BEGINNINGS):
-                    break  # an interruption left it; it is the last
-                entry = _entry(raw)
-                ours = to_json([(line.number, line.id) for line in lines[number : number + 1]])
-                if json.loads(ours.encode("utf-8", "replace")) != [[entry.get("line"), entry.get("id")]]:
-                    raise _foreign(path, number)
-                whole += len(raw)
-                done.lines += 1
-                done.failed += "error" in entry
-            file.truncate(whole)
+        os.truncate(path, path.stat().st_size - len(rest))
     except OSError as error:
         raise cannot_write(path, error) from error
-    return done
+    return Done(len(entries), sum("error" in entry for entry in entries))
 
 
 def _entry(raw: bytes) -> dict[str, Any]:
@@ -132,23 +359,15 @@ def _entry(raw: bytes) -> dict[str, Any]:
     return entry if isinstance(entry, dict) else {}
 
 
-def _foreign(path: Path, number: int) -> UsageError:
-    return UsageError(
-        f"{path}: line {number + 1} does not answer the input's line {number + 1}",
-        reason=["--resume goes on where the same input stopped."],
-        fix=["give the same input, or another -o FILE"],
-        code="resume",
-    )
-
-
 @dataclass
-class Open:
-    """A line that the engine works on."""
+class Entry:
+    """A line that was begun, and its answer once there is one."""
 
-    line: BatchLine
-    request: Request
-    inside: bool | None
-    parts: Gathered
+    line: Line
+    parts: Gathered = field(default_factory=Gathered)
+    request: Request | None = None
+    inside: bool | None = None
+    answer: dict[str, Any] | None = None
 
 
 @dataclass
@@ -161,104 +380,88 @@ class Batch:
     engine: Engine
     sink: Sink
     done: Done
-    total: int
-    open: dict[str, Open] = field(default_factory=dict)
-    finished: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Answers that wait for an earlier line, by their place in the input."""
-    places: dict[int, int] = field(default_factory=dict)
+    begun: deque[Entry] = field(default_factory=deque)
+    """In the order of the input, without those that were written."""
+    open: dict[str, Entry] = field(default_factory=dict)
+    """Those that the engine works on, by the names of their requests."""
 
-    def run(self, lines: Iterator[BatchLine]) -> None:
+    def run(self, lines: Sequence[Line]) -> None:
         """Answer all lines. Raises Interrupted between writes, never inside one."""
-        from spd.runtime.engine.driver import drive
-
-        guard, place, more = self.session.guard, self.done.lines, True
-        ticker = Ticker(self.session.console)
-        began, before = time.perf_counter(), self.done.lines
-
-        def fill() -> bool:
-            nonlocal more, place
-            if not (more or self.engine.has_work):
-                return False
-            while (
-                more
-                and len(self.open) < 2 * self.engine.plan.shape.slots
-                and place - self.done.lines < WINDOW
-            ):
-                line = next(lines, None)
-                if line is None:
-                    more = False
-                    break
-                self.places[line.number] = place
-                self._begin(line)
-                place += 1
-            return True
-
-        with ticker:
-            for events in drive(self.engine.step, fill, self._short):
+        before, total = self.done.lines, self.done.lines + len(lines)
+        rest, guard = iter(lines), self.session.guard
+        with Ticker(self.session.console) as ticker:
+            for events in drive(self.engine.step, lambda: self._fill(rest), self._short):
                 for event in events:
                     self._take(event)
+                if self.sink.is_terminal and self.begun and self.begun[0].answer is not None:
+                    ticker.write("")
                 with guard.hold():
-                    self._flush(ticker)
+                    self._flush()
                 guard.check()
-                answered = self.done.lines - before
-                left = (self.total - self.done.lines) * (time.perf_counter() - began) / max(1, answered)
-                failed = f" · {self.done.failed:,} failed" if self.done.failed else ""
-                rate = self.done.tokens / (time.perf_counter() - began)
-                eta = f" · {clock(left)} left" if answered else ""
-                ticker.write(f"{self.done.lines:,} of {self.total:,} lines{failed} · {rate:.0f} tok/s{eta}")
+                ticker.count("answering", self.done.lines - before, total - before, "{:,} lines".format)
 
-    def _begin(self, line: BatchLine) -> None:
+    def _fill(self, rest: Iterator[Line]) -> bool:
+        """Begin lines while there is room; False when all are answered."""
+        while len(self.open) < 2 * self.engine.plan.shape.slots and len(self.begun) < WINDOW:
+            line = next(rest, None)
+            if line is None:
+                break
+            self._begin(Entry(line))
+        return bool(self.begun)
+
+    def _begin(self, entry: Entry) -> None:
         """Hand a line to the engine, or answer it at once with what is wrong with it."""
-        from spd.runtime.engine.driver import Gathered
-
+        line = entry.line
+        self.begun.append(entry)
         try:
-            wanted = read_wishes(line, self.settings, self.shared)
-            ids = self.settings.fit(wanted.asked, wanted.params)
-            request, inside = self.settings.request(
-                str(line.number), wanted.asked, ids, wanted.params, wanted.grammar
-            )
+            request, entry.inside = read_wish(line, self.settings, self.shared)
             self.engine.add(request)
+            entry.request, self.open[request.id] = request, entry
+        except RecursionError:
+            entry.answer = _refusal(line, UsageError("nested too deep"))
         except SpdError as error:
-            self._finish(line, answer_error(line, error))
-        else:
-            self.open[request.id] = Open(line, request, inside, Gathered())
+            entry.answer = _refusal(line, error)
 
-    def _short(self, error: ResourceError) -> None:
+    def _short(self, error: SpdError) -> None:
         self.session.console.note(f"{error.message}: the lines running at that time failed")
 
     def _take(self, event: Event) -> None:
-        one = self.open.get(event.request_id)
-        if one is None:
+        entry = self.open.get(event.request_id)
+        if entry is None:
             return
-        one.parts.take(event)
-        if event.finish_reason is None:
-            return
-        del self.open[event.request_id]
-        self.done.tokens += len(one.parts.token_ids)
-        self._finish(one.line, self._answer(one))
+        entry.parts.take(event)
+        if event.finish_reason is not None:
+            del self.open[event.request_id]
+            self.done.tokens += len(entry.parts.token_ids)
+            entry.answer = self._answer(entry)
 
-    def _answer(self, one: Open) -> dict[str, Any]:
+    def _answer(self, entry: Entry) -> dict[str, Any]:
         from spd.cli.text.report import early_end, reply_fields
 
-        metrics = self.engine.metrics(one.request.id)
-        fields = reply_fields(one.parts, metrics, self.engine, one.request, one.inside)
-        shown = {"schema": SCHEMA, "id": one.line.id, "line": one.line.number, **fields}
-        if early := early_end(fields, one.parts.error, one.request):
-            self.done.early.append(f"line {one.line.number}: {early}")
-        if one.parts.finish_reason == "error":
-            code = "grammar" if one.request.grammar is not None else "engine"
-            shown["error"] = {"code": code, "message": one.parts.error or "the model failed"}
+        line, parts, request = entry.line, entry.parts, entry.request
+        assert request is not None
+        metrics = self.engine.metrics(request.id)
+        fields = reply_fields(parts, metrics, self.engine, request, entry.inside)
+        shown = {"schema": SCHEMA, "id": line.id, "line": line.number, **fields}
+        if early := early_end(fields, parts.error, request):
+            self.done.early.append(f"line {line.number}: {early}")
+        if parts.finish_reason == "error":
+            code = "grammar" if request.grammar is not None else "engine"
+            shown["error"] = {"code": code, "message": parts.error or "the model failed"}
         return shown
 
-    def _finish(self, line: BatchLine, answer: dict[str, Any]) -> None:
-        self.finished[self.places.pop(line.number)] = answer
-
-    def _flush(self, ticker: Ticker) -> None:
+    def _flush(self) -> None:
         """Write every answer that is next in the order of the input."""
-        while self.done.lines in self.finished:
-            answer = self.finished.pop(self.done.lines)
-            if self.sink.is_terminal:
-                ticker.write("")
+        while self.begun and (answer := self.begun[0].answer) is not None:
             self.sink.write(to_json(answer) + "\n")
+            self.begun.popleft()
             self.done.lines += 1
             self.done.failed += "error" in answer
+
+
+def _refusal(line: Line, error: SpdError) -> dict[str, Any]:
+    """What is said in the place of an answer."""
+    shown = {"code": error.code, "message": error.message}
+    if error.reason:
+        shown["reason"] = " ".join(error.reason)
+    return {"id": line.id, "line": line.number, "error": shown}

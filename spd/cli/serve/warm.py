@@ -27,7 +27,6 @@ from spd.errors import EngineError, ResourceError, SpdError
 from spd.runtime.engine.request import GrammarText
 
 if TYPE_CHECKING:
-    from spd.cli.text.job import Job
     from spd.runtime import EnginePlan, Request, RequestMetrics
     from spd.runtime.engine.driver import Gathered
 
@@ -114,7 +113,7 @@ class WarmFront:
         """Run one prompt, and abort it where the client says so or has gone."""
         service = self._service
         try:
-            job, request, inside, console = await asyncio.to_thread(self._prepare, message)
+            request, inside, console = await asyncio.to_thread(self._prepare, message)
         except SpdError as error:
             _send(writer, _refusal(error))
             await writer.drain()
@@ -129,7 +128,7 @@ class WarmFront:
         gone = asyncio.ensure_future(reader.readline())
         try:
             reply = await self._run(call, gone, writer)
-            _send(writer, self._end(message, job, request, inside, reply, call.metrics(0)))
+            _send(writer, self._end(message, request, inside, reply, call.metrics(0)))
             await writer.drain()
         finally:
             gone.cancel()
@@ -159,10 +158,9 @@ class WarmFront:
                 await writer.drain()
         return reply
 
-    def _prepare(self, message: Message) -> tuple[Job, Request, bool | None, Recorded]:
+    def _prepare(self, message: Message) -> tuple[Request, bool | None, Recorded]:
         """A prompt with its parameters, as `spd generate` makes them."""
-        from spd.cli.commands.generate import say_before
-        from spd.cli.text.job import REQUEST_ID, Job
+        from spd.cli.commands.generate import REQUEST_ID, say_before
         from spd.cli.text.sampling import resolve_sampling
 
         service, options = self._service, GenerateOptions(**message["options"])
@@ -178,12 +176,11 @@ class WarmFront:
         ids = None if given["ids"] is None else tuple(given["ids"])
         asked = Asked(ids, given["text"], tuple(given["messages"]), given["variables"])
         settings = dataclasses.replace(settings, sampling=sampling, grammar=shape, think=options.think)
-        job = Job(**vars(settings), asked=asked, ids=settings.fit(asked, sampling.params))
-        request, inside = settings.request(REQUEST_ID, asked, job.ids, sampling.params, shape)
+        request, inside = settings.request(REQUEST_ID, asked)
         service.engine.check(request)
         console = Recorded(verbose=True)
-        say_before(console, options, job, self._alone)
-        return job, dataclasses.replace(request, id=service.name()), inside, console
+        say_before(console, options, settings, self._alone, request)
+        return dataclasses.replace(request, id=service.name()), inside, console
 
     @property
     def _alone(self) -> Any:
@@ -193,7 +190,6 @@ class WarmFront:
     def _end(
         self,
         message: Message,
-        job: Job,
         request: Request,
         inside: bool | None,
         reply: Gathered,

@@ -61,9 +61,8 @@ def encode_asked(asked: Asked, vocabulary: Vocabulary, context: int) -> list[int
         return list(asked.ids)
     tokenizer = vocabulary.need_tokenizer()
     if asked.text is not None:
-        text = tokenizer.bounded(asked.text, context)
-        ids = tokenizer.encode(text, add_special=True)
-        return ids or [first_token(vocabulary)]
+        ids = tokenizer.encode(tokenizer.bounded(asked.text, context), add_special=True)
+        return ids or [_first_token(vocabulary)]
     from spd.formats.chat_template import RenderedChat, encode_rendered, render_chat
 
     template, variables = vocabulary.need_template(), asked.variables or {}
@@ -81,37 +80,23 @@ def render_asked(asked: Asked, vocabulary: Vocabulary, ids: Sequence[int]) -> st
     return "" if vocabulary.tokenizer is None else vocabulary.tokenizer.decode(ids, skip_special=False)
 
 
-def first_token(vocabulary: Vocabulary) -> int:
+def _first_token(vocabulary: Vocabulary) -> int:
     """What stands for an empty raw prompt: the first-token id, else the end-of-text id."""
     tokenizer, config = vocabulary.need_tokenizer(), vocabulary.config
     ends = [tokenizer.token_to_id(text) for text in END_OF_TEXT]
-    for token_id in (tokenizer.bos_id, config.bos_token_id, *ends, tokenizer.eos_id, *config.eos_token_ids):
-        if token_id is not None:
-            return token_id
-    raise UsageError(
-        "the prompt is empty, and there is no beginning-of-text token", fix=['spd generate --raw "text"']
-    )
+    known = (tokenizer.bos_id, config.bos_token_id, *ends, tokenizer.eos_id, *config.eos_token_ids)
+    if (token := next((one for one in known if one is not None), None)) is None:
+        words = "the prompt is empty, and there is no beginning-of-text token"
+        raise UsageError(words, fix=['spd generate --raw "text"'])
+    return token
 
 
-def fit(asked: Asked, vocabulary: Vocabulary, *, context: int, max_tokens: int | None) -> list[int]:
-    """The ids of what is asked. Raises IncompatibleError if it leaves no room for a reply."""
-    ids = encode_asked(asked, vocabulary, context)
-    if len(ids) >= context:
-        room = min(DEFAULT_REPLY, context // 2) if max_tokens is None else max_tokens
-        raise _overflow(len(ids), context, context - room, vocabulary.config.max_positions)
-    return ids
-
-
-def _overflow(count: int, context: int, keep: int, most: int) -> IncompatibleError:
-    fix = []
-    wanted = count + context - max(keep, 0)
-    if wanted <= most:
-        fix.append(f"--ctx {-(-wanted // 1024)}k")
+def overflow(count: int, context: int, max_tokens: int | None, most: int) -> IncompatibleError:
+    """The refusal of a prompt that leaves no room in a context, which could hold `most` tokens."""
+    wanted = count + (min(DEFAULT_REPLY, context // 2) if max_tokens is None else max_tokens)
     return IncompatibleError(
         f"prompt is {count:,} tokens but the context is {context:,}",
-        reason=["A reply needs room too: at most one token less than the context."]
-        if count == context
-        else [],
-        fix=[*fix, "a shorter prompt"],
+        reason=["A reply needs room too: at most one token less than the context."],
+        fix=[*([f"--ctx {-(-wanted // 1024)}k"] if wanted <= most else []), "a shorter prompt"],
         code="context_overflow",
     )

@@ -1,7 +1,4 @@
-"""One generation, checked and ready: vocabulary, prompt ids, sampling, engine wishes.
-
-Reads the small files of a model folder only; no torch here.
-"""
+"""Everything about a run but its prompts, checked: vocabulary, sampling, engine wishes. No torch here."""
 
 from __future__ import annotations
 
@@ -10,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from spd.cli.text.encode import Vocabulary, fit
-from spd.cli.text.prompt import Asked, gather
+from spd.cli.text.encode import Vocabulary, encode_asked, overflow
+from spd.cli.text.prompt import Asked
 from spd.cli.text.sampling import Resolved, resolve_sampling
 from spd.cli.text.structured import TAIL, end_of_thinking, opens_thinking, read_grammar, thinking_budget
 from spd.errors import UsageError
@@ -22,9 +19,13 @@ if TYPE_CHECKING:
     from spd.runtime import EngineConfig, Request, SamplingParams
     from spd.runtime.engine.request import GrammarText
 
-REQUEST_ID = "0"
 CONCURRENCY = 8
 """Lines of a batch that decode together unless --concurrency says otherwise."""
+WISHES = (
+    *("device", "dtype", "quantize", "spec", "draft_max", "adaptive", "verify", "kernels"),
+    *("ctx", "memory_fraction", "threads", "tp", "draft_tp", "rendezvous"),
+)
+"""Options that are the engine's own, by the same names."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,29 @@ class Settings:
     think: str
 
     def fit(self, asked: Asked, params: SamplingParams) -> list[int]:
-        """See `encode.fit`."""
-        return fit(asked, self.vocabulary, context=self.context, max_tokens=params.max_tokens)
+        """The ids of what is asked. Raises IncompatibleError if they leave no room for a reply."""
+        ids = encode_asked(asked, self.vocabulary, self.context)
+        if len(ids) >= self.context:
+            raise overflow(len(ids), self.context, params.max_tokens, self.vocabulary.config.max_positions)
+        return ids
 
     def request(
-        self, name: str, asked: Asked, ids: Sequence[int], params: SamplingParams, shape: GrammarText | None
+        self,
+        name: str,
+        asked: Asked,
+        ids: Sequence[int] | None = None,
+        params: SamplingParams | None = None,
+        shape: GrammarText | None = None,
     ) -> tuple[Request, bool | None]:
-        """The order for the engine, and how its reply is parted: see `ThinkingSplitter`."""
+        """The order for the engine, and how its reply is parted: see `ThinkingSplitter`.
+
+        Without `params` those of the run hold, and its grammar. Raises what `fit` raises.
+        """
         from spd.runtime import Request
 
+        if params is None:
+            params, shape = self.sampling.params, self.grammar
+        ids = self.fit(asked, params) if ids is None else ids
         tokenizer, inside = self.vocabulary.tokenizer, None
         if tokenizer is not None and asked.messages:  # else there is no text, or it is not a chat's
             inside = opens_thinking(tokenizer.decode(ids[-TAIL:], skip_special=False))
@@ -58,14 +73,6 @@ class Settings:
             if shape.after is not None:
                 inside = True  # the grammar begins behind thinking, with or without its first tag
         return Request(name, tuple(ids), params, grammar=shape, thinking=thinking), inside
-
-
-@dataclass(frozen=True)
-class Job(Settings):
-    """What will run: the prompt, and its tokens."""
-
-    asked: Asked
-    ids: list[int]
 
 
 def plan_settings(options: GenerateOptions) -> Settings:
@@ -80,8 +87,7 @@ def plan_settings(options: GenerateOptions) -> Settings:
             raise UsageError(f"--concurrency {slots} is out of range", reason=["valid: 1 to 1024"])
         config = dataclasses.replace(config, slots=slots)
     vocabulary = open_vocabulary(options.model, folder)
-    model = vocabulary.config
-    usable = model.vocab_size
+    model, usable = vocabulary.config, vocabulary.config.vocab_size
     if vocabulary.tokenizer is not None:
         usable = min(usable, vocabulary.tokenizer.vocab_size)
     sampling = resolve_sampling(options, folder.generation, usable, logprobs=options.logprobs)
@@ -96,13 +102,6 @@ def plan_settings(options: GenerateOptions) -> Settings:
     return Settings(config, sampling, vocabulary, usable, context, grammar, options.think)
 
 
-def plan_job(options: GenerateOptions) -> Job:
-    """Read the small files of the model and everything the options name, and check all of it."""
-    run = plan_settings(options)
-    asked = gather(options)
-    return Job(**vars(run), asked=asked, ids=run.fit(asked, run.sampling.params))
-
-
 def open_vocabulary(name: str, folder: ModelFolder) -> Vocabulary:
     """Configuration, tokenizer and chat template of a model folder, the latter two where they exist."""
     from spd.formats.model_config import refuse_head
@@ -110,13 +109,6 @@ def open_vocabulary(name: str, folder: ModelFolder) -> Vocabulary:
     refuse_head(folder.config, folder.path)
     tokenizer = folder.tokenizer
     return Vocabulary(folder.config, tokenizer, None if tokenizer is None else folder.template, name)
-
-
-WISHES = (
-    *("device", "dtype", "quantize", "spec", "draft_max", "adaptive", "verify", "kernels"),
-    *("ctx", "memory_fraction", "threads", "tp", "draft_tp", "rendezvous"),
-)
-"""Options that are the engine's own, by the same names."""
 
 
 def engine_config(options: EngineOptions, folder: ModelFolder) -> EngineConfig:
@@ -132,11 +124,3 @@ def engine_config(options: EngineOptions, folder: ModelFolder) -> EngineConfig:
         graphs=None if options.graphs == "auto" else options.graphs == "on",
         **{name: getattr(options, name) for name in WISHES if hasattr(options, name)},
     )
-
-
-def fit_to_engine(job: Job, context: int) -> Job:
-    """The job with the context that the engine has, which may be less than the model's."""
-    if context == job.context:
-        return job
-    job = dataclasses.replace(job, context=context)
-    return dataclasses.replace(job, ids=job.fit(job.asked, job.sampling.params))

@@ -6,28 +6,22 @@ stream's own terminal state; what is not a terminal gets no escape byte from her
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
 import re
 import select
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TextIO
+from typing import IO, Any, TextIO
 
 from spd.cli.text.wrap import fit_lines
 from spd.errors import CheckpointError, EngineError, NotFoundError, ResourceError, SpdError, UsageError
 from spd.formats.files import open_output
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-LONGEST_NAME = 255
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
 """Control characters except tab and line ends: on a terminal they could move the cursor or worse."""
@@ -123,7 +117,7 @@ def tell(text: str) -> None:
 
 def write_stderr(text: str, *, styled: bool = False) -> None:
     """Write to standard error, whatever the text, or what is meant for a terminal; a closed one loses it."""
-    stream = raw_stderr()
+    stream = getattr(sys.stderr, "raw", sys.stderr)
     if stream is None:
         return
     text, encoding = text if styled else printable(text), stream.encoding or "utf-8"
@@ -136,20 +130,15 @@ class PrintableStderr:
     """Standard error for all that is not written here: logs of libraries, warnings, tracebacks."""
 
     def __init__(self, raw: TextIO) -> None:
-        self.raw_stderr, self.write = raw, lambda text: raw.write(printable(text))
+        self.raw, self.write = raw, lambda text: raw.write(printable(text))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.raw_stderr, name)
-
-
-def raw_stderr() -> Any:
-    """Standard error as it is, for styles; None where it is closed."""
-    return getattr(sys.stderr, "raw_stderr", sys.stderr)
+        return getattr(self.raw, name)
 
 
 def write_error(error: SpdError, console: Console, as_json: bool = False) -> None:
     """Show what is wrong, why, and what to type instead: as lines, or as one JSON object on stdout."""
-    fixes = list(error.fix or [usual_fix(error, console.help)])
+    fixes = list(error.fix or [_usual_fix(error, console.help)])
     if as_json:
         shown = {
             "code": error.code,
@@ -159,8 +148,7 @@ def write_error(error: SpdError, console: Console, as_json: bool = False) -> Non
             "fix": fixes,
         }
         with suppress(OutputClosed, SpdError):
-            sink = Sink.stdout()
-            sink.write(to_json({"error": shown}) + "\n")
+            Sink.stdout().write(to_json({"error": shown}) + "\n")
             return
     lines = [f"error: {as_line(error.message)}", *(f"  {as_line(line)}" for line in error.reason)]
     lines += [f"  {'    ' if number else 'fix:'} {as_line(fix)}" for number, fix in enumerate(fixes)]
@@ -170,16 +158,17 @@ def write_error(error: SpdError, console: Console, as_json: bool = False) -> Non
     write_stderr(words + "\n", styled=True)
 
 
-def usual_fix(error: SpdError, help_words: str) -> str:
+def _usual_fix(error: SpdError, help_words: str) -> str:
     """What helps against an error of this kind, where the error itself does not say."""
-    if isinstance(error, CheckpointError):
-        return "give another model folder, or download this one again"
-    if isinstance(error, NotFoundError):
-        return "check the name or the path"
-    if isinstance(error, ResourceError):
-        return "ask for less (--ctx, --draft-max), or free memory"
-    unforeseen = isinstance(error, EngineError) or type(error) is SpdError
-    return "run it again with -vv, and report what it prints" if unforeseen else help_words
+    report = "run it again with -vv, and report what it prints"
+    fixes: dict[type[SpdError], str] = {
+        CheckpointError: "give another model folder, or download this one again",
+        NotFoundError: "check the name or the path",
+        ResourceError: "ask for less (--ctx, --draft-max), or free memory",
+        EngineError: report,
+    }
+    known = (fix for kind, fix in fixes.items() if isinstance(error, kind))
+    return next(known, report if type(error) is SpdError else help_words)
 
 
 def to_json(value: object) -> str:
@@ -204,24 +193,16 @@ class Sink:
     """Where the answer goes: every write reaches the file descriptor before it returns.
 
     A file is locked and, unless `append`, emptied by the first write, not before. Raises OutputClosed when a
-    pipe's reader has gone and ResourceError when nothing can be written.
+    pipe's reader has gone and ResourceError when nothing can be written; a file that stayed empty is removed.
     """
 
-    what = "the answer"
-
     def __init__(
-        self,
-        descriptor: int | Path,
-        *,
-        encoding: str = "utf-8",
-        terminal: bool = False,
-        append: bool = False,
+        self, target: int | Path, *, encoding: str = "utf-8", terminal: bool = False, append: bool = False
     ) -> None:
-        self._target = descriptor
-        self._encoding = encoding
-        self._terminal = terminal
-        self._append = append
-        self.close: Callable[[], None] = lambda: None  # what was opened here is unlocked, too
+        self._path = target if isinstance(target, Path) else None
+        self._descriptor = None if isinstance(target, Path) else target
+        self._encoding, self.is_terminal, self._append = encoding, terminal, append
+        self._made = False
 
     @classmethod
     def stdout(cls) -> Sink:
@@ -234,14 +215,9 @@ class Sink:
         return cls(stream.fileno(), encoding=encoding, terminal=terminal)
 
     @property
-    def is_terminal(self) -> bool:
-        """Whether people read it as it comes."""
-        return self._terminal
-
-    @property
     def columns(self) -> int | None:
         """The current width of its terminal; None if it is not a terminal."""
-        return columns_of(sys.stdout) if self._terminal else None
+        return columns_of(sys.stdout) if self.is_terminal else None
 
     @property
     def is_unicode(self) -> bool:
@@ -250,18 +226,24 @@ class Sink:
 
     def open(self) -> int:
         """The descriptor; a file is opened and locked the first time. Raises UsageError and ResourceError."""
-        if isinstance(self._target, Path):
-            path = self._target
+        if self._descriptor is None:
+            assert self._path is not None
+            self._made = not self._path.exists()
             try:
-                self._target = open_output(path, append=self._append)
+                self._descriptor = open_output(self._path, append=self._append)
             except OSError as error:
-                raise cannot_write(path, error) from error
-            self.close = partial(os.close, self._target)
-        return self._target
+                raise cannot_write(self._path, error) from error
+        return self._descriptor
+
+    def close(self) -> None:
+        """Unlock a file that was opened here."""
+        if self._path is not None and self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def write(self, text: str) -> None:
         """Write a reply as it is; on a terminal its control characters are spelled out."""
-        self.write_styled(printable(text, CONTROL) if self._terminal else text)
+        self.write_styled(printable(text, CONTROL) if self.is_terminal else text)
 
     def write_lines(self, lines: Iterable[str]) -> None:
         """Write lines for people, broken between words where a terminal is too narrow for them."""
@@ -270,34 +252,22 @@ class Sink:
     def check_reader(self) -> None:
         """Raise OutputClosed where a pipe's reader has gone, though there is nothing to write yet."""
         poll = select.poll()
-        if isinstance(self._target, int) and not self._terminal:
-            poll.register(self._target, 0)
+        if self._descriptor is not None and not self.is_terminal:
+            poll.register(self._descriptor, 0)
         if any(event & select.POLLERR for _, event in poll.poll(0)):
             raise OutputClosed
 
     def write_styled(self, text: str) -> None:
         """Write text whose control characters are meant."""
-        data = text.encode(self._encoding, "replace")
+        descriptor = self.open()
         try:
-            _write_all(self.open(), data)
+            _write_all(descriptor, text.encode(self._encoding, "replace"))
         except OSError as error:
             if error.errno == errno.EPIPE:
                 raise OutputClosed from error
-            raise _write_failed(self.what, error) from error
-
-
-class TraceFile(Sink):
-    """A file of one JSON line a record; each line is complete when `write_record` returns."""
-
-    what = "the trace"
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.open()
-
-    def write_record(self, record: DataclassInstance) -> None:
-        """Append one record. Raises ResourceError when the disk is full."""
-        self.write(to_json(dataclasses.asdict(record)) + "\n")
+            if self._path is not None and self._made and not os.fstat(descriptor).st_size:
+                self._path.unlink(missing_ok=True)
+            raise cannot_write(self._path or "standard output", error) from error
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
@@ -309,58 +279,52 @@ def _write_all(descriptor: int, data: bytes) -> None:
             select.select([], [descriptor], [])
 
 
-def _write_failed(what: str, error: OSError) -> ResourceError:
-    return ResourceError(
-        f"cannot write {what}: {error.strerror}",
-        fix=["free some space, or name another file"],
-        code="write_failed",
-    )
-
-
 def check_writable(path: Path) -> None:
     """Refuse early what could not be written after minutes of work; touches nothing. Raises UsageError."""
-    existing = path if os.path.exists(path) else path.parent
-    number = 0 if existing == path or os.path.isdir(existing) else errno.ENOENT
-    _check_inside(existing, path, errno.EISDIR if os.path.isdir(path) else number)
-    if path.is_file():
-        os.close(open_output(path, append=True))  # is it being written?
+    try:
+        os.stat(path.parent)
+        if os.path.isdir(path):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if _is_there(path):
+            os.close(open_output(path, append=True))  # is it being written?
+        elif not os.access(path.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise cannot_write(path, error) from None
 
 
 def check_folder(path: Path) -> None:
     """Refuse early a folder in which nothing could be written, or that cannot be made. Raises UsageError."""
-    existing = path
-    while not os.path.exists(existing) and existing != existing.parent:
-        existing = existing.parent
-    _check_inside(existing, path, 0 if existing.is_dir() else errno.ENOTDIR)
+    try:
+        existing = next(folder for folder in (path, *path.absolute().parents) if _is_there(folder))
+        if not existing.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(existing, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise cannot_write(path, error) from None
 
 
-def _check_inside(existing: Path, path: Path, number: int) -> None:
-    if not number and max(len(os.fsencode(part)) for part in ("", *path.parts)) > LONGEST_NAME:
-        number = errno.ENAMETOOLONG
-    if not number and not os.access(existing, os.W_OK):
-        number = errno.EACCES
-    if number:
-        raise cannot_write(path, OSError(number, os.strerror(number)))
+def _is_there(path: Path) -> bool:
+    """Whether there is such a file or folder. Raises OSError where there can be none of this name."""
+    try:
+        return bool(os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
-def cannot_write(path: Path, error: OSError) -> SpdError:
+def cannot_write(path: Path | str, error: OSError) -> SpdError:
     """The error for a file that cannot be opened for writing, or not filled."""
+    words = f"cannot write to {path}: {error.strerror}"
     if error.errno in DISK_FULL:
-        return ResourceError(
-            f"cannot write to {path}: {error.strerror}", fix=["free some space"], code="write_failed"
-        )
-    return UsageError(
-        f"cannot write to {path}: {error.strerror}", fix=["name a file in a folder you can write to"]
-    )
+        return ResourceError(words, fix=["free some space, or name another file"], code="write_failed")
+    return UsageError(words, fix=["name a file in a folder you can write to"])
 
 
 def write_file(path: Path, text: str) -> None:
     """Write a file of UTF-8 text that a user named. Raises UsageError and ResourceError."""
-    try:
-        with open(open_output(path), "wb") as file:
-            file.write(text.encode())
-    except OSError as error:
-        raise cannot_write(path, error) from error
+    with closing(Sink(path)) as sink:
+        sink.write(text)
 
 
 def write_result(path: Path | None, text: str) -> SpdError | None:

@@ -8,16 +8,17 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from spd.cli.options import GenerateOptions, ReplyOptions, as_utf8
+from spd.cli.options import GenerateOptions, ReplyOptions
 from spd.cli.text.output import is_terminal
 from spd.errors import UsageError
 from spd.formats.files import read_input_text
 
 RESERVED_ARGS = frozenset({"messages", "add_generation_prompt"})
+CHAT = '[{"role": "user", "content": "Hello"}]'
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,11 @@ class Asked:
 def gather(options: GenerateOptions) -> Asked:
     """Read everything the options name. Raises UsageError and NotFoundError."""
     if options.prompt_ids is not None:
-        return Asked(ids=parse_ids(options.prompt_ids))
+        return Asked(ids=_parse_ids(options.prompt_ids))
     variables = template_variables(options)
     if options.messages is not None:
         return Asked(messages=read_messages(options.messages), variables=variables)
-    text = gather_text(options)
+    text = _gather_text(options)
     if options.raw:
         return Asked(text=text)
     messages: list[Mapping[str, Any]] = []
@@ -47,17 +48,18 @@ def gather(options: GenerateOptions) -> Asked:
     return Asked(messages=tuple(messages), variables=variables)
 
 
-def gather_text(options: GenerateOptions) -> str:
-    """Stdin and files first, a blank line between parts, then the argument."""
-    argument = options.prompt
-    files = list(options.file or ())
-    parts = []
-    if "-" not in files and options.system != "@-" and _is_piped():
-        piped = read_text("-")
-        parts = [piped] if piped else []
-    parts += [read_text(name) for name in files]
-    if argument is not None:
-        parts.append(check_text(argument, "the prompt"))
+def _gather_text(options: GenerateOptions) -> str:
+    """Stdin and files first, without the newline at their ends, then the argument; blank lines between.
+
+    What --raw continues is left as it is.
+    """
+    files, stdin = options.file or [], sys.stdin
+    parts = [read_text(name) for name in files]
+    is_piped = stdin is not None and not stdin.closed and not is_terminal(stdin)
+    if is_piped and "-" not in files and options.system != "@-" and (piped := read_text("-")):
+        parts.insert(0, piped)
+    if options.prompt is not None:
+        parts.append(check_text(options.prompt, "the prompt"))
     if not parts:
         why = "stdin is a terminal" if is_terminal(sys.stdin) else "stdin is empty"
         raise UsageError(
@@ -66,21 +68,9 @@ def gather_text(options: GenerateOptions) -> str:
             fix=['spd generate "your prompt"', 'echo "your prompt" | spd generate'],
             code="no_prompt",
         )
-    if len(parts) == 1:
-        return parts[0] if options.raw else _without_last_newline(parts[0], argument is None)
-    return "\n\n".join([_without_last_newline(part, True) for part in parts[:-1]] + [parts[-1]])
-
-
-def _without_last_newline(text: str, from_file: bool) -> str:
-    """Text without the newline that ends its last line in a file."""
-    if not from_file:
-        return text
-    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
-
-
-def _is_piped() -> bool:
-    """Whether stdin is there and not a terminal."""
-    return sys.stdin is not None and not sys.stdin.closed and not is_terminal(sys.stdin)
+    files_end = len(parts) - (options.prompt is not None or options.raw)
+    cut = [part.removesuffix("\n").removesuffix("\r") for part in parts[:files_end]]
+    return "\n\n".join([*cut, *parts[files_end:]])
 
 
 def read_text(name: str) -> str:
@@ -96,9 +86,7 @@ def system_text(given: str | None) -> str | None:
     """What -s gives: a text, or with @ the text of a file. Raises UsageError and NotFoundError."""
     if given is None:
         return None
-    if given.startswith("@"):
-        return check_text(read_text(given[1:]), "the system message")
-    return check_text(as_utf8(given), "the system message")
+    return check_text(read_text(given[1:]) if given.startswith("@") else given, "the system message")
 
 
 def check_text(text: str, what: str) -> str:
@@ -113,65 +101,57 @@ def check_text(text: str, what: str) -> str:
     return text
 
 
-def parse_ids(text: str) -> tuple[int, ...]:
+def _parse_ids(text: str) -> tuple[int, ...]:
     """Token ids separated by commas or blanks. Raises UsageError."""
-    words = text.replace(",", " ").split()
     try:
-        ids = tuple(int(word) for word in words)
+        ids = tuple(int(word) for word in text.replace(",", " ").split())
     except ValueError:
-        raise UsageError(
-            f"--prompt-ids {text[:60]} is not a list of token ids", fix=["--prompt-ids 1,2,3"]
-        ) from None
+        ids = ()
     if not ids:
-        raise UsageError("--prompt-ids is empty", fix=["--prompt-ids 1,2,3"])
+        words = (
+            f"--prompt-ids {text[:60]} is not a list of token ids"
+            if text.strip(" ,")
+            else "--prompt-ids is empty"
+        )
+        raise UsageError(words, fix=["--prompt-ids 1,2,3"])
     return ids
 
 
 def template_variables(options: ReplyOptions) -> dict[str, Any]:
-    """What the options tell the chat template. Raises UsageError."""
-    told = {} if options.think == "auto" else {"enable_thinking": options.think != "off"}
-    return parse_variables(options.template_arg or ()) | told
-
-
-def parse_variables(words: Sequence[str]) -> dict[str, Any]:
-    """`k=v` words as template variables; v is read as JSON where it is JSON (true, 3), else as text."""
+    """What the options tell the chat template: JSON values (true, 3), else texts. Raises UsageError."""
     variables: dict[str, Any] = {}
-    for word in words:
+    for word in options.template_arg or ():
         name, equals, value = word.partition("=")
         if not equals or not name.isidentifier() or name in RESERVED_ARGS:
-            raise UsageError(
-                f"--template-arg {word} is not NAME=VALUE", fix=["--template-arg enable_thinking=false"]
-            )
+            words = f"--template-arg {word} is not NAME=VALUE"
+            raise UsageError(words, fix=["--template-arg enable_thinking=false"])
         try:
             variables[name] = json.loads(value)
         except (ValueError, RecursionError):
             variables[name] = check_text(value, "--template-arg")
-    return variables
+    return variables if options.think == "auto" else variables | {"enable_thinking": options.think != "off"}
 
 
 def read_messages(name: str) -> tuple[Mapping[str, Any], ...]:
     """A chat from a JSON file: a list of messages, or an object with `messages`. Raises UsageError."""
     shown = "stdin" if name == "-" else name
-    fix = ['[{"role": "user", "content": "Hello"}]']
     try:
         loaded = json.loads(read_text(name))
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{shown} is not JSON: {error}", fix=fix) from None
-    if isinstance(loaded, dict):
-        loaded = loaded.get("messages")
-    return check_messages(loaded, shown)
+        raise UsageError(f"{shown} is not JSON: {error}", fix=[CHAT]) from None
+    return check_messages(loaded.get("messages") if isinstance(loaded, dict) else loaded, shown)
 
 
 def check_messages(loaded: Any, shown: str) -> tuple[Mapping[str, Any], ...]:
     """A JSON value as the messages of a chat. Raises UsageError naming where it was `shown`."""
-    fix = ['[{"role": "user", "content": "Hello"}]']
     if not isinstance(loaded, list) or not loaded:
-        raise UsageError(f"{shown} holds no list of messages", fix=fix)
+        raise UsageError(f"{shown} holds no list of messages", fix=[CHAT])
     for number, message in enumerate(loaded):
+        where = f"{shown}: message {number}"
         if not isinstance(message, dict):
-            raise UsageError(f"{shown}: message {number} is not an object", fix=fix)
+            raise UsageError(f"{where} is not an object", fix=[CHAT])
         for field in ("role", "content"):
             if not isinstance(message.get(field), str):
-                raise UsageError(f"{shown}: message {number} has no text in `{field}`", fix=fix)
-        check_text(json.dumps(message, ensure_ascii=False), f"{shown}: message {number}")
+                raise UsageError(f"{where} has no text in `{field}`", fix=[CHAT])
+        check_text(json.dumps(message, ensure_ascii=False), where)
     return tuple(loaded)

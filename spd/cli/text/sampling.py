@@ -1,11 +1,10 @@
 """From flags to sampling parameters: the model's defaults, the seed, and what a shell cannot type.
 
-Ranges are checked by `SamplingParams`; here its words become the flags that were typed.
+Ranges are checked by `SamplingParams`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import secrets
 from collections.abc import Sequence
@@ -20,10 +19,7 @@ if TYPE_CHECKING:
     from spd.runtime import SamplingParams
 
 BUILT_IN = (("temperature", 0.7), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("repetition_penalty", 1.0))
-FLAGS = ("temperature", "top_p", "max_tokens", "stop", "seed", "ignore_eos", "logprobs")
-"""Parameters that have an option of their own."""
-ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "0": "\0", "\\": "\\", "'": "'", '"': '"'}
-ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
+ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "0": "\0", "\\": "\\"}
 
 
 @dataclass(frozen=True)
@@ -73,32 +69,11 @@ def resolve_sampling(
             logprobs=logprobs,
         )
     except UsageError as error:
-        raise _in_flags(
-            error, [field.name for field in dataclasses.fields(SamplingParams)], sources
-        ) from error
+        if sources.get(error.message.partition(" ")[0]) == "generation_config.json":
+            why = "The value comes from the model's generation_config.json; an option overrides it."
+            error.reason = (*error.reason, why)
+        raise
     return Resolved(params, sources)
-
-
-def _in_flags(error: UsageError, names: Sequence[str], sources: dict[str, str]) -> UsageError:
-    """The same refusal, naming the flag that was typed, or the file that the value came from."""
-
-    def flag(match: re.Match[str]) -> str:
-        word = match.group()
-        return (
-            f"--{word.replace('_', '-')}"
-            if word in FLAGS
-            else word.replace("stop_token_ids", "stop_token_id")
-        )
-
-    message = re.sub(
-        "|".join(rf"\b{name}\b" for name in sorted(names, key=len, reverse=True)), flag, error.message
-    )
-    words = error.message.split()
-    name = words[0] if words else ""
-    reason = list(error.reason)
-    if sources.get(name) == "generation_config.json":
-        reason.append("The value comes from the model's generation_config.json; the flag overrides it.")
-    return UsageError(message, reason=reason, fix=error.fix, code=error.code)
 
 
 def parse_logit_bias(text: str) -> tuple[int, float]:
@@ -123,13 +98,5 @@ def check_ids(ids: Sequence[int], vocab_size: int, flag: str) -> None:
 
 
 def unescape(text: str) -> str:
-    r"""Text with \n, \t, \r, \0, \\, \xHH, \uHHHH and \UHHHHHHHH read as in Python; others stay."""
-
-    def read(match: re.Match[str]) -> str:
-        body = match[1]
-        if len(body) > 1:
-            number = int(body[1:], 16)
-            return chr(number) if number < 0x110000 else match[0]
-        return ESCAPES.get(body, match[0])
-
-    return ESCAPE.sub(read, text)
+    r"""Text with \n, \t, \r, \0 and \\ read as in Python; other backslashes stay."""
+    return re.sub(r"\\([ntr0\\])", lambda match: ESCAPES[match[1]], text)

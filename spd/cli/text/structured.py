@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from spd.cli.options import GenerateOptions, as_utf8
+from spd.cli.options import GenerateOptions
 from spd.cli.text.encode import Vocabulary
 from spd.cli.text.output import Console
 from spd.cli.text.prompt import Asked, read_text
@@ -29,28 +29,21 @@ def read_grammar(options: GenerateOptions) -> GrammarText | None:
     """The schema, expression or grammar of the flags. Raises UsageError and NotFoundError."""
     from spd.runtime.engine.request import GrammarText
 
-    if options.schema is not None:
-        text = options.schema if _is_path(options.schema) else as_utf8(options.schema)
-        if _is_path(text):
-            text = read_text(text.removeprefix("@"))
+    if (schema := options.schema) is not None:
+        is_file = schema.lstrip()[:1] not in ("{", "") and schema.strip() not in ("true", "false")
+        text = read_text(schema.removeprefix("@")) if is_file else schema
         try:
             json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise UsageError(
-                f"--schema is not JSON: {error}", fix=["""--schema '{"type": "object"}'""", "--schema FILE"]
-            ) from None
+            fix = ["""--schema '{"type": "object"}'""", "--schema FILE"]
+            raise UsageError(f"--schema is not JSON: {error}", fix=fix) from None
         return GrammarText("schema", text)
     if (grammar := options.grammar) is not None:
         if len(grammar) > 1 and grammar[0] == grammar[-1] == "/":  # a file's name does not end so
-            return GrammarText("regex", as_utf8(grammar[1:-1]))
+            return GrammarText("regex", grammar[1:-1])
         inline = re.search(r"^\s*[?!]*start\b[^\n]*:", grammar, re.MULTILINE) is not None
-        return GrammarText("lark", as_utf8(grammar) if inline else read_text(grammar))
+        return GrammarText("lark", grammar if inline else read_text(grammar))
     return None
-
-
-def _is_path(schema: str) -> bool:
-    """Whether --schema names a file."""
-    return schema.lstrip()[:1] not in ("{", "") and schema.strip() not in ("true", "false")
 
 
 def end_of_thinking(vocabulary: Vocabulary, asked: Asked, ids: Sequence[int]) -> int | None:
@@ -65,14 +58,11 @@ def end_of_thinking(vocabulary: Vocabulary, asked: Asked, ids: Sequence[int]) ->
     begin, end = tokenizer.token_to_id(OPENING), tokenizer.token_to_id(CLOSING)
     if begin is None or end is None:
         return None
-    for token in reversed(ids):
-        if token in (begin, end):
-            at = len(ids) - 1 - list(reversed(ids)).index(token)
-            if token == begin:
-                return end
-            if at >= len(ids) - 4:  # closed where the reply begins: nothing but line ends follows
-                return None
-            break
+    last = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] in (begin, end)), None)
+    if last is not None and ids[last] == begin:
+        return end
+    if last is not None and last >= len(ids) - 4:  # closed where the reply begins: line ends follow
+        return None
     wanted = (asked.variables or {}).get(SWITCH, True)
     return end if SWITCH in template.default and wanted else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 import unicodedata
 
 _LABEL = re.compile(r" *(?:\S+ )?\S+ {2,}(?=\S)")
@@ -14,31 +15,23 @@ _PASTED = re.compile(
 
 
 def fit_lines(text: str, columns: int | None) -> str:
-    """Wrap text to `columns`; None stands for no terminal, where nothing is wrapped."""
-    if columns is None:
-        return text
-    return "\n".join(wrap_line(line, columns) for line in text.split("\n"))
+    """Wrap text to `columns`; None stands for no terminal, where nothing is wrapped.
 
-
-def wrap_line(line: str, columns: int) -> str:
-    """A line on as many rows as it takes, further ones indented below its fact or by two blanks.
-
-    A word longer than a row, and a line to be pasted, are left to the terminal, which copies them whole.
+    Further rows of a line are indented below its fact or by two blanks. A word longer than a row, and a line
+    to be pasted, are left to the terminal, which copies them whole.
     """
+    return text if columns is None else "\n".join(_wrapped(line, columns) for line in text.split("\n"))
+
+
+def _wrapped(line: str, columns: int) -> str:
     if cells(line) < columns or _PASTED.match(line):
         return line
     label = _LABEL.match(line)
     indent = label.end() if label else len(line) - len(line.lstrip()) + 2
     hang = " " * (indent if indent <= columns // 3 else 2)
-    rows: list[str] = []
-    row = ""
-    for word in re.findall(r"\s*\S+", line):
-        if row.strip() and cells(row + word) >= columns:
-            rows.append(row)
-            row = hang + word.lstrip()
-        else:
-            row += word
-    return "\n".join([*rows, row])
+    return textwrap.fill(
+        line, columns - 1, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def cells(text: str) -> int:

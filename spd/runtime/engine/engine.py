@@ -85,6 +85,7 @@ class Engine:
         """The most that any request of the round wants."""
         self._k = 0
         self.trace: Callable[[RoundRecord], None] | None = None
+        self.prefilling: Callable[[int, int], None] = lambda written, wanted: None  # positions of a prompt
         self.load_ms = 1000 * (time.perf_counter() - began)
 
     # -- orders ----------------------------------------------------------------------------------
@@ -242,17 +243,16 @@ class Engine:
 
     def _prefill(self) -> None:
         """Write prompts: one pass where others decode, a few where more wait; else until one can."""
-        scheduler, began = self._scheduler, time.perf_counter()
-        stalls = scheduler.busy
+        scheduler, stalls, began = self._scheduler, self._scheduler.busy, time.perf_counter()
         passes, most = 0.0, BUSY_PASSES if stalls else IDLE_PASSES
         written: list[tuple[Sequence, int]] = []
         while (sequence := scheduler.next_to_prefill(2 * self.plan.shape.draft_max + 1)) is not None:
             if not sequence.placed:
                 self._place(sequence)
-            rows = self._write_part(sequence)
+            written.append((sequence, rows := self._write_part(sequence)))
+            self.prefilling(sequence.prefilled, sequence.prefill_end)
             if sequence is not scheduler.prefilling:
                 self._arm(sequence)
-            written.append((sequence, rows))
             # A pass, or a part of one that others share.
             passes += rows / self.plan.shape.chunk if self._device.runner.merges else rows > 0
             if scheduler.busy and passes >= (most if scheduler.more_could_join or not stalls else 1):
