@@ -124,20 +124,9 @@ def test_values_out_of_range_are_refused_with_the_range(
 
 
 def test_boundaries_are_accepted(spd_run: Callable, model: Path, script) -> None:
-    least = ["--temperature", "0.001", "--top-p", "1", "--set", "top_k=1", "--set", "min_p=1", "-n", "1"]
-    least += [
-        "--draft-max",
-        "0",
-        "--seed",
-        "0",
-        "--set",
-        "logit_bias=258=-1000",
-        "--ctx",
-        "2K",
-        "--ctx",
-        "64",
-    ]
-    assert spd_run("generate", "-m", model, "Hi", *least).code == 0
+    least = "--temperature 0.001 --top-p 1 --set top_k=1 --set min_p=1 -n 1 --draft-max 0 --seed 0 --ctx 64"
+    least += " --set logit_bias=258=-1000"
+    assert spd_run("generate", "-m", model, "Hi", *least.split()).code == 0
 
 
 @pytest.mark.parametrize(

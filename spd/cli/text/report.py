@@ -108,6 +108,8 @@ def stats_line(metrics: RequestMetrics) -> str:
         parts.append(f"{metrics.decode_tokens_per_second:.1f} tok/s")
     if metrics.load_ms:
         parts.append(f"load {metrics.load_ms / 1000:.2f} s")
+    if metrics.queue_ms >= 100.0:  # behind others of a server
+        parts.append(f"queued {metrics.queue_ms / 1000:.2f} s")
     if metrics.first_token_ms:
         parts.append(f"first {metrics.first_token_ms / 1000:.2f} s")
     if metrics.rounds:
