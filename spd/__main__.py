@@ -29,8 +29,7 @@ def main() -> int:
         return 130
     import threading
 
-    # An engine that loads, or a tokenizer inside its library: the interpreter's end would abort around it.
-    # And without one, torch would take half a second to be torn down.
+    # The interpreter's end would abort around an engine that loads; torch's own takes half a second.
     if "torch" in sys.modules or any(thread.daemon for thread in threading.enumerate()):
         os._exit(status)
     return status
