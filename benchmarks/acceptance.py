@@ -94,7 +94,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
 def questions(options: Options) -> list[Question]:
     """The prompts that every drafter, rule, temperature and k is given alike."""
     prompts = choose(read_prompts(OWN), None, options.each)
-    return encode_questions(demo_folder(), prompts, options.lengths, options.tokens, None)
+    return encode_questions(demo_folder(), prompts, options.lengths, options.tokens)
 
 
 def requests(asked: Sequence[Question], options: Options, temperature: float, tag: str) -> list[Request]:

@@ -23,9 +23,10 @@ from benchmarks.drafters import drafters, model_folder
 from benchmarks.environment import ROOT, describe_commit, describe_machine
 from benchmarks.summaries import median_interval, paired_ratio
 from spd.runtime import EngineConfig
+from spd.runtime.lab.load import Load
 from spd.runtime.lab.prompt_set import OWN, choose, encode_questions, read_prompts
 from spd.runtime.lab.rows import make_rows
-from spd.runtime.lab.sweep import Load, Settings, Sweep
+from spd.runtime.lab.sweep import Settings, Sweep
 
 SCHEMA = "spd.benchmarks.auto_k/2"
 
@@ -50,7 +51,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def sweep_of(model: Path, wishes: Mapping[str, Any], options: argparse.Namespace) -> Sweep:
     """Plain, every fixed k, and adaptive k, on one mix of prompts."""
     prompts = [replace(prompt, category="mixed") for prompt in choose(read_prompts(OWN), None, options.each)]
-    questions = encode_questions(model, prompts, [None], options.tokens, None)
+    questions = encode_questions(model, prompts, [None], options.tokens)
     fixed = [int(word) for word in options.draft_max.split(",")]
     plain = EngineConfig(
         model=model,

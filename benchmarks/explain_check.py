@@ -50,7 +50,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def run_rounds(model: Path, wishes: Mapping[str, Any], options: argparse.Namespace) -> Records:
     """The rounds of every k, each k once a repetition, in turn; the first repetition warms up."""
     prompts = choose(read_prompts(OWN), None, options.each)
-    questions = encode_questions(model, prompts, [None], options.tokens, None)
+    questions = encode_questions(model, prompts, [None], options.tokens)
     longest = max(len(question.ids) for question in questions)
     base = {"model": model, "device": "cpu", "threads": options.threads, "ctx": longest + options.tokens}
     engines = {}

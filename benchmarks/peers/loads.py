@@ -14,9 +14,8 @@ from benchmarks.peers.options import Options
 from benchmarks.peers.pairs import PAIRS, REFERENCE
 from benchmarks.peers.prompts import prompts
 from benchmarks.peers.worker import Worker, WorkerError
-from spd.runtime.lab.load import poisson_arrivals
+from spd.runtime.lab.load import Load, poisson_arrivals
 from spd.runtime.lab.statistics import repeat_interval
-from spd.runtime.lab.sweep import Load
 
 LEAST_REQUESTS = 16
 TIMEOUT = 1200.0

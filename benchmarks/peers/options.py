@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.environment import ROOT
-from spd.runtime.lab.sweep import Load
+from spd.runtime.lab.load import Load
 
 RATE_SLOTS = 16
 """Requests that may run together where they come at a rate."""

@@ -87,13 +87,12 @@ class SpdEngine(SteppedEngine):
 
     def speculation(self, ran: Pass) -> Speculation | None:
         """Sums over the requests; drafts that matched count, as in vLLM, also where the text ended before."""
-        drafted = [metric for metric in ran.metrics if metric.num_drafts]
-        positions = per_position([record for record in ran.records if record.draft])[2]
+        drafted = [record for record in ran.records if record.draft]
         return Speculation(
-            sum(metric.num_drafts for metric in drafted),
-            sum(metric.draft_n for metric in drafted),
-            sum(metric.draft_n_accepted_raw for metric in drafted),
-            tuple(positions),
+            len(drafted),
+            sum(len(record.draft) for record in drafted),
+            sum(record.accepted for record in drafted),
+            tuple(per_position(drafted)[2]),
         )
 
 

@@ -25,7 +25,7 @@ from benchmarks.peers.protocol import (
 )
 from benchmarks.peers.stepped import SteppedEngine
 from benchmarks.peers.untied import is_latent, read_config, untie
-from spd.runtime.engine.metrics import RequestMetrics, RoundRecord
+from spd.runtime.engine.metrics import RoundRecord
 from spd.runtime.engine.request import Event, Request
 from spd.runtime.lab.load import Pass
 
@@ -82,10 +82,6 @@ class Stepper:
             reason = (one.finish_reason or "stop") if output.finished else None
             events.append(Event(output.request_id, tuple(one.token_ids), "", reason))
         return events
-
-    def metrics(self, request_id: str) -> RequestMetrics:
-        """vLLM counts by engine, not by request."""
-        return RequestMetrics()
 
     @property
     def has_work(self) -> bool:

@@ -33,7 +33,7 @@ def test_rounds_without_room_and_first_rounds_are_left_out() -> None:
         record("a", 3, 9, 0),  # 11 is the limit: 9 + 3 does not fit
         record("b", 3, 8, 1),
     ]
-    counted = acceptance.counted_rounds(Pass(lines, rounds, [], 1.0), 2)
+    counted = acceptance.counted_rounds(Pass(lines, rounds, 1.0), 2)
     assert [(r.request, r.round) for r in counted] == [("a", 1), ("a", 2), ("b", 1), ("b", 2), ("b", 3)]
     row = acceptance.row_of(counted)
     assert row["length"]["value"] == pytest.approx(1 + 6 / 5)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from spd.runtime import SamplingParams
-from spd.runtime.lab.statistics import chi_square_tail
+from spd.runtime.lab.replay import chi_square_tail
 from tests.helpers import Damped, make_engine, random_prompts, run_all
 from tests.recipes.tiny_dense import write_dense
 from tests.runtime import seeded_faults as fault

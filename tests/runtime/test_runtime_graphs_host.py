@@ -58,7 +58,6 @@ MAY_WAIT = {
     "runtime/round/round_queue.py": 1,  # for the copy of a row that is read
     "runtime/load/weight_reader.py": 2,  # while loading
     "runtime/lab/smoke.py": 3,
-    "runtime/lab/sweep.py": 1,
 }
 """Every place that waits for a stream, an event or the device, by file and how often."""
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from spd.cli.commands.bench_report import render, summary_lines
-from spd.cli.commands.values import check_least, chosen_prompts, numbers, parse_share, split
+from spd.cli.commands.bench_report import bench_text
+from spd.cli.commands.values import check_least, chosen_prompts, numbers, parse_share, parse_wish, split, told
 from spd.cli.options import (
     ModelOptions,
     Session,
     advanced,
+    argument,
     first,
     in_order,
     model_names,
@@ -23,25 +24,21 @@ from spd.cli.options import (
     printed,
 )
 from spd.cli.signals import Interrupted
-from spd.cli.text.output import (
-    Sink,
-    check_writable,
-    printable,
-    to_json,
-    write_error,
-    write_result,
-)
+from spd.cli.text.output import Sink, check_writable, to_json, write_result
 from spd.cli.text.progress import Ticker
 from spd.errors import CheckFailedError, SpdError, UsageError
 from spd.runtime.plan.config import METHODS, split_spec
 
 if TYPE_CHECKING:
-    from spd.formats.folder import ModelFolder
     from spd.runtime import EngineConfig
-    from spd.runtime.lab import Load, Settings, Sweep
+    from spd.runtime.lab import Settings, Sweep
 
 SCHEMA = "spd.bench/1"
-
+ALIKE = ("device", "dtype", "quantize", "kernels", "memory_fraction", "threads", "load")
+MACHINE = ("lag", "graphs", "tp")
+DRAFTING = ("spec", "draft_max", "verify", "draft_tp")
+"""Wishes that all engines share, and those that take a list: each combination has a plain engine, too, or
+speculates."""
 
 _sweep, _work = partial(option, "What is compared"), partial(option, "What is asked")
 
@@ -50,11 +47,12 @@ _sweep, _work = partial(option, "What is compared"), partial(option, "What is as
 class BenchOptions(ModelOptions):
     """Everything `spd bench` takes. The axes of the sweep are comma lists."""
 
+    model_argument: str | None = argument("MODEL", "As --model.", None, autocompletion=model_names)
     spec: str = first("auto", "METHODS", f"{', '.join(METHODS)}; mtp+ngram. Plain is always measured.")
     draft_model: str | None = first(
         None, "MODEL", "A smaller model, or an EAGLE-3 head.", autocompletion=model_names
     )
-    draft_max: str | None = first(None, "K,…", "Draft tokens a round; a list of them is held fixed.")
+    draft_max: str = first("auto", "K,…", "Draft tokens a round; a list of them is held fixed.")
     temperature: str = first("0,0.8", "T,…", "Sampling temperatures. Default: 0,0.8.")
     max_tokens: int = first(64, "N", "Tokens a reply at most. Default: 64.", "-n")
     concurrency: str = first("1", "N,…", "Requests at a time; with --rate, slots at most. Default: 1.")
@@ -91,6 +89,8 @@ class BenchOptions(ModelOptions):
 
 def bench(session: Session, options: BenchOptions) -> int:
     """Measure speculation against plain decoding; exits 6 if texts differ or --fail-if-slower holds."""
+    from spd.runtime.lab import Sweep, encode_questions
+
     threshold = None
     if options.fail_if_slower is not None:
         threshold = parse_share(options.fail_if_slower, "--fail-if-slower")
@@ -102,59 +102,40 @@ def bench(session: Session, options: BenchOptions) -> int:
             reason=["a single repetition has no noise to be told from"],
             fix=["-r 2 or more"],
         )
-    settings = _settings(options)
-    configs = sweep_configs(options)
-    sink = Sink.stdout()
-    sweep = _open_sweep(session, options, configs, settings)
-    ticker = Ticker(session.console)
+    settings, configs, sink = _settings(options), sweep_configs(options), Sink.stdout()
+    lengths: list[int | None] = [None]
+    if options.prompt_tokens is not None:
+        lengths = [parse_size(size) for size in split(options.prompt_tokens, "--prompt-tokens")]
+    prompts = chosen_prompts(options.prompts, options.category)
+    questions = encode_questions(configs[0].model, prompts, lengths, settings.max_tokens)
+    longest = max(len(question.ids) for question in questions)
+    configs = [replace(config, ctx=longest + settings.max_tokens) for config in configs]  # and no more cache
+    sweep = Sweep(configs, questions, settings, check=session.guard.check)
     try:
-        with ticker:
+        with Ticker(session.console) as ticker:
             sweep.report = ticker.show
             sweep.run()
     except Interrupted:
         _deliver(session, options, sweep, sink, threshold, interrupted=True)
         raise
-    return _deliver(session, options, sweep, sink, threshold)
-
-
-def _open_sweep(
-    session: Session, options: BenchOptions, configs: Sequence[EngineConfig], settings: Settings
-) -> Sweep:
-    from spd.runtime.lab import Sweep, encode_questions
-
-    lengths: list[int | None] = [None]
-    if options.prompt_tokens is not None:
-        lengths = [parse_size(size) for size in split(options.prompt_tokens, "--prompt-tokens")]
-    prompts = chosen_prompts(options.prompts, options.category)
-    questions = encode_questions(configs[0].model, prompts, lengths, settings.max_tokens, None)
-    longest = max(len(question.ids) for question in questions)
-    configs = [replace(config, ctx=longest + settings.max_tokens) for config in configs]  # and no more cache
-    return Sweep(configs, questions, settings, check=session.guard.check)
+    return _deliver(session, options, sweep, sink, threshold, interrupted=False)
 
 
 def _settings(options: BenchOptions) -> Settings:
-    from spd.runtime.lab import Settings
+    from spd.runtime.lab import Load, Settings
 
-    check_least(
-        ("-n", options.max_tokens, 2),
-        ("--repetitions", options.repetitions, 1),
-    )
+    check_least(("-n", options.max_tokens, 2), ("--repetitions", options.repetitions, 1))
+    slots = numbers(options.concurrency, "--concurrency", "int", 1, 1024)
+    rates: Sequence[float | None] = [None]
+    if options.rate is not None:
+        rates = numbers(options.rate, "--rate", "float", 1e-3, 1e4)
     return Settings(
         temperatures=tuple(numbers(options.temperature, "--temperature", "float", 0, 100)),
-        loads=tuple(_loads(options)),
+        loads=tuple(Load(int(count), rate) for count, rate in product(slots, rates)),
         max_tokens=options.max_tokens,
         repetitions=options.repetitions,
         ignore_eos=options.ignore_eos,
     )
-
-
-def _loads(options: BenchOptions) -> list[Load]:
-    from spd.runtime.lab import Load
-
-    slots = [int(n) for n in numbers(options.concurrency, "--concurrency", "int", 1, 1024)]
-    if options.rate is None:
-        return [Load(n) for n in slots]
-    return [Load(n, rate) for n in slots for rate in numbers(options.rate, "--rate", "float", 1e-3, 1e4)]
 
 
 def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
@@ -162,107 +143,56 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
     from spd.formats.folder import ModelFolder
     from spd.runtime import EngineConfig
 
-    draft_max: list[int | None] = [None]
-    if options.draft_max is not None:
-        draft_max = [int(k) for k in numbers(options.draft_max, "--draft-max", "int", 1, 31)]
-    adaptive = options.adaptive if options.adaptive is not None else len(draft_max) < 2
     base = EngineConfig(
-        model=ModelFolder.named(options.model),
-        device=options.device,
-        dtype=options.dtype,
-        quantize=options.quantize,
-        kernels=options.kernels,
-        memory_fraction=options.memory_fraction,
-        threads=options.threads,
-        load=options.load,
+        model=ModelFolder.named(options.model_argument or options.model),
         prefix_sharing=False,  # a repeated prompt would be no prompt
         spec="off",
+        **{name: getattr(options, name) for name in ALIKE},
     )
-    for flag, text in (("--lag", options.lag), ("--graphs", options.graphs)):
-        if len(chosen := split(text, flag)) > 1 and "auto" in chosen:
-            raise UsageError(f"{flag} {text}: auto comes to one of the others", fix=[f"{flag} without auto"])
-    sizes = _ranks(options.tp, "--tp")
+    machines = [replace(base, **wishes) for wishes in _combinations(options, MACHINE)]
+    ranks = [machine.tp for machine in machines]
     machines = [
-        replace(
-            base,
-            lag=None if lag == "auto" else _lag(lag),
-            graphs={"auto": None, "on": True, "off": False}[_mode(graphs)],
-            tp=tp,
-            rendezvous=options.rendezvous if tp > 1 or max(sizes) == 1 else None,
-        )
-        for lag, graphs, tp in itertools.product(
-            split(options.lag, "--lag"), split(options.graphs, "--graphs"), sizes
-        )
+        replace(machine, rendezvous=options.rendezvous if machine.tp > 1 or max(ranks) == 1 else None)
+        for machine in machines
     ]
-    draft, head = (
-        None if name is None else ModelFolder.named(name) for name in (options.draft_model, options.mtp)
-    )
-    methods = [in_order(m) for m in split(options.spec, "--spec") if m not in ("off", "plain", "none")]
-    axes: Iterable[Any] = itertools.product(
-        machines,
-        methods,
-        draft_max,
-        split(options.verify, "--verify"),
-        _groups(options.draft_tp),
-    )
-    free = {name for name, method in METHODS.items() if not method.weights}
-    if not free.issuperset(methods):  # lookup has no groups: it runs once beside those that have
-        axes = dict.fromkeys((*axis[:-1], None if axis[1] in free else axis[-1]) for axis in axes)
-    fitting = [axis for axis in axes if axis[-1] is None or axis[0].tp % axis[-1] == 0]
-    _all_used(options, {axis[-1] for axis in fitting})
-    return [
-        *machines,
-        *(
-            replace(
-                machine,
-                spec=method,
-                **_drafters(method, draft, head),
-                draft_max=k,
-                adaptive=adaptive and options.synthetic_acceptance is None and rule == "coupled",
-                verify=rule,
-                synthetic_acceptance=options.synthetic_acceptance,
-                draft_tp=draft_tp,
-            )
-            for machine, method, k, rule, draft_tp in fitting
-        ),
-    ]
-
-
-def _drafters(method: str, draft: ModelFolder | None, head: ModelFolder | None) -> dict[str, Any]:
-    """The named drafters that a method takes."""
-    taken = METHODS.get(split_spec(method)[0], METHODS["off"]).weights  # an unknown one is refused later
-    given = draft if "draft_model" in taken else None
-    return {"draft_model": given, "mtp": head if "mtp" in taken and given is None else None}
-
-
-def _groups(text: str) -> list[int | None]:
-    """Sizes of the groups that draft; None is the plan's choice."""
-    return [None if part == "auto" else _ranks(part, "--draft-tp")[0] for part in split(text, "--draft-tp")]
-
-
-def _all_used(options: BenchOptions, used: set[int | None]) -> None:
-    """Raise UsageError for a --draft-tp that divides no --tp."""
-    for size in _groups(options.draft_tp):
-        if size is not None and size not in used and split(options.spec, "--spec") != ["off"]:
+    given = {name: getattr(options, name) for name in ("draft_model", "mtp")}
+    folders = {name: ModelFolder.named(value) for name, value in given.items() if value is not None}
+    configs = list(machines)
+    for machine, wishes in product(machines, list(_combinations(options, DRAFTING))):
+        method = wishes["spec"] = in_order(wishes["spec"])
+        size = wishes["draft_tp"]
+        if size is not None and all(tp % size for tp in ranks):
             raise UsageError(
                 f"--draft-tp {size} divides no --tp of {options.tp}",
                 reason=["Ranks form groups of one size that each run the drafter."],
                 fix=[f"--tp {size}", "--draft-tp auto"],
             )
+        taken = METHODS.get(split_spec(method)[0], METHODS["off"]).weights  # an unknown one is refused below
+        drafters = {name: folder for name, folder in folders.items() if name in taken}
+        if len(drafters) == 2:
+            del drafters["mtp"]
+        if method in ("off", "plain", "none") or machine.tp % (size or 1):
+            continue
+        fixed = options.synthetic_acceptance is not None or wishes["verify"] != "coupled"
+        adaptive = "," not in options.draft_max if options.adaptive is None else options.adaptive
+        wishes = {**wishes, "adaptive": adaptive and not fixed, "draft_tp": size if taken else None}
+        wishes["synthetic_acceptance"] = options.synthetic_acceptance
+        config = replace(machine, **wishes, **drafters)
+        if config not in configs:  # lookup has no ranks of its own
+            configs.append(config)
+    return configs
 
 
-def _ranks(text: str, flag: str) -> list[int]:
-    return [int(n) for n in numbers(text, flag, "int", 1, 64)]
+def _combinations(options: BenchOptions, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Every combination of the members of some options that take a list."""
+    from spd.runtime import EngineConfig
 
-
-def _lag(text: str) -> int:
-    return int(numbers(text, "--lag", "int", 0, 2)[0])
-
-
-def _mode(text: str) -> str:
-    if text not in ("auto", "on", "off"):
-        raise UsageError(f"--graphs {text} is not known", fix=["--graphs auto,on,off"])
-    return text
+    kinds = {field.name: str(field.type) for field in fields(EngineConfig)}
+    axes = []
+    for name in names:
+        flag = "--" + name.replace("_", "-")
+        axes.append([parse_wish(flag, kinds[name], word) for word in split(getattr(options, name), flag)])
+    return (dict(zip(names, values, strict=True)) for values in product(*axes))
 
 
 def _deliver(
@@ -272,37 +202,27 @@ def _deliver(
     sink: Sink,
     threshold: float | None,
     *,
-    interrupted: bool = False,
+    interrupted: bool,
 ) -> int:
-    """Print what has been measured; returns the status. Raises CheckFailedError for a failed check."""
+    """Print what has been measured, then what is wrong with it; returns the status."""
     result = bench_result(options, sweep, interrupted=interrupted)
-    unsaved = write_result(options.output, to_json(result) + "\n")
-    sink.write(printable(render(result, options, sink.columns)))
-    failures = []
-    if not options.json:
-        sink.write_lines(summary_lines(result))
+    text = to_json(result) + "\n"
+    unsaved = write_result(options.output, text)
+    if options.json:
+        sink.write(text)
+    else:
+        sink.write_lines(bench_text(result, sink.columns))
+    failures: list[SpdError] = [] if unsaved is None else [unsaved]
+    wrong = []
     if result["equality"]["differences"]:
-        failures.append(f"{len(result['equality']['differences'])} texts differ from plain decoding")
-    if threshold is not None:
-        slower = sum(is_slower(row, threshold) for row in result["rows"])
-        failures += [f"{slower} rows are slower than plain decoding"] if slower else []
-    if not result["rows"]:
-        failures.append("nothing was measured: every reply ended at its first token")
-    if unsaved is not None and (interrupted or not failures):
-        return _fail(unsaved, session, options)
-    if not failures or interrupted:
-        return 0
-    if unsaved is not None:
-        write_error(unsaved, session.console, as_json=False)
-    return _fail(CheckFailedError("; ".join(failures), fix=["spd explain, spd verify"]), session, options)
-
-
-def _fail(failure: SpdError, session: Session, options: BenchOptions) -> int:
-    """Tell of a failure once the result stands on stdout; with --json that is the one object there."""
-    if not options.json:
-        raise failure
-    write_error(failure, session.console, as_json=False)
-    return failure.exit_code
+        wrong.append(f"{len(result['equality']['differences'])} texts differ from plain decoding")
+    if threshold is not None and (slower := sum(is_slower(row, threshold) for row in result["rows"])):
+        wrong.append(f"{slower} rows are slower than plain decoding")
+    if not result["rows"] and not interrupted:
+        wrong.append("nothing was measured: every reply ended at its first token")
+    if wrong:
+        failures.append(CheckFailedError("; ".join(wrong), fix=["spd explain, spd verify"]))
+    return max((told(failure, session) for failure in failures), default=0)
 
 
 def is_slower(row: dict[str, Any], threshold: float) -> bool:
@@ -310,7 +230,7 @@ def is_slower(row: dict[str, Any], threshold: float) -> bool:
     from spd.runtime.lab import verdict
 
     ratio = row["speed_up"]
-    return ratio is not None and verdict(ratio) == "slower" and ratio["median"] < 1 - threshold
+    return verdict(ratio) == "slower" and bool(ratio["median"] < 1 - threshold)
 
 
 def bench_result(options: BenchOptions, sweep: Sweep, *, interrupted: bool) -> dict[str, Any]:
@@ -318,17 +238,16 @@ def bench_result(options: BenchOptions, sweep: Sweep, *, interrupted: bool) -> d
     from spd.cli.text.report import versions
     from spd.runtime.lab import describe_machine, make_rows
 
-    samples = list(sweep.samples)
     return {
         "schema": SCHEMA,
-        "model": options.model,
+        "model": options.model_argument or options.model,
         "versions": versions(),
         "machine": describe_machine(),
         "settings": {**asdict(sweep.settings), "draft_model": options.draft_model},
         "prompts": {q.prompt.name: q.prompt.digest for q in sweep.questions},
-        "plans": [sweep.plans[index] for index in sorted(sweep.plans)],
-        "rows": make_rows(samples, sweep.plans, sweep.floors, sweep.read_rate),
+        "plans": sweep.plans,
+        "rows": make_rows(sweep.samples, sweep.plans),
         "equality": {"tokens": sweep.compared, "differences": sweep.differences},
-        "samples": [{**asdict(sample), "speed": sample.speed} for sample in samples],
+        "samples": [{**asdict(sample), "speed": sample.speed} for sample in sweep.samples],
         "interrupted": interrupted,
     }

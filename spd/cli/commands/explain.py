@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spd.cli.options import CommonOptions, Session, argument, printed
-from spd.cli.text.output import Sink, printable, to_json
-from spd.cli.text.table import WIDTH, render_table
-from spd.cli.text.wrap import fit_lines
+from spd.cli.text.output import Sink, to_json
+from spd.cli.text.table import WIDTH, table_lines
 from spd.errors import IncompatibleError
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ class ExplainOptions(CommonOptions):
     json: bool = printed(False, None, "One JSON object.")
 
 
-def explain(session: Session, options: ExplainOptions) -> int:
+def explain(session: Session, options: ExplainOptions) -> None:
     """Say in words what a trace shows: costs, acceptance, the best K, and what to try next."""
     from spd.runtime.lab import explain_traces, read_traces
 
@@ -45,9 +44,10 @@ def explain(session: Session, options: ExplainOptions) -> int:
             fix=["spd explain each by itself, with one of plain decoding beside it"],
         )
     found = explain_traces(traces)
-    text = to_json(found.as_dict()) + "\n" if options.json else explanation_text(found, sink.columns)
-    sink.write(printable(text))
-    return 0
+    if options.json:
+        sink.write(to_json(found.as_dict()) + "\n")
+    else:
+        sink.write_lines(explanation_lines(found, sink.columns))
 
 
 def _way(trace: Trace) -> str:
@@ -61,12 +61,11 @@ def _way(trace: Trace) -> str:
     return ", ".join(words) + ("" if imposed is None else f", imposed length {imposed:g}")
 
 
-def explanation_text(found: Explanation, columns: int | None) -> str:
+def explanation_lines(found: Explanation, columns: int | None) -> list[str]:
     """The table of prospects, acceptance by position, and the paragraph, for a terminal or for none."""
     from spd.runtime.lab import paragraph
 
-    chosen = [p for p in (found.plain, *found.own, *found.ngram) if _is_shown(p.k, p.method, found)]
-    best = found.best
+    best, now = ((each.method, each.k) for each in (found.best, found.now))
     rows = [
         [
             f"{p.method} k={p.k}" if p.k else "plain",
@@ -75,33 +74,18 @@ def explanation_text(found: Explanation, columns: int | None) -> str:
             f"{p.round_ms / found.plain.round_ms:.2f}",
             f"{p.tokens_per_second:.1f}",
             f"{p.speed_up:.2f}",
-            ("← now" if (p.method, p.k) == (found.now.method, found.now.k) else "")
-            + (" ← best" if (p.method, p.k) == (best.method, best.k) else ""),
+            " ".join(mark for mark, way in (("← now", now), ("← best", best)) if way == (p.method, p.k)),
         ]
-        for p in chosen
+        for p in (found.plain, *found.own, *found.ngram)
+        if p.k <= 4 or p.k in (6, 8, 12, 16, len(found.own)) or (p.method, p.k) in (now, best)
     ]
     header = ["", "ms/round", "tok/round", "pays from", "tok/s", "× plain", ""]
-    text = render_table(header, rows, columns=columns)
     measured = " ".join(f"{n}:{ms:.2f}" for n, ms in found.costs.verify.items())
-    text += f"verify ms by rows, measured: {measured}\n"
+    lines = [*table_lines(header, rows, columns=columns), f"verify ms by rows, measured: {measured}"]
     if found.acceptance.conditional:
         rates = " ".join(f"{rate:.0%}" for rate in found.acceptance.conditional)
-        text += f"accepted by position, if all before were: {rates}\n"
-    words = textwrap.fill(paragraph(found), min(columns or WIDTH, WIDTH))
-    return f"{fit_lines(text, columns)}\n{words}\n"
-
-
-def _is_shown(k: int, method: str, found: Explanation) -> bool:
-    """Short ones, the one that ran, the best, the furthest, and one of each method's long ones."""
-    return (
-        k <= 4
-        or k in (6, 8, 12, 16, len(found.own))
-        or (method, k)
-        in (
-            (found.now.method, found.now.k),
-            (found.best.method, found.best.k),
-        )
-    )
+        lines.append(f"accepted by position, if all before were: {rates}")
+    return [*lines, *textwrap.wrap(paragraph(found), min(columns or WIDTH, WIDTH))]
 
 
 def trace_header(engine: Engine, model: str, temperature: float, prompt_ids: tuple[int, ...]) -> TraceHeader:

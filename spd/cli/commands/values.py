@@ -1,14 +1,16 @@
-"""Values of the commands that measure and judge: comma lists, shares, bounds, prompts."""
+"""What the commands that measure and judge share: comma lists, shares, bounds, prompts, failed checks."""
 
 from __future__ import annotations
 
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from spd.errors import UsageError
+from spd.cli.text.output import write_error
+from spd.errors import SpdError, UsageError
 
 if TYPE_CHECKING:
+    from spd.cli.options import Session
     from spd.runtime.lab import Prompt
 
 EACH = 2
@@ -37,6 +39,20 @@ def numbers(text: str, flag: str, kind: Literal["int", "float"], low: float, hig
     return list(dict.fromkeys(found))
 
 
+def parse_wish(flag: str, kind: str, text: str) -> Any:
+    """A member of a list as a field of EngineConfig whose type is `kind`. Raises UsageError."""
+    if "None" in kind and text == "auto":
+        return None
+    if "bool" in kind:
+        if text not in ("on", "off"):
+            raise UsageError(f"{flag} {text} is neither on nor off", fix=[f"{flag} on"])
+        return text == "on"
+    try:
+        return int(text) if "int" in kind else text
+    except ValueError:
+        raise UsageError(f"{flag} {text} is not a number", fix=[f"{flag} 2"]) from None
+
+
 def parse_share(text: str, flag: str) -> float:
     """`3%` or `0.03` as 0.03. Raises UsageError."""
     try:
@@ -62,3 +78,9 @@ def chosen_prompts(path: Path | None, category: str | None = None) -> tuple[Prom
     categories = split(category, "--category") if category is not None else None
     chosen: tuple[Prompt, ...] = choose(read_prompts(path or OWN), categories, EACH if path is None else None)
     return chosen
+
+
+def told(failure: SpdError, session: Session) -> int:
+    """Tell of a failure where the answer is on standard output already; its exit status."""
+    write_error(failure, session.console, as_json=False)
+    return failure.exit_code

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.commands.values import check_least, chosen_prompts, numbers, split
+from spd.cli.commands.values import check_least, chosen_prompts, numbers, parse_wish, split, told
 from spd.cli.options import MODEL, EngineOptions, Session, first, option
 from spd.cli.text.job import engine_config
-from spd.cli.text.output import Sink, to_json, write_error
+from spd.cli.text.output import Sink, to_json
 from spd.cli.text.progress import Ticker
 from spd.errors import CheckFailedError, UsageError
 from spd.runtime.plan.config import METHODS, WEIGHT_WISHES
@@ -19,10 +20,9 @@ from spd.runtime.plan.config import METHODS, WEIGHT_WISHES
 if TYPE_CHECKING:
     from spd.formats.folder import ModelFolder
     from spd.runtime import EngineConfig
-    from spd.runtime.lab import Replay
+    from spd.runtime.lab import Watch
 
 SCHEMA = "spd.verify/1"
-SEED = 0
 DRAWS = 300
 """Replies a prompt and temperature that test a rule's law."""
 SETTINGS = (
@@ -58,13 +58,18 @@ def verify(session: Session, options: VerifyOptions) -> int:
         ("--concurrency", options.concurrency, 1),
         ("--tokens", options.tokens, 0),
     )
-    temperatures = tuple(numbers(options.temperature, "--temperature", "float", 0, 100))
+    temperatures = numbers(options.temperature, "--temperature", "float", 0, 100)
     config = engine_config(options, ModelFolder.named(options.model))
     candidate = replace(config, slots=options.concurrency)
     reference = apply_settings(candidate, options.against)
     sink = Sink.stdout()
     with Ticker(session.console) as ticker:
-        certificate = _examine(session, options, reference, candidate, temperatures, ticker)
+
+        def watch(what: str, ended: int, asked: int) -> None:
+            session.guard.check()
+            ticker.write(f"{what}: {ended} of {asked} replies")
+
+        certificate = _examine(options, reference, candidate, temperatures, watch)
     if options.json:
         sink.write(to_json(certificate) + "\n")
     else:
@@ -76,8 +81,7 @@ def verify(session: Session, options: VerifyOptions) -> int:
         reason=["The text is not the one that was promised."],
         fix=["--against with one setting at a time shows which one is at fault; please report it"],
     )
-    write_error(failure, session.console, as_json=False)  # the answer is on stdout already
-    return failure.exit_code
+    return told(failure, session)
 
 
 def apply_settings(config: EngineConfig, text: str) -> EngineConfig:
@@ -99,7 +103,7 @@ def apply_settings(config: EngineConfig, text: str) -> EngineConfig:
                 reason=[f"there are: {', '.join(SETTINGS).replace('_', '-')}"],
                 fix=["--against spec=off", "--against lag=0"],
             )
-        changes[name] = _value(name, value, kinds[name])
+        changes[name] = parse_wish(f"--against {name}", kinds[name], value)
     method = METHODS.get(changes.get("spec", ""))
     if method is not None and not method.weights:
         changes = {**dict.fromkeys(WEIGHT_WISHES), **changes}
@@ -110,97 +114,59 @@ def apply_settings(config: EngineConfig, text: str) -> EngineConfig:
     return replace(config, **changes)
 
 
-def _value(name: str, text: str, kind: str) -> Any:
-    if "None" in kind and text == "auto":
-        return None
-    if "bool" in kind:
-        known = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
-        if text not in known:
-            raise UsageError(f"--against {name}={text} is neither on nor off")
-        return known[text]
-    if "int" not in kind:
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise UsageError(f"--against {name}={text} is not a number") from None
-
-
 def _examine(
-    session: Session,
     options: VerifyOptions,
     reference: EngineConfig,
     candidate: EngineConfig,
     temperatures: Sequence[float],
-    ticker: Ticker,
+    watch: Watch,
 ) -> dict[str, Any]:
-    """Run every check that the settings allow, and write down what came of it."""
+    """Run every check that the settings allow, and write down what came of it.
+
+    A near-tie is a fault, too, where equal bits are promised.
+    """
     from spd.cli.text.report import versions
-    from spd.runtime.lab import describe_machine, encode_questions, law_test, make_requests
+    from spd.runtime.lab import describe_machine, encode_questions, law_test, make_requests, promised_equal
     from spd.runtime.lab import replay_requests as replay
 
-    check = session.guard.check
     prompts = chosen_prompts(options.prompts)
-    questions = encode_questions(candidate.model, prompts, [None], options.max_tokens, None)
+    questions = encode_questions(candidate.model, prompts, [None], options.max_tokens)
     ctx = max(len(question.ids) for question in questions) + options.max_tokens
     reference, candidate = (replace(config, ctx=ctx) for config in (reference, candidate))
     coupled = candidate.verify == "coupled" and reference.verify == "coupled"
     compared = [t for t in temperatures if coupled or not t] or [0.0]
-    ticker.write("comparing tokens")
-    requests = make_requests(
-        questions,
-        compared,
-        max_tokens=options.max_tokens,
-        ignore_eos=False,
-        seed=SEED,
-        least=options.tokens,
-    )
-    result = replay(reference, candidate, requests, check)
-    plan = result.plans[1]
+    requests = make_requests(questions, compared, max_tokens=options.max_tokens, least=options.tokens)
+    result = replay(reference, candidate, requests, watch)
+    wrong = [d for d in result.differences if not d.near_tie or promised_equal(result.plans)]
+    faults = [f"{len(wrong)} of {result.texts} texts differ"] if wrong else []
     law = None
     if not coupled and (sampled := [t for t in temperatures if t]):
-        ticker.write("testing the law")
-        law = law_test(reference, candidate, questions[:2], sampled, DRAWS, SEED, check)
-    certificate: dict[str, Any] = {
+        law = law_test(reference, candidate, questions[:2], sampled, DRAWS, watch)
+        if not law.passed:
+            faults.append(f"first tokens differ in distribution (p = {law.probability:.1e}, {law.worst})")
+    return {
         "schema": SCHEMA,
         "model": options.model,
-        "files": file_hashes(candidate.model, plan["draft_model"]),
+        "files": file_hashes(candidate.model, result.plans[1]["draft_model"]),
         "versions": versions(),
         "machine": describe_machine(),
         "against": options.against,
-        "plans": {"reference": result.plans[0], "candidate": plan},
+        "plans": dict(zip(("reference", "candidate"), result.plans, strict=True)),
         "prompts": {question.prompt.name: question.prompt.digest for question in questions},
         "temperatures": compared,
         "untested": [t for t in temperatures if t not in compared and law is None],
-        "seed": SEED,
         "texts": result.texts,
         "tokens": result.tokens,
         "drafts_accepted": result.speculated,
-        "differences": [difference.as_dict() for difference in result.differences],
-        "law": None if law is None else law.as_dict(),
+        "differences": [asdict(difference) for difference in result.differences],
+        "law": None if law is None else asdict(law),
+        "faults": faults,
+        "passed": not faults,
     }
-    certificate["faults"] = faults(certificate, result)
-    return {**certificate, "passed": not certificate["faults"]}
-
-
-def faults(certificate: dict[str, Any], result: Replay) -> list[str]:
-    """What was found that must not be, in words; a near-tie counts where equal bits are promised."""
-    from spd.runtime.lab import promised_equal
-
-    found = []
-    wrong = [d for d in result.differences if not d.near_tie or promised_equal(result.plans)]
-    if wrong:
-        found.append(f"{len(wrong)} of {result.texts} texts differ")
-    law = certificate["law"]
-    if law is not None and not law["passed"]:
-        found.append(f"first tokens differ in distribution (p = {law['probability']:.1e}, {law['worst']})")
-    return found
 
 
 def file_hashes(model: Path | ModelFolder, draft: str | None) -> dict[str, str]:
     """SHA-256 of every file that decides the text: configuration, weights, tokenizer."""
-    import hashlib
-
     found = {}
     for label, folder in (("", Path(model)), ("draft/", None if draft is None else Path(draft))):
         for path in sorted(folder.iterdir()) if folder is not None else ():
@@ -214,47 +180,35 @@ def file_hashes(model: Path | ModelFolder, draft: str | None) -> dict[str, str]:
 
 
 def _words(certificate: dict[str, Any]) -> list[str]:
-    plans = certificate["plans"]
+    plan, law = certificate["plans"]["candidate"], certificate["law"]
     lines = [
         f"{certificate['tokens']:,} tokens of {certificate['texts']} texts compared at "
         f"{_at(certificate['temperatures'])}: {certificate['drafts_accepted']:,} accepted drafts",
-        f"{_setting(plans['candidate'])} against {certificate['against']}",
+        f"{plan['spec']} k={plan['draft_max']} {plan['verify']} lag {plan['lag']} {plan['dtype']} "
+        f"against {certificate['against']}",
     ]
     for difference in certificate["differences"][:SHOWN]:
-        margin = difference["margin"]
-        kind = "near-tie" if difference["near_tie"] else "fault"
+        margins = (difference[name] for name in ("margin", "top_margin"))
+        margin, top = ("unknown" if value is None else f"{value:.4f}" for value in margins)
         lines += [
             f"  {difference['prompt']}, T {difference['temperature']:g}, token {difference['position']}: "
             f"{difference['reference']} became {difference['candidate']}",
-            f"    margin {'unknown' if margin is None else f'{margin:.4f}'}, top 2 "
-            f"{_number(difference['top_margin'])}: {kind} (seed {difference['seed']})",
+            f"    margin {margin}, top 2 {top}: {'near-tie' if difference['near_tie'] else 'fault'} "
+            f"(seed {difference['seed']})",
         ]
     if len(certificate["differences"]) > SHOWN:
         lines.append(f"  and {len(certificate['differences']) - SHOWN} more, see --json")
-    law = certificate["law"]
     if law is not None:
         lines += [
             f"distribution of the first tokens of {', '.join(law['prompts'])} at {_at(law['temperatures'])}:",
             f"  p = {law['probability']:.2g} at worst in {law['tests']} tests of {law['draws']} draws",
             f"  (a correct program fails with probability {law['false_alarm']:g})",
         ]
-    if not certificate["drafts_accepted"] and plans["candidate"]["spec"] != "off":
+    if not certificate["drafts_accepted"] and plan["spec"] != "off":
         lines.append("no draft was accepted, so this tested little")
-    verdict = "passed" if certificate["passed"] else "FAILED"
-    untested = certificate["untested"]
-    return [
-        *lines,
-        verdict + (f"; not tested: {_at(untested)}" if untested else ""),
-    ]
+    untested = f"; not tested: {_at(certificate['untested'])}" if certificate["untested"] else ""
+    return [*lines, ("passed" if certificate["passed"] else "FAILED") + untested]
 
 
 def _at(temperatures: Sequence[float]) -> str:
     return "T " + ", ".join(f"{t:g}" for t in temperatures)
-
-
-def _number(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.4f}"
-
-
-def _setting(plan: dict[str, Any]) -> str:
-    return f"{plan['spec']} k={plan['draft_max']} {plan['verify']} lag {plan['lag']} {plan['dtype']}"

@@ -9,19 +9,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 from spd.runtime.engine.driver import Gathered, drive
-from spd.runtime.engine.metrics import RequestMetrics, RoundRecord
+from spd.runtime.engine.metrics import RoundRecord
 from spd.runtime.engine.request import Event, Request
-
-if TYPE_CHECKING:
-    from spd.runtime.engine.metrics import RoundRecord
-    from spd.runtime.lab.sweep import Work
 
 
 class Decoder(Protocol):
@@ -35,10 +29,6 @@ class Decoder(Protocol):
 
     def step(self) -> list[Event]:
         """Go on by one round."""
-        ...
-
-    def metrics(self, request_id: str) -> RequestMetrics:
-        """Counters of a request."""
         ...
 
     @property
@@ -86,7 +76,6 @@ class Pass:
 
     timelines: list[Timeline]
     records: list[RoundRecord]
-    metrics: list[RequestMetrics]
     seconds: float
 
 
@@ -106,60 +95,71 @@ def run_pass(
     *,
     concurrency: int = 1,
     arrivals: Sequence[float] | None = None,
-    check: Callable[[], None] = lambda: None,
+    watch: Callable[[int], None] = lambda ended: None,
 ) -> Pass:
     """Run requests to their end: `concurrency` at a time, or each at its second in `arrivals`.
 
-    check: called between steps; whatever it raises ends the pass.
+    watch: called between steps with how many requests have ended; whatever it raises ends the pass.
     """
-    timelines = {request.id: Timeline(request=request, arrived=0.0) for request in requests}
-    metrics: dict[str, RequestMetrics] = {}
+    timelines = [Timeline(request=request, arrived=0.0) for request in requests]
+    lines = {line.request.id: line for line in timelines}
     records: list[RoundRecord] = []
     engine.trace = records.append
-    waiting, running = list(requests), 0
+    admitted = running = 0
+    most = concurrency if arrivals is None else len(timelines)
     began = time.perf_counter()
 
     def add_due() -> bool:
-        nonlocal running
-        while waiting or engine.has_work:
-            now = time.perf_counter()
-            while waiting and _is_due(
-                len(requests) - len(waiting), now - began, running, concurrency, arrivals
-            ):
-                request = waiting.pop(0)
-                due = arrivals[len(requests) - len(waiting) - 1] if arrivals is not None else now - began
-                timelines[request.id].arrived = began + due
-                engine.add(request)
-                running += 1
+        nonlocal admitted, running
+        while admitted < len(timelines) or engine.has_work:
+            now = time.perf_counter() - began
+            while admitted < len(timelines) and running < most:
+                due = now if arrivals is None else arrivals[admitted]
+                if due > now:
+                    break
+                timelines[admitted].arrived = began + due
+                engine.add(timelines[admitted].request)
+                admitted, running = admitted + 1, running + 1
             if engine.has_work:
                 return True
-            assert arrivals is not None
-            time.sleep(max(0.0, began + arrivals[len(requests) - len(waiting)] - now))
+            time.sleep(max(0.0, due - now))
         return False
 
     try:
         for events in drive(engine.step, add_due):
             for event in events:
-                timelines[event.request_id].take(event)
-                if event.finish_reason is not None:
-                    running -= 1
-                    metrics[event.request_id] = engine.metrics(event.request_id)
-            check()
+                lines[event.request_id].take(event)
+                running -= event.finish_reason is not None
+            watch(admitted - running)
     finally:
         engine.trace = None
-    seconds = time.perf_counter() - began
-    return Pass(list(timelines.values()), records, [metrics[r.id] for r in requests], seconds)
+    return Pass(timelines, records, time.perf_counter() - began)
 
 
-def _is_due(
-    index: int, elapsed: float, running: int, concurrency: int, arrivals: Sequence[float] | None
-) -> bool:
-    return arrivals[index] <= elapsed if arrivals is not None else running < concurrency
+@dataclass(frozen=True)
+class Load:
+    """How requests come: so many at a time, or at a rate (requests a second) into that many slots."""
+
+    concurrency: int = 1
+    rate: float | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is asked of every engine alike."""
+
+    category: str
+    temperature: float
+    prompt_tokens: int | None
+    load: Load
 
 
 @dataclass
 class Sample:
-    """Counts and times of one pass by the engine of configuration `config`; seconds and milliseconds."""
+    """Counts and times of one pass by the engine of configuration `config`; seconds and milliseconds.
+
+    Rounds that follow a prompt hold no drafts and are no steps of decoding: they are not among `rounds`.
+    """
 
     config: int
     work: Work
@@ -174,23 +174,19 @@ class Sample:
     tpot_ms: list[float]
     itl_ms: list[float]
     rounds: int
-    drafted: int
-    accepted: int
     drafted_per_position: list[int]
-    tried_per_position: list[int]
-    """Drafts whose predecessors in the round were all accepted."""
     accepted_per_position: list[int]
-    histogram: list[int]
-    draft_ms: float
-    verify_ms: float
-    rest_ms: float
-    host_ms: float
-    """A round's share of the wall time that the device did not account for, where one request runs."""
-    finish: dict[str, int] = field(default_factory=dict)
+    part_ms: dict[str, float]
+    """Of all rounds together: draft, verify and rest by the device's clock; host, where one request runs, is
+    the wall time that the device did not account for."""
 
     @property
     def speed(self) -> tuple[float, float]:
-        """Tokens, and the seconds they took, as the load counts them: see `rows.speed_words`."""
+        """Tokens, and the seconds they took.
+
+        One request at a time: its tokens after the first. Several: all tokens over wall time. At a rate:
+        requests over the sum of their TPOT.
+        """
         load = self.work.load
         if load.rate is not None:
             return float(len(self.tpot_ms)), sum(self.tpot_ms) / 1000
@@ -199,22 +195,15 @@ class Sample:
         return float(self.tokens_after_first), self.decode_seconds
 
 
-def take_sample(
-    ran: Pass,
-    config: int,
-    work: Work,
-    repetition: int,
-    prompts: Sequence[str],
-) -> Sample:
-    """Count one pass. Rounds that follow a prompt hold no drafts and are no steps of decoding."""
+def take_sample(ran: Pass, config: int, work: Work, repetition: int, prompts: Sequence[str]) -> Sample:
+    """Count one pass."""
     lines = ran.timelines
     later = [record for record in ran.records if record.round > 0]
-    drafted, tried, accepted = per_position(later)
-    times = {part: _mean(record.ms[part] for record in later) for part in ("draft", "verify", "rest")}
+    drafted, _, accepted = per_position(later)
+    parts = {part: sum(record.ms[part] for record in later) for part in ("draft", "verify", "rest")}
     decode = sum(line.decode_seconds for line in lines)
-    host = 0.0
-    if work.load.concurrency == 1 and work.load.rate is None and later:
-        host = max(0.0, 1000 * decode / len(later) - sum(times.values()))
+    alone = work.load == Load()
+    parts["host"] = max(0.0, 1000 * decode - sum(parts.values())) if alone and later else 0.0
     return Sample(
         config=config,
         work=work,
@@ -229,17 +218,9 @@ def take_sample(
         tpot_ms=[1000 * line.tpot for line in lines if line.tpot is not None],
         itl_ms=[round(1000 * gap, 3) for line in lines for gap in line.gaps()],
         rounds=len(later),
-        drafted=sum(drafted),
-        accepted=sum(metric.draft_n_accepted for metric in ran.metrics),
         drafted_per_position=drafted,
-        tried_per_position=tried,
         accepted_per_position=accepted,
-        histogram=_histogram(later),
-        draft_ms=times["draft"],
-        verify_ms=times["verify"],
-        rest_ms=times["rest"],
-        host_ms=host,
-        finish=dict(Counter(str(line.finish_reason) for line in lines)),
+        part_ms=parts,
     )
 
 
@@ -255,13 +236,6 @@ def per_position(records: Sequence[RoundRecord]) -> tuple[list[int], list[int], 
     return drafted, tried, accepted
 
 
-def _histogram(records: Sequence[RoundRecord]) -> list[int]:
-    counts = [0] * (1 + max((record.accepted for record in records), default=0))
-    for record in records:
-        counts[record.accepted] += 1
-    return counts
-
-
-def _mean(values: Any) -> float:
-    listed = list(values)
-    return fmean(listed) if listed else 0.0
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
+    """The position of the first token that differs, or the shorter length."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

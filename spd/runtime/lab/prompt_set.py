@@ -10,6 +10,7 @@ import json
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from spd.errors import UsageError
@@ -105,7 +106,7 @@ def encode_questions(
     prompts: Sequence[Prompt],
     lengths: Sequence[int | None],
     max_tokens: int,
-    context: int | None,
+    context: int | None = None,
 ) -> list[Question]:
     """Every prompt at every length (None: its own). Longer ones get text of their category in front.
 
@@ -115,24 +116,17 @@ def encode_questions(
     if 0 in lengths:
         raise UsageError("--prompt-tokens 0 is out of range", reason=["valid: 1 or more"])
     files = ModelFolder.of(folder)
-    config, tokenizer = files.config, files.tokenizer
-    most = min(context or config.max_positions, config.max_positions)
+    most = min(context or files.config.max_positions, files.config.max_positions)
     questions = []
-    for length in lengths:
-        for prompt in prompts:
-            count, ids = length or 0, list[int]()
-            if count <= most and tokenizer is None:
-                draws = random.Random(prompt.digest)
-                ids = [draws.randrange(config.vocab_size) for _ in range(length or NO_TEXT_LENGTH)]
-            elif count <= most:
-                ids = _encode(files, prompt, prompts, length, most)
-            if (count := max(count, len(ids))) > most - max_tokens:
-                raise UsageError(
-                    f"prompt {prompt.name} is {count:,} tokens; with -n {max_tokens} they do not fit the "
-                    f"context of {most:,}",
-                    fix=["a smaller -n or --prompt-tokens"],
-                )
-            questions.append(Question(prompt, tuple(ids), length))
+    for length, prompt in product(lengths, prompts):
+        ids = _encode(files, prompt, prompts, length, most) if (length or 0) <= most else []
+        if (count := max(length or 0, len(ids))) > most - max_tokens:
+            raise UsageError(
+                f"prompt {prompt.name} is {count:,} tokens; with -n {max_tokens} they do not fit the "
+                f"context of {most:,}",
+                fix=["a smaller -n or --prompt-tokens"],
+            )
+        questions.append(Question(prompt, tuple(ids), length))
     return questions
 
 
@@ -140,7 +134,9 @@ def _encode(
     files: ModelFolder, prompt: Prompt, prompts: Sequence[Prompt], length: int | None, context: int
 ) -> list[int]:
     tokenizer, template = files.tokenizer, files.template
-    assert tokenizer is not None
+    if tokenizer is None:
+        draws = random.Random(prompt.digest)
+        return [draws.randrange(files.config.vocab_size) for _ in range(length or NO_TEXT_LENGTH)]
     text = tokenizer.bounded(prompt.text, length or context, cut=length is not None)
 
     def whole(text: str) -> list[int]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import product
+from dataclasses import dataclass, field, replace
+from itertools import count, product
 from types import MappingProxyType
 from typing import Any
 
@@ -19,9 +19,8 @@ from spd.kernels.sampling.philox import STREAM_TARGET, gumbel
 from spd.runtime.engine.engine import Engine
 from spd.runtime.engine.metrics import RoundRecord
 from spd.runtime.engine.request import Request, derived_seed
-from spd.runtime.lab.load import run_pass
+from spd.runtime.lab.load import first_difference, run_pass
 from spd.runtime.lab.prompt_set import Question
-from spd.runtime.lab.statistics import chi_square_tail
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.round.sampling_params import MAX_LOGPROBS, SamplingParams
 
@@ -59,10 +58,6 @@ class Difference:
     top_margin: float | None
     near_tie: bool
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
-
 
 @dataclass
 class Replay:
@@ -77,42 +72,43 @@ class Replay:
     differences: list[Difference] = field(default_factory=list)
 
 
+Watch = Callable[[str, int, int], None]
+"""Told what runs, how many of its requests have ended, and how many there are; may raise to end it."""
+
+
+def unwatched(what: str, ended: int, asked: int) -> None:
+    """Tell nothing."""
+
+
 def make_requests(
     questions: Sequence[Question],
     temperatures: Sequence[float],
     *,
     max_tokens: int,
-    ignore_eos: bool,
-    seed: int,
     least: int,
+    ignore_eos: bool = False,
 ) -> list[tuple[str, Request]]:
     """Prompt names and requests: every question at every temperature, with new seeds until the replies
     could hold `least` tokens. Greedy ones are asked once."""
     made: list[tuple[str, Request]] = []
-    number = 0
-    while True:
-        for question in questions:
-            for temperature in temperatures:
-                if number and not temperature:
-                    continue
-                params = SamplingParams(
-                    temperature=temperature,
-                    max_tokens=max_tokens,
-                    ignore_eos=ignore_eos,
-                    seed=derived_seed(seed, question.prompt.name, number),
-                )
+    for number in count():
+        for question, temperature in product(questions, temperatures):
+            if temperature or not number:
+                seed = derived_seed(0, question.prompt.name, number)
+                params = SamplingParams(temperature, max_tokens=max_tokens, ignore_eos=ignore_eos, seed=seed)
                 made.append((question.prompt.name, Request(str(len(made)), question.ids, params)))
-        number += 1
         if len(made) * max_tokens >= least or not any(temperatures):
-            return made
+            break
+    return made
 
 
 def run_requests(
-    config: EngineConfig, requests: Sequence[Request], check: Callable[[], None]
+    config: EngineConfig, requests: Sequence[Request], what: str = "", watch: Watch = unwatched
 ) -> tuple[dict[str, Any], list[Outcome]]:
     """The plan and the outcomes of an engine that lives for these requests only."""
     engine = Engine(config)
-    ran = run_pass(engine, requests, concurrency=config.slots, check=check)
+    asked = len(requests)
+    ran = run_pass(engine, requests, concurrency=config.slots, watch=lambda ended: watch(what, ended, asked))
     rounds: dict[str, list[RoundRecord]] = {request.id: [] for request in requests}
     for record in ran.records:
         rounds[record.request].append(record)
@@ -128,12 +124,12 @@ def replay(
     reference: EngineConfig,
     candidate: EngineConfig,
     requests: Sequence[tuple[str, Request]],
-    check: Callable[[], None] = lambda: None,
+    watch: Watch = unwatched,
 ) -> Replay:
     """Run the requests with both settings, one engine after the other, and compare every token."""
     bare = [request for _, request in requests]
-    expected_plan, expected = run_requests(reference, bare, check)
-    plan, found = run_requests(candidate, bare, check)
+    expected_plan, expected = run_requests(reference, bare, "reference", watch)
+    plan, found = run_requests(candidate, bare, "candidate", watch)
     result = Replay(
         plans=(expected_plan, plan),
         texts=len(bare),
@@ -157,11 +153,6 @@ def replay(
 def promised_equal(plans: tuple[Mapping[str, Any], Mapping[str, Any]]) -> bool:
     """Whether two plans must give the same bits: nothing that chooses arithmetic differs."""
     return all(plans[0][name] == plans[1][name] for name in ARITHMETIC)
-
-
-def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
-    """The position of the first token that differs, or the shorter length."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _explain(engine: Engine, name: str, expected: Outcome, found: Outcome, tie: float) -> Difference:
@@ -219,12 +210,8 @@ class LawTest:
     tests: int
     probability: float
     worst: str
-    false_alarm: float
     passed: bool
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
+    false_alarm: float = FALSE_ALARM
 
 
 def law_test(
@@ -233,8 +220,7 @@ def law_test(
     questions: Sequence[Question],
     temperatures: Sequence[float],
     draws: int,
-    seed: int,
-    check: Callable[[], None] = lambda: None,
+    watch: Watch = unwatched,
 ) -> LawTest:
     """Draw `draws` replies of a few tokens to each question at each temperature with both settings, and
     test every position."""
@@ -243,10 +229,10 @@ def law_test(
         replies: dict[str, list[tuple[int, ...]]] = {}
         requests = []
         for question, t, number in product(questions, temperatures, range(draws)):
-            own = derived_seed(seed, question.prompt.name, 2 * number + side)
+            own = derived_seed(0, question.prompt.name, 2 * number + side)
             params = SamplingParams(temperature=t, seed=own, max_tokens=TOKENS, ignore_eos=True)
             requests.append(Request(f"{question.prompt.name}, T {t!r}/{number}", question.ids, params))
-        for outcome in run_requests(config, requests, check)[1]:
+        for outcome in run_requests(config, requests, f"law of side {side + 1}", watch)[1]:
             replies.setdefault(outcome.request.id.rpartition("/")[0], []).append(outcome.token_ids)
         samples.append(replies)
     found: list[tuple[float, str]] = []
@@ -259,7 +245,7 @@ def law_test(
     probability, worst = min(found)
     names = tuple(question.prompt.name for question in questions)
     passed = probability * len(found) >= FALSE_ALARM
-    return LawTest(tuple(temperatures), names, draws, len(found), probability, worst, FALSE_ALARM, passed)
+    return LawTest(tuple(temperatures), names, draws, len(found), probability, worst, passed)
 
 
 def same_law(first: Sequence[Hashable], second: Sequence[Hashable]) -> float:
@@ -280,3 +266,9 @@ def same_law(first: Sequence[Hashable], second: Sequence[Hashable]) -> float:
         for seen, share in zip(pair, shares, strict=True)
     )
     return chi_square_tail(statistic, len(classes) - 1)
+
+
+def chi_square_tail(statistic: float, freedom: int) -> float:
+    """Probability that chi-square of `freedom` degrees exceeds `statistic`."""
+    half, x = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half, x)) if freedom > 0 else 1.0

@@ -117,23 +117,3 @@ def incomplete_beta(a: float, b: float, x: float) -> float:
         fraction = 1 + even / (1 + odd / fraction)
     first = -(a + b) * x / (a + 1)
     return front / (1 + first / fraction)
-
-
-def chi_square_tail(statistic: float, freedom: int) -> float:
-    """Probability that chi-square of `freedom` degrees exceeds `statistic`."""
-    if statistic <= 0 or freedom <= 0:
-        return 1.0
-    a, x = freedom / 2, statistic / 2
-    front = exp(a * log(x) - x - lgamma(a))
-    if x < a + 1:  # the series of the lower part
-        term = total = 1 / a
-        n = a
-        while term > total * 1e-15:
-            n += 1
-            term *= x / n
-            total += term
-        return max(0.0, 1 - front * total)
-    fraction = x + 1e9
-    for n in range(500, 0, -1):  # the continued fraction of the upper part
-        fraction = x + (n - a) / (1 + n / fraction)
-    return front / fraction

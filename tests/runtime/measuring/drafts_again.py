@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,13 @@ class Parity:
     first: str | None
 
 
-def lag_parity(
-    candidate: EngineConfig,
-    outcomes: Sequence[Outcome],
-    check: Callable[[], None] = lambda: None,
-) -> Parity:
+def lag_parity(candidate: EngineConfig, outcomes: Sequence[Outcome]) -> Parity:
     """Compare drafts and acceptances, round by round, with the same engine at lag 0.
 
     A race between host and device never reaches the text, since every token is the target's own draw; it
     costs acceptance, and is found here. Holds where k is fixed.
     """
-    _, still = run_requests(replace(candidate, lag=0), [o.request for o in outcomes], check)
+    _, still = run_requests(replace(candidate, lag=0), [o.request for o in outcomes])
     rounds = differing = 0
     first = None
     for late, calm in zip(outcomes, still, strict=True):
@@ -60,7 +56,6 @@ def draft_replay(
     outcomes: Sequence[Outcome],
     rounds: int,
     seed: int,
-    check: Callable[[], None] = lambda: None,
 ) -> DraftReplay | None:
     """Draw the drafts of up to `rounds` rounds again, each with the draft model alone and no cache.
 
@@ -94,7 +89,6 @@ def draft_replay(
     )
     differing, first = 0, None
     for outcome, record in chosen:
-        check()
         if _drafts_again(engine, outcome, record) != record.draft:
             differing += 1
             first = first or f"request {outcome.request.id}, round {record.round}"
@@ -135,7 +129,6 @@ def check_head(
     config: EngineConfig,
     prompts: Sequence[tuple[int, ...]],
     tokens: int,
-    check: Callable[[], None] = lambda: None,
 ) -> HeadCheck:
     """Draft for every token of greedy replies of `tokens` tokens; config names target, head and k.
 
@@ -145,7 +138,7 @@ def check_head(
     config = replace(config, adaptive=False, prefix_sharing=False)
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     asked = [Request(str(number), ids, params) for number, ids in enumerate(prompts)]
-    plan, replies = run_requests(config, asked, check)
+    plan, replies = run_requests(config, asked)
     k = int(plan["draft_max"])
     once = replace(params, max_tokens=k + 2)
     places, texts = [], {}
@@ -156,7 +149,7 @@ def check_head(
             spans = (("prompt", len(prompt)), ("generated", given))
             ids, name = (*prompt, *reply.token_ids[:given]), f"{reply.request.id} {len(prompt) + given + 1}"
             places.append(Request(name, ids, once, tuple(span for span in spans if span[1])))
-    _, anew = run_requests(config, places, check)
+    _, anew = run_requests(config, places)
     firsts = {each.request.id: [round_.draft for round_ in each.rounds if round_.draft] for each in anew}
     drafts = {name: found[0] for name, found in firsts.items()}
     accepted = [0] * k

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spd.runtime.lab.load import Sample
-from spd.runtime.lab.sweep import Load, Work
+from spd.runtime.lab.load import Load, Sample, Work
 
 PLAIN: dict[str, Any] = {
     "spec": "off",
@@ -35,16 +34,8 @@ def make_sample(config: int, repetition: int, seconds: float, **changes: Any) ->
         "tpot_ms": [100 * seconds],
         "itl_ms": [100 * seconds] * 10,
         "rounds": 10,
-        "drafted": 0,
-        "accepted": 0,
         "drafted_per_position": [],
-        "tried_per_position": [],
         "accepted_per_position": [],
-        "histogram": [10],
-        "draft_ms": 0.0,
-        "verify_ms": 90 * seconds,
-        "rest_ms": 1.0,
-        "host_ms": 2.0,
-        "finish": {"length": 1},
+        "part_ms": {"draft": 0.0, "verify": 900 * seconds, "rest": 10.0, "host": 20.0},
     }
     return Sample(**{**values, **changes})

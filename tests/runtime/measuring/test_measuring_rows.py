@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from spd.runtime.engine.metrics import RoundRecord
-from spd.runtime.lab.load import per_position
+from spd.runtime.lab.load import Load, Work, per_position
 from spd.runtime.lab.rows import compare, make_rows, verdict
-from spd.runtime.lab.sweep import Load, Work
 from tests.runtime.measuring.measuring_helpers import DRAFT, PLAIN, make_sample
 
-PLANS = {0: PLAIN, 1: DRAFT}
+PLANS = [PLAIN, DRAFT]
 
 
 def test_ratios_are_paired_by_repetition() -> None:
@@ -51,11 +49,7 @@ def test_speed_counts_what_the_load_says() -> None:
     late = make_sample(0, 0, 1.0, work=Work("code", 0.0, None, Load(4, 2.0)))
     assert many.speed == (11.0, 1.5)
     assert late.speed == (1.0, 0.1)
-    rows = make_rows([many, late], PLANS)
-    assert [row["counts_as_speed"] for row in rows] == [
-        "output tokens over wall time",
-        "1 / mean TPOT of a request",
-    ]
+    assert [row["rate"] for row in make_rows([many, late], PLANS)] == [None, 2.0]
 
 
 def record(draft: list[int], accepted: int) -> RoundRecord:
@@ -80,40 +74,47 @@ def result(speeds: list[float], **settings: Any) -> dict[str, Any]:
         "rows": make_rows(samples, PLANS),
         "plans": [{"load": "auto", "dtype": "bfloat16"}],
         "prompts": {"code/1": "abc"},
-        "samples": [asdict(sample) for sample in samples],
     }
 
 
-def test_a_change_is_told_from_noise() -> None:
-    base = result([100, 101, 99, 100])
-    slower = compare(base, result([90, 91, 89, 90])).changes[0]
-    assert slower.verdict == "slower" and slower.share == pytest.approx(-0.1)
-    assert slower.regressed(0.03) and not slower.regressed(0.2)
-    noisy = compare(result([100, 130, 70, 100]), result([90, 120, 60, 90])).changes[0]
-    assert noisy.verdict == "within noise" and not noisy.regressed(0.03)
-    assert compare(base, result([120, 121, 119, 120])).changes[0].verdict == "faster"
-    assert not compare(base, result([120, 121, 119, 120])).changes[0].regressed(0.0)
+def change(before: dict[str, Any], after: dict[str, Any], threshold: float = 0.03) -> dict[str, Any]:
+    (found,) = compare(before, after, threshold)["changes"]
+    return dict(found)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "threshold", "verdict", "regressed"),
+    [
+        ([100, 101, 99, 100], [90, 91, 89, 90], 0.03, "slower", True),
+        ([100, 101, 99, 100], [90, 91, 89, 90], 0.2, "slower", False),
+        ([100, 130, 70, 100], [90, 120, 60, 90], 0.03, "within noise", False),
+        ([100, 101, 99, 100], [120, 121, 119, 120], 0.0, "faster", False),
+    ],
+)
+def test_a_change_is_told_from_noise(
+    before: list[float], after: list[float], threshold: float, verdict: str, regressed: bool
+) -> None:
+    found = change(result(before), result(after), threshold)
+    assert (found["verdict"], found["regressed"]) == (verdict, regressed)
+    assert found["change"] == pytest.approx(after[0] / before[0] - 1)
 
 
 def test_only_the_same_work_is_compared() -> None:
-    comparison = compare(result([100.0]), result([100.0], max_tokens=32))
-    assert (comparison.changes, comparison.only_before, comparison.only_after) == ((), 1, 1)
+    found = compare(result([100.0]), result([100.0], max_tokens=32), 0.03)
+    assert (found["changes"], found["only_before"], found["only_after"]) == ([], 1, 1)
     real = result([100.0])
     imposed = {**real, "rows": [row | {"acceptance": "imposed"} for row in real["rows"]]}
     for other in (imposed, {**real, "prompts": {"code/1": "abd"}}, {**real, "plans": [{"load": "dummy"}]}):
-        assert compare(real, other).changes == ()
-    part = {**real, "prompts": {"code/1": "abc", "code/2": "x"}}
-    part["samples"] = [real["samples"][0] | {"prompts": ["code/2"]}]
-    part["samples"][0]["work"] = real["samples"][0]["work"] | {"temperature": 0.8}
-    part["samples"] += real["samples"]
-    assert len(compare(real, part).changes) == 1, "passes at another temperature are none of the row's"
-    wide = compare(real, {**real, "plans": [{"load": "auto", "dtype": "float32"}]})
-    assert len(wide.changes) == 1 and wide.conditions == ("dtype bfloat16 → float32",)
+        assert compare(real, other, 0.03)["changes"] == []
+    more = {**real, "prompts": {"code/1": "abc", "code/2": "x"}}
+    assert change(real, more), "a prompt of other rows"
+    wide = compare(real, {**real, "plans": [{"load": "auto", "dtype": "float32"}]}, 0.03)
+    assert len(wide["changes"]) == 1 and wide["conditions"] == ["dtype bfloat16 → float32"]
 
 
 def test_rows_of_one_key_are_all_compared() -> None:
     twice = result([100.0])
     twice["rows"] = [twice["rows"][0], twice["rows"][0]]
-    comparison = compare(twice, twice)
-    assert len(comparison.changes) == 2 and comparison.only_before == comparison.only_after == 0
-    assert compare(twice, result([100.0])).only_before == 1
+    found = compare(twice, twice, 0.03)
+    assert len(found["changes"]) == 2 and found["only_before"] == found["only_after"] == 0
+    assert compare(twice, result([100.0]), 0.03)["only_before"] == 1

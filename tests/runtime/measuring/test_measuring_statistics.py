@@ -7,8 +7,8 @@ from statistics import median
 
 import pytest
 
+from spd.runtime.lab.replay import chi_square_tail
 from spd.runtime.lab.statistics import (
-    chi_square_tail,
     repeat_interval,
     student_cdf,
     student_quantile,

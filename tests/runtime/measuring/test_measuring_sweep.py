@@ -12,10 +12,11 @@ import pytest
 
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.tokenizer import PIECE, Tokenizer
-from spd.runtime import Engine, EngineConfig, Request, SamplingParams
+from spd.runtime import Engine, EngineConfig, SamplingParams
+from spd.runtime.lab.load import Load, Work
 from spd.runtime.lab.prompt_set import CATEGORIES, Prompt, Question, choose, encode_questions, read_prompts
 from spd.runtime.lab.rows import make_rows
-from spd.runtime.lab.sweep import Load, Settings, Sweep, Work
+from spd.runtime.lab.sweep import Settings, Sweep
 from tests.helpers import random_prompts
 from tests.runtime.seeded_faults import first_is_free, verify
 
@@ -162,16 +163,16 @@ def test_prompts_and_lengths_that_are_far_too_long_are_not_encoded(
     folder, long, short = tiny("qwen3"), Prompt("a/1", "a", "word " * 200_000), Prompt("a/2", "a", "hi")
     for lengths, error in (([None], IncompatibleError), ([10**12], UsageError)):
         with pytest.raises(error, match="context"):
-            encode_questions(folder, [long, short], lengths, 4, None)
-    cut, filled = encode_questions(folder, [long, short], [40], 4, None)
+            encode_questions(folder, [long, short], lengths, 4)
+    cut, filled = encode_questions(folder, [long, short], [40], 4)
     assert len(cut.ids) == len(filled.ids) == 40
     assert max(sizes) < 2 * PIECE and sum(sizes) < 500_000
 
 
 def test_a_prompt_of_no_tokens_is_refused(tiny: Callable[..., Path]) -> None:
     with pytest.raises(UsageError, match="--prompt-tokens 0 is out of range"):
-        encode_questions(tiny("qwen3"), read_prompts()[:1], [8, 0], 4, None)
-    assert len(encode_questions(tiny("qwen3"), read_prompts()[:1], [1], 4, None)[0].ids) == 1
+        encode_questions(tiny("qwen3"), read_prompts()[:1], [8, 0], 4)
+    assert len(encode_questions(tiny("qwen3"), read_prompts()[:1], [1], 4)[0].ids) == 1
 
 
 def test_a_text_is_held_against_plain_decoding_on_as_many_ranks(tiny: Callable[..., Path]) -> None:
@@ -181,8 +182,10 @@ def test_a_text_is_held_against_plain_decoding_on_as_many_ranks(tiny: Callable[.
     configs = [EngineConfig(**wishes), EngineConfig(**wishes, tp=2), EngineConfig(model=folder, tp=2)]
     question = Question(Prompt("a", "code", ""), (1, 2, 3))
     sweep = Sweep(configs, [question], Settings())
-    for index, tokens in enumerate(([5, 6], [5, 7], [5, 8])):
-        request = Request("0", question.ids, SamplingParams())
-        ran = SimpleNamespace(timelines=[SimpleNamespace(token_ids=tokens, request=request)])
-        sweep._compare(index, Work("code", 0.0, None, Load()), [question], ran)  # type: ignore[arg-type]
+    texts = [[5, 6]], [[5, 7]], [[5, 8]]
+    ran = {
+        i: SimpleNamespace(timelines=[SimpleNamespace(token_ids=ids) for ids in text])
+        for i, text in enumerate(texts)
+    }
+    sweep._compare(Work("code", 0.0, None, Load()), [question], ran)  # type: ignore[arg-type]
     assert [(found["config"], found["plain"]) for found in sweep.differences] == [(2, 7)]
