@@ -1,4 +1,4 @@
-"""The GPU suite's kernels without a GPU: compiled ahead of time for Hopper, and run by the interpreter."""
+"""The GPU suite's kernels without a GPU: compiled ahead of time for Hopper."""
 
 from __future__ import annotations
 
@@ -13,13 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks.gpu_suite import kernels
-from benchmarks.gpu_suite.bandwidth import random_words, wrapped_sum
-from benchmarks.gpu_suite.gemm_equality import position_differences, random_operands, row_count_differences
-from benchmarks.gpu_suite.measure import relative_error
-from tests.helpers import INTERPRETED
 from tests.kernels.test_kernels_compile import compile_all
-
-interpreted = INTERPRETED[0]
 
 
 def launches(capability: tuple[int, int]) -> dict[str, Callable[[], Any]]:
@@ -48,29 +42,3 @@ def test_compiles_for_hopper_without_spills(tmp_path: Path) -> None:
             assert (kernel["wgmma"] or kernel["mma"]) and kernel["any_rows"] == ["rows"], kernel
         elif name != "node_kernel":
             assert kernel["wide_loads"], kernel
-
-
-@interpreted
-def test_vectors_of_odd_lengths() -> None:
-    """Every mask is needed, and outputs start as what no kernel would write."""
-    x, counters = random_words(1000, "cpu"), torch.tensor([5, 6, 7, 8], dtype=torch.int32)
-    partial, out = torch.full((3,), -1, dtype=torch.int32), torch.full_like(x, 7)
-    kernels.read_sum(x, partial, 64, 4)
-    kernels.copy(x, out, 3, 64, 4)
-    kernels.add_one(counters, 2)
-    assert wrapped_sum(partial) == wrapped_sum(x) and torch.equal(out, x)
-    assert counters.tolist() == [6, 7, 8, 9]
-
-
-@interpreted
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.float16, 1e-3)])
-def test_products_are_right_and_rows_alike(dtype: torch.dtype, bound: float) -> None:
-    """Shapes that no block divides, for one tile of tokens and for two."""
-    config = kernels.GemmConfig(block_n=32, block_k=32)
-    for tile, rows in ((16, 5), (16, 19), (32, 19)):
-        w, x = random_operands(40, 72, rows, dtype, "cpu", rows)
-        error = relative_error(kernels.skinny_gemm(w, x, tile, config), x.double() @ w.double().T)
-        assert error < bound, (tile, error)
-    w, x = random_operands(40, 72, 6, dtype, "cpu", 1)
-    product = partial(kernels.skinny_gemm, tile=16, config=config)
-    assert row_count_differences(product, w, x) == position_differences(product, w, x) == []

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
 from benchmarks.gpu_suite import shapes
-from benchmarks.gpu_suite.graph_timer import Once
-from benchmarks.gpu_suite.kernel_cases import Bench
-from benchmarks.gpu_suite.kernel_table import eight_over_one, run_case
 from benchmarks.gpu_suite.speculation import acceptance_rate, gain, mean_length, reference_length
 from benchmarks.summaries import median_interval
-from spd.kernels.dispatch import load_kernels
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import expected_tensors
 from tests.helpers import read_model_config
@@ -102,23 +96,3 @@ def test_interval_of_the_median() -> None:
     assert median_interval([float(i) for i in range(1, 7)]) == (1, 6)
     assert median_interval([1.0] * 5) is None and median_interval([]) is None
     assert median_interval([float(i) for i in range(1, 31)], confidence=0.9) == (11, 20)
-
-
-def test_shares_and_ratios_of_the_table() -> None:
-    class Timed(Once):
-        def microseconds(self, calls: Any) -> float:
-            return 2.0
-
-    bench = Bench(load_kernels("torch"), Timed("cpu"), torch.float32, 4e9)
-    # 4000 bytes in 2 us are 2e9 bytes a second, half of what can be read.
-    assert bench.row([lambda: 0], 4000, [lambda: 0]) == [2.0, 0.5, 2.0]
-    assert bench.row([lambda: 0], None) == [2.0, None, None]
-    assert eight_over_one({"1": [2.0, None, 4.0], "8": [2.2, None, 5.0]})["8_over_1"] == pytest.approx(
-        [1.1, 1.25]
-    )
-    assert eight_over_one({"1": [2.0, None, 4.0]}) == {}
-
-    def broken(bench: Bench) -> Any:
-        raise RuntimeError("no such kernel")
-
-    assert run_case(broken, bench) == {"error": "RuntimeError: no such kernel"}

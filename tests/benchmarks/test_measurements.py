@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import acceptance, auto_k, explain_check
+from benchmarks import acceptance, auto_k
 from spd.runtime import Request, RoundRecord, SamplingParams
 from spd.runtime.lab.load import Pass, Timeline
 
@@ -70,30 +70,3 @@ def test_the_best_fixed_k_is_the_fastest() -> None:
     assert case["best_k"] == 1 and case["auto_over_best"]["median"] == pytest.approx(0.96)
     assert case["auto_over_plain"]["interval"] == pytest.approx((1.44, 1.44))
     assert case["rounds_with_drafts"] == 0.6
-
-
-def rounds_of(k: int, share: float, verify: float) -> list[RoundRecord]:
-    """Rounds of which each draft is accepted with `share`, given those before; spread evenly."""
-    found, debt = [], [0.0] * k
-    for number in range(1, 401):
-        accepted = 0
-        for position in range(k):
-            debt[position] += share
-            if debt[position] < 1:
-                break
-            debt[position] -= 1
-            accepted += 1
-        found.append(record(f"r{k}", number, 10 * number, accepted, k, verify=verify, draft=1.0 * k))
-    return found
-
-
-def test_predictions_are_right_where_the_model_of_costs_is_and_wrong_where_not() -> None:
-    even = {k: rounds_of(k, 0.6, 10 + k) for k in (0, 1, 2, 3, 4)}
-    judged = explain_check.judge("ngram", even)
-    assert [pair["k"] for pair in judged["pairs"]] == [1, 2, 3, 4]
-    assert all(abs(pair["error"]) < 0.03 for pair in judged["pairs"])
-    assert judged["chosen_over_best"] > 0.99
-    # A cost that jumps at k = 3 cannot be foreseen from its neighbours.
-    odd = {**even, 3: rounds_of(3, 0.6, 40)}
-    wrong = {pair["k"]: pair["error"] for pair in explain_check.judge("ngram", odd)["pairs"]}
-    assert wrong[3] > 0.5

@@ -19,13 +19,6 @@ ROW = {
     **{"drafted_per_position": [10, 10, 8, 4], "accepted_per_position": [5, 4, 2, 1]},
 }
 PLAIN = {**ROW, "method": "plain", "draft_max": 0, "speed_up": None, "acceptance_length": 1.0}
-RATIO = {"median": 0.98765, "interval": [0.912, 1.123], "pairs": 30}
-BATCH = {"concurrency": 16, "auto_over_plain": RATIO, "auto_over_best": {**RATIO, "interval": None}}
-CASE = {
-    "model": "medium",
-    "method": "ngram",
-    "cases": [{**BATCH, "best_k": 4, "rounds_with_drafts": 0.512}],
-}
 PAIRS = [{"k": k, "error": error} for k, error in ((1, 0.0123), (2, -0.101), (3, 0.2))]
 CHOICE = {"chosen_k": 2, "best_k": 3, "chosen_over_best": 0.987}
 CHECK = {"model": "medium", "method": "draft", "pairs": PAIRS, **CHOICE}
@@ -62,27 +55,11 @@ def test_another_result_is_another_table(tmp_path: Path, monkeypatch: pytest.Mon
     assert readme_tables.main(["--write"]) == 0 and readme_tables.main([]) == 0
 
 
-def test_the_readme_s_rows_are_of_four_files(tmp_path: Path) -> None:
-    for name in TABLES["headline"].files.split():
-        (tmp_path / name).write_bytes((readme_tables.RESULTS / name).read_bytes())
-    assert TABLES["headline"].text(tmp_path).count("\n") == 6
-    equal = json.loads((tmp_path / name).read_text())
-    next(iter(equal["cells"].values()))["differ"] = 3
-    (tmp_path / name).write_text(json.dumps(equal))
-    assert ": 3 of 1,016,064 tokens changed" in TABLES["headline"].text(tmp_path)
-    (tmp_path / name).unlink()
-    assert "Not measured yet" in TABLES["headline"].text(tmp_path)
-
-
 SHOWN: list[tuple[str, str, dict[str, Any], str]] = [
     ("acceptance", "acceptance", {"rows": LENGTHS}, "| draft | 0.5 | rejection | 5.43 |"),
     (
         *("bench_demo", "bench_demo", {"rows": [PLAIN, ROW]}),
         "| n-gram, k = 4 | 10234 | 10234.50 × ± 12.3% | 2.22 | 50 40 25 25 |",
-    ),
-    (
-        *("auto_k", "auto_k", {"models": [CASE]}),
-        "| medium, n-gram | 16 | 0.99 (0.91 to 1.12) | 0.99 | 4 | 51% |",
     ),
     (
         *("explain_check", "explain_check", {"cases": [CHECK]}),
