@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 MARKS = {"ok": "✓", "warning": "!", "failed": "✗"}
 PLAIN_MARKS = {"ok": "[ok]", "warning": "[!]", "failed": "[x]"}
-NAME_WIDTH = 13
 TOKEN = re.compile(r"\b(?:hf_|sk-|gh[a-z]_|api_)[A-Za-z0-9_-]{8,}")
 
 
@@ -31,56 +30,47 @@ class DoctorOptions(CommonOptions):
 
     quick: bool = printed(False, None, "Look only: compile and generate nothing.")
     json: bool = printed(False, None, "One JSON object: every check with its facts.")
-    bug_report: Path | None = printed(
-        None, "FILE", "Write versions, plan and checks there, without names and secrets."
-    )
+    bug_report: Path | None = printed(None, "FILE", "Write that object there, without names and secrets.")
 
 
 def doctor(session: Session, options: DoctorOptions) -> int:
     """Check this machine and try it out: compile, time, compare; exits 1 if a check failed."""
-    from spd.runtime.lab import FAILED, Step, steps
+    from spd.runtime.lab import Step, steps
 
     if options.bug_report is not None:
         check_writable(options.bug_report)
     sink = Sink.stdout()
-    marks = MARKS if _holds_marks() else PLAIN_MARKS
+    marks = MARKS if sink.is_unicode else PLAIN_MARKS
     asked = steps(quick=options.quick)
-    asked.insert(6, Step("terminal", lambda: terminal(session.console.color)))
+    asked.insert(5, Step("terminal", lambda: terminal(session.console.color)))
     done: dict[str, Finding] = {}
     checks: list[dict[str, Any]] = []
     for step in asked:
         began = time.perf_counter()
         with loading(f"{step.name}: trying", session.console) if step.slow else nullcontext():
-            finding = step.run(done)
-        done[step.name] = finding
-        checks.append(_as_json(step.name, finding, time.perf_counter() - began))
+            finding = done[step.name] = step.run(done)
+        checks.append({"name": step.name, **asdict(finding), "seconds": time.perf_counter() - began})
         if not options.json:
-            sink.write_lines(_lines(marks[finding.status], step.name, finding))
-    good = all(finding.status != FAILED for finding in done.values())
+            line = f"{marks[finding.status]} {step.name:<13}  {finding.line}"
+            sink.write_lines([line, *(f"    fix: {fix}" for fix in finding.fix)])
+    failed, warned = (
+        sum(each.status == status for each in done.values()) for status in ("failed", "warning")
+    )
+    shown = {"schema": "spd.doctor/1", "ok": not failed, "checks": checks}
     if options.json:
-        sink.write(to_json({"schema": "spd.doctor/1", "ok": good, "checks": checks}) + "\n")
+        sink.write(to_json(shown) + "\n")
     else:
-        sink.write_lines([_summary(done)])
+        counts = [
+            f"{count} {word}{'s' if count > 1 else ''}"
+            for count, word in ((failed, "problem"), (warned, "warning"))
+            if count
+        ]
+        sink.write_lines([f"{', '.join(counts)} · details: spd doctor --json" if counts else "all is well"])
     if options.bug_report is not None:
-        write_report(options.bug_report, checks)
+        text = json.dumps(json.loads(to_json(shown)), indent=1, ensure_ascii=False) + "\n"
+        write_file(options.bug_report, redacted(text, Path.home(), platform.node()))
         session.console.note(f"wrote {options.bug_report}; read it before you send it")
-    return 0 if good else 1
-
-
-def write_report(path: Path, checks: list[dict[str, Any]]) -> None:
-    """A file for a bug report: versions, system and every check. Raises UsageError."""
-    from spd import __version__
-
-    uname = platform.uname()
-    report = {
-        "schema": "spd.bug-report/1",
-        "spd": __version__,
-        "python": sys.version,
-        "system": [uname.system, uname.release, uname.machine],
-        "checks": checks,
-    }
-    text = json.dumps(report, indent=1, ensure_ascii=False, default=str) + "\n"
-    write_file(path, redacted(text, Path.home(), uname.node))
+    return 1 if failed else 0
 
 
 def redacted(text: str, home: Path, host: str) -> str:
@@ -98,53 +88,11 @@ def terminal(color: bool) -> Finding:
     """Encoding and colour of the streams."""
     from spd.runtime.lab import OK, WARNING, Finding
 
-    on_terminal = is_terminal(sys.stdout)
+    there = is_terminal(sys.stdout)
     encoding = (getattr(sys.stdout, "encoding", None) or "none").lower()
-    facts = {"stdout": on_terminal, "stderr": is_terminal(sys.stderr), "encoding": encoding, "color": color}
-    words = (
-        "standard output is a terminal" if on_terminal else "standard output is not a terminal",
-        encoding,
-        "colour" if color else "no colour",
-    )
-    line = " · ".join(words)
-    if on_terminal and "utf" not in encoding:
+    facts = {"stdout": there, "stderr": is_terminal(sys.stderr), "encoding": encoding, "color": color}
+    line = f"standard output is {'a' if there else 'not a'} terminal · {encoding}"
+    line += " · colour" if color else " · no colour"
+    if there and "utf" not in encoding:
         return Finding(WARNING, f"{line}: some text cannot be shown", ("export LANG=C.UTF-8",), facts)
     return Finding(OK, line, (), facts)
-
-
-def _holds_marks() -> bool:
-    if not is_terminal(sys.stdout):
-        return True  # what is not a terminal gets UTF-8
-    try:
-        "".join(MARKS.values()).encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _as_json(name: str, finding: Finding, seconds: float) -> dict[str, Any]:
-    return {
-        "name": name,
-        "status": finding.status,
-        "line": finding.line,
-        "fix": list(finding.fix),
-        "facts": dict(finding.facts),
-        "seconds": round(seconds, 4),
-    }
-
-
-def _lines(mark: str, name: str, finding: Finding) -> list[str]:
-    lines = [f"{mark} {name:<{NAME_WIDTH}}  {finding.line}"]
-    lines += [f"    fix: {fix}" for fix in finding.fix]
-    return lines
-
-
-def _summary(done: dict[str, Finding]) -> str:
-    from spd.runtime.lab import FAILED, WARNING
-
-    counts = []
-    for status, word in ((FAILED, "problem"), (WARNING, "warning")):
-        number = sum(finding.status == status for finding in done.values())
-        if number:
-            counts.append(f"{number} {word}" + ("s" if number > 1 else ""))
-    return f"{', '.join(counts)} · details: spd doctor --json" if counts else "all is well"
