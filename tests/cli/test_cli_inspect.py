@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ def flat(ran: Any) -> str:
 
 
 def test_lines(spd_run: Callable, whole: Path) -> None:
-    ran = spd_run("inspect", whole)
+    ran = spd_run("inspect", "-m", whole)
     assert ran.code == 0 and ran.err == ""
     lines = {line.split()[0]: line for line in ran.text.splitlines()}
     assert "LlamaForCausalLM" in lines["target"]
@@ -155,31 +156,24 @@ def test_memory_that_is_not_there(spd_run: Callable, whole: Path, monkeypatch: p
 
 
 def test_a_gpu_is_foreseen_by_its_driver() -> None:
-    class Driver:
-        nvmlInit_v2 = staticmethod(lambda: 0)
-        nvmlDeviceGetHandleByIndex_v2 = staticmethod(lambda index, device: 0)
+    def memory(device: object, memory: Any) -> int:
+        memory._obj[1] = 7 * 2**30
+        return 0
 
-        @staticmethod
-        def nvmlDeviceGetMemoryInfo(device: object, memory: Any) -> int:
-            memory._obj[1] = 7 * 2**30
-            return 0
-
-    here = machine.foreseen_machine(lambda name: Driver())
+    calls = {name: lambda *given: 0 for name in ("nvmlInit_v2", "nvmlDeviceGetHandleByIndex_v2")}
+    here = machine.foreseen_machine(lambda name: SimpleNamespace(**calls, nvmlDeviceGetMemoryInfo=memory))
     assert (here.device, here.free) == ("cuda", 7 * 2**30)
     assert machine.foreseen_machine(lambda name: object()).device == "cpu"
 
 
-def test_a_folder_without_tokenizer_or_template(spd_run: Callable, whole: Path) -> None:
+def test_a_folder_without_tokenizer_or_a_template_that_renders(spd_run: Callable, whole: Path) -> None:
+    (whole / "tokenizer_config.json").write_text('{"chat_template": "{{ raise_exception(1) }}{% if"}')
+    ran = spd_run("inspect", whole)
+    assert ran.code == 0 and "does not render: " in ran.text
     (whole / "tokenizer_config.json").unlink()
     assert "none: use --raw" in spd_run("inspect", whole).text
     (whole / "tokenizer.json").unlink()
     assert "--prompt-ids only" in spd_run("inspect", whole).text
-
-
-def test_a_template_that_does_not_render(spd_run: Callable, whole: Path) -> None:
-    (whole / "tokenizer_config.json").write_text('{"chat_template": "{{ raise_exception(1) }}{% if"}')
-    ran = spd_run("inspect", whole)
-    assert ran.code == 0 and "does not render: " in ran.text
 
 
 def test_sixty_shards_in_half_a_second_without_torch(model: Path) -> None:

@@ -148,18 +148,27 @@ def test_a_file_with_another_hash_is_removed(name: str, hub: Hub, cache: Path, s
     assert all(hub.sent[name] != blob.read_bytes() for blob in (cache / "models--org--Tiny/blobs").iterdir())
 
 
+def everything_below(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("header", ["ETag", "X-Linked-Etag", "X-Repo-Commit"])
-@pytest.mark.parametrize("name", ["../../../precious", "/PRECIOUS", ".."])
+@pytest.mark.parametrize("name", ["../../../precious", "/PRECIOUS", "..", '"../../../new"'])
+@pytest.mark.parametrize("missing", ["", "config.json"])
 def test_no_answer_leads_out_of_the_cache(
-    header: str, name: str, hub: Hub, cache: Path, tmp_path: Path, spd_run: Callable
+    header: str, name: str, missing: str, hub: Hub, cache: Path, tmp_path: Path, spd_run: Callable
 ) -> None:
-    """The library makes paths of these headers."""
+    """The library makes paths of these headers; what is there is kept, and nothing is made."""
     precious = tmp_path / "precious"
     precious.write_text("all there is")
+    before = {path: data for path, data in everything_below(tmp_path).items() if "tiny" not in path}
     hub.headers[header] = name.replace("/PRECIOUS", str(precious))
+    hub.missing = missing
     words = f"cannot download {NAME}: the hub gave a wrong answer: no name to go by"
     refused(spd_run("pull", NAME), 8, words)
-    assert precious.read_text() == "all there is"
+    outside = {p: d for p, d in everything_below(tmp_path).items() if not p.startswith(str(cache))}
+    assert outside == before
 
 
 def test_a_link_that_leads_out_of_the_cache_is_all_that_is_removed(
@@ -191,25 +200,17 @@ SIBLING = {"rfilename": "config.json", "size": 1, "blobId": "0"}
 @pytest.mark.parametrize(
     "answer",
     [
-        b"<html>Please log in</html>",
-        b"",
-        b"\xff\xfe",
-        b"[" * 100_000,
+        *(b"<html>Please log in</html>", b"", b"\xff\xfe", b"[" * 100_000),
+        *(json.dumps(value).encode() for value in ([], [1], None, "text", {}, {"id": NAME})),
+        *(json.dumps({"id": NAME, "sha": sha}).encode() for sha in (None, "../../x", 7)),
         *(
-            json.dumps(value).encode()
-            for value in (
-                *([], [1], None, 3, "text", {}, {"id": NAME}),
-                *({"id": NAME, "sha": sha} for sha in (None, "../../x", "main", 7)),
+            json.dumps({"id": NAME, "sha": COMMIT, "siblings": files}).encode()
+            for files in (
+                *("text", [1], [{}], {"a": 1}),
+                *([SIBLING | {"rfilename": value}] for value in (3, None)),
                 *(
-                    {"id": NAME, "sha": COMMIT, "siblings": files}
-                    for files in ("text", [1], [{}], {"a": 1}, 3)
-                ),
-                *(
-                    {"id": NAME, "sha": COMMIT, "siblings": [SIBLING | change]}
-                    for change in (
-                        *({"rfilename": 3}, {"rfilename": None}, {"rfilename": ["a"]}),
-                        *({"size": "much"}, {"size": [1]}, {"lfs": "text"}, {"lfs": {"sha256": "x"}}),
-                    )
+                    [SIBLING | change]
+                    for change in ({"size": "much"}, {"lfs": "text"}, {"lfs": {"sha256": "x"}})
                 ),
             )
         ),
@@ -230,12 +231,6 @@ def test_the_index_is_checked_too(hub: Hub, cache: Path, spd_run: Callable) -> N
     )
     ran = spd_run("pull", NAME)
     assert ran.code == 8 and "index.json is not the file that the hub lists" in ran.err
-
-
-def test_a_branch_beside_a_folder_of_its_name(hub: Hub, cache: Path, spd_run: Callable) -> None:
-    (cache / "models--org--Tiny" / "refs" / "main").mkdir(parents=True)
-    ran = spd_run("pull", NAME)
-    assert ran.code == 8 and "Is a directory" in ran.err
 
 
 def answer(status: int, error_code: str | None = None) -> Change:

@@ -1,15 +1,18 @@
 """`spd convert-mtp`: cut an MTP head out of a checkpoint into a small folder, or see whether one fits.
 
-Reads headers, then the head's own bytes a piece at a time. No torch here.
+Reads headers, then the head's own bytes a piece at a time; torch is imported for --dtype only.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from spd import __version__
 from spd.cli.options import CommonOptions, Session, argument, model_names, printed
@@ -19,10 +22,11 @@ from spd.errors import UsageError
 
 if TYPE_CHECKING:
     from spd.formats.model_config import ModelConfig
-    from spd.formats.mtp import HeadPlan
+    from spd.formats.mtp import Cast, HeadPlan
 
 WEIGHTS = "model.safetensors"
 MANIFEST = "manifest.json"
+CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 SCALES = "_scale_inv"
 
 
@@ -36,25 +40,12 @@ class ConvertOptions(CommonOptions):
     destination: Path | None = argument("[DST]", "Folder to write. Default: NAME-mtp here.", None)
     attach: str | None = printed(None, "TARGET", "Check that the head fits it.", autocompletion=model_names)
     revision: str | None = printed(None, "REV", "Branch, tag or commit in the cache.")
+    dtype: Literal["stored", "bfloat16", "float16", "float32"] = printed(
+        "stored", None, "Of what is written; FP8 blocks are multiplied out."
+    )
     force: bool = printed(False, None, "Replace a head that is already there.")
     dry_run: bool = printed(False, None, "Read headers, write nothing.")
     json: bool = printed(False, None, "One JSON object: every tensor by name.")
-
-
-@dataclass(frozen=True)
-class Report:
-    """A conversion, planned or done; `own` names the head's tables that differ from the target's."""
-
-    plan: HeadPlan
-    source: str
-    destination: Path | None
-    attached: dict[str, Any] | None = None
-    written: bool = False
-    own: tuple[str, ...] = ()
-
-    def shared(self) -> list[str]:
-        """Copies of the target's tables: left out, or before writing those that will be compared."""
-        return [copy.name for copy, _ in self.plan.copies if copy.name not in self.own]
 
 
 def convert_mtp(session: Session, options: ConvertOptions) -> None:
@@ -66,21 +57,23 @@ def convert_mtp(session: Session, options: ConvertOptions) -> None:
     destination = _destination(options, source.path)
     plan = plan_head(source, options.source, _layer_tensors)
     with plan.checkpoint:
-        report = Report(plan, options.source, destination)
-        if options.attach is not None:
-            report = replace(report, attached=_attach(plan, options.attach))
+        attached = None if options.attach is None else _attach(plan, options.attach)
+        if options.dtype != "stored":
+            plan = plan.cast(CODES[options.dtype])
+        own: list[str] | None = None
         if destination is not None and not options.dry_run:
-            report = _write(session, plan, options, report, destination)
+            own = _write(session, plan, options, destination)
+    shown = _facts(plan, options, destination, attached, own)
     sink = Sink.stdout()
     if options.json:
-        sink.write(to_json(facts(report)) + "\n")
+        sink.write(to_json(shown) + "\n")
     else:
-        sink.write_lines(convert_lines(report))
+        sink.write_lines(f"{label:<10}{words}" for label, words in convert_lines(shown))
 
 
 def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the target's last decoder layer, which a module's layer repeats."""
-    from spd.runtime import family_layout
+    from spd.runtime.lab import family_layout
 
     shapes: dict[str, tuple[int, ...]] = family_layout(config).layers[-1].tensors()
     return shapes
@@ -131,122 +124,120 @@ def _attach(plan: HeadPlan, name: str) -> dict[str, Any]:
     return {"target": name, "sha256": digest, "same_verifier": digest == plan.head.verifier_sha256}
 
 
-def _write(
-    session: Session, plan: HeadPlan, options: ConvertOptions, report: Report, destination: Path
-) -> Report:
-    """Write the folder: weights, config, manifest; then it gets its name."""
+def _write(session: Session, plan: HeadPlan, options: ConvertOptions, destination: Path) -> list[str]:
+    """Write the folder: weights, config, manifest; then it gets its name. Returns the head's own tables."""
     from spd.formats.mtp import differing_copies, head_config, outputs
     from spd.formats.writer import open_stage, write_json, write_tensors
 
     own = differing_copies(plan)
     tensors = [*plan.tensors, *own]
+    cast = _cast(plan, options.dtype) if options.dtype != "stored" else None
     with Ticker(session.console) as ticker, open_stage(destination, replaces=options.force) as stage:
 
         def show(done: int, total: int, tensor: str) -> None:
             ticker.write(f"writing {done / 2**20:,.0f} of {total / 2**20:,.0f} MiB · {tensor}")
 
-        digests = write_tensors(stage / WEIGHTS, outputs(plan.checkpoint, tensors), show)
+        digests = write_tensors(stage / WEIGHTS, outputs(plan, tensors, cast), show)
         plan.checkpoint.check_unchanged()
         told = (plan.head.verifier, plan.head.verifier_sha256, plan.head.layout.modules)
         write_json(stage / "config.json", head_config(plan.raw_config, *told, quantized=plan.quantized))
         manifest = {
             "schema": "spd.manifest/1",
             "spd": __version__,
-            "source": report.source,
+            "source": options.source,
             "verifier_sha256": plan.head.verifier_sha256,
             "layout": "spd",
             "tensors": {meta.name: {"from": meta.name, "sha256": digests[meta.name]} for meta in tensors},
         }
         write_json(stage / MANIFEST, manifest)
-    return replace(report, written=True, own=tuple(tensor.name for tensor in own))
+    return [tensor.name for tensor in own]
 
 
-def facts(report: Report) -> dict[str, Any]:
-    """The one JSON object: every tensor by name."""
-    plan = report.plan
+def _cast(plan: HeadPlan, dtype: str) -> Cast:
+    import torch
+
+    from spd.runtime.lab import cast_pieces
+
+    wanted, block = getattr(torch, dtype), plan.head.config.fp8_block
+    return lambda checkpoint, meta: cast_pieces(checkpoint, meta, wanted, block)
+
+
+def _facts(
+    plan: HeadPlan,
+    options: ConvertOptions,
+    destination: Path | None,
+    attached: dict[str, Any] | None,
+    own: list[str] | None,
+) -> dict[str, Any]:
+    """The one JSON object: every tensor by name. `own`: tables unlike the target's; None: not written."""
+    from spd.formats.checkpoint import DTYPE_BITS
+
+    sizes = (t.nbytes * DTYPE_BITS[plan.dtype_of(t)] // DTYPE_BITS[t.dtype] for t in plan.tensors)
     return {
         "schema": "spd.convert-mtp/1",
-        "source": report.source,
+        "source": options.source,
         "family": plan.head.layout.family.name,
         "modules": plan.head.layout.modules,
         "declared_modules": plan.declared,
-        "layout": "spd",
-        "destination": None if report.destination is None else str(report.destination),
-        "written": report.written,
-        "bytes": size_of(plan),
+        "found": plan.head.layout.words(),
+        "destination": None if destination is None else str(destination),
+        "written": own is not None,
+        "bytes": sum(sizes),
         "verifier": {"name_or_path": plan.head.verifier, "sha256": plan.head.verifier_sha256},
-        "attached": report.attached,
+        "attached": attached,
         "mapped": [
             {
                 "name": tensor.name,
-                "from": tensor.name,
                 "shard": tensor.shard.name,
                 "shape": list(tensor.shape),
                 "stored": tensor.dtype,
-                "dtype": tensor.dtype,
+                "dtype": plan.dtype_of(tensor),
             }
             for tensor in plan.tensors
         ],
-        "shared": report.shared(),
-        "own": list(report.own),
+        "shared": [copy.name for copy, _ in plan.copies if copy.name not in (own or ())],
+        "own": own or [],
         "dropped": list(plan.ignored),
-        "unmapped": [],  # one would have been refused
     }
 
 
-def convert_lines(report: Report) -> list[str]:
-    """The same for people."""
-    plan = report.plan
-    found = plan.head.layout.words()
-    if plan.declared != plan.head.layout.modules:
-        found += f" (config.json speaks of {plan.declared or 'none'}; names decide)"
-    lines = [f"source    {report.source}", f"found     {found}"]
-    lines += [f"{label:<9} {words}" for label, words in _map_lines(report)]
-    shared = report.shared()
-    compared = "equal to the target's, left out" if report.written else "left out where equal to the target's"
-    lines.append(f"shared    {', '.join(shared)}: {compared}" if shared else "shared    no copies of tables")
-    if report.own:
-        lines.append(f"own       {', '.join(report.own)}: unlike the target's, kept")
-    lines.append(f"dropped   {', '.join(plan.ignored) or 'none'}")
-    lines.append("unmapped  none")
-    lines.append(f"verifier  {plan.head.verifier} · sha256 {plan.head.verifier_sha256[:16]}")
-    if report.attached is not None:
-        lines.append(f"attach    {_attached_words(report.attached)}")
-    size = f"{size_of(plan) / 2**20:,.1f} MiB in {len(plan.tensors)} tensors"
-    if report.written:
-        lines.append(f"wrote     {size} → {report.destination}")
-        lines.append(f"use       spd generate -m TARGET --spec mtp --mtp {report.destination}")
-    elif report.destination is not None:
-        lines.append(f"would write {size} → {report.destination} (nothing written: --dry-run)")
-    return lines
+def convert_lines(shown: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The same for people: labels, empty on lines that go on, and words."""
+    yield "source", shown["source"]
+    declared = shown["declared_modules"]
+    differs = f" (config.json speaks of {declared or 'none'}; names decide)"
+    yield "found", shown["found"] + (differs if declared != shown["modules"] else "")
+    yield from zip_longest(["map"], _kinds(shown["mapped"]), fillvalue="")
+    kept = "equal to the target's, left out" if shown["written"] else "left out where equal to the target's"
+    yield "shared", f"{', '.join(shown['shared'])}: {kept}" if shown["shared"] else "no copies of tables"
+    if shown["own"]:
+        yield "own", f"{', '.join(shown['own'])}: unlike the target's, kept"
+    yield "dropped", ", ".join(shown["dropped"]) or "none"
+    yield "verifier", f"{shown['verifier']['name_or_path']} · sha256 {shown['verifier']['sha256'][:16]}"
+    if (attached := shown["attached"]) is not None:
+        words = "fits, and is what the head was cut from"
+        if not attached["same_verifier"]:
+            words = (
+                f"fits in shape; its final norm is another (sha256 {attached['sha256'][:16]}), so acceptance "
+                "may be lower than with the head's own model"
+            )
+        yield "attach", f"{attached['target']}: {words}"
+    size = f"{shown['bytes'] / 2**20:,.1f} MiB in {len(shown['mapped'])} tensors → {shown['destination']}"
+    if shown["written"]:
+        yield "wrote", size
+        yield "use", f"spd generate -m TARGET --spec mtp --mtp {shown['destination']}"
+    elif shown["destination"] is not None:
+        yield "dry run", f"{size} would be written; nothing written"
 
 
-def size_of(plan: HeadPlan) -> int:
-    """Bytes of the tensors as they are written."""
-    return sum(tensor.nbytes for tensor in plan.tensors)
-
-
-def _attached_words(attached: dict[str, Any]) -> str:
-    if attached["same_verifier"]:
-        return f"{attached['target']}: fits, and is what the head was cut from"
-    return (
-        f"{attached['target']}: fits in shape; its final norm is another (sha256 {attached['sha256'][:16]}), "
-        "so acceptance may be lower than with the head's own model"
-    )
-
-
-def _map_lines(report: Report) -> list[tuple[str, str]]:
-    """Where the tensors go, then one line for each kind of them."""
-    plan = report.plan
-    before = plan.head.layout.layer_prefix(0)
-    scaled = {t.name.removesuffix(SCALES) for t in plan.tensors if t.name.endswith(SCALES)}
-    counts: dict[str, int] = {}
-    for tensor in plan.tensors:
-        if tensor.name.endswith(SCALES):
-            continue
-        name = re.sub(r"\.experts\.\d+\.", ".experts.*.", tensor.name.removeprefix(before))
-        scales = " with scales" if tensor.name in scaled else ""
-        line = f"  {name}  {tensor.dtype} {list(tensor.shape)}{scales}"
-        counts[line] = counts.get(line, 0) + 1
-    lines = [line + (f" × {count}" if count > 1 else "") for line, count in counts.items()]
-    return [("map", f"{before}*"), *(("", line) for line in lines)]
+def _kinds(mapped: list[dict[str, Any]]) -> Iterator[str]:
+    """Tensors of one name, apart from layers and experts, and of one form."""
+    scaled = {tensor["name"].removesuffix(SCALES) for tensor in mapped if tensor["name"].endswith(SCALES)}
+    counts = Counter[str]()
+    for tensor in mapped:
+        name, stored, dtype = tensor["name"], tensor["stored"], tensor["dtype"]
+        if not name.endswith(SCALES):
+            kind = re.sub(r"\.(layers|experts)\.\d+\.", r".\1.*.", name)
+            form = dtype if dtype == stored else f"{stored} → {dtype}"
+            counts[f"{kind}  {form} {tensor['shape']}{' with scales' if name in scaled else ''}"] += 1
+    return (line + (f" × {count}" if count > 1 else "") for line, count in counts.items())

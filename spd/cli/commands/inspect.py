@@ -6,7 +6,7 @@ touched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,11 +20,16 @@ if TYPE_CHECKING:
     from spd.formats.checkpoint import Checkpoint
     from spd.formats.folder import ModelFolder
     from spd.formats.model_config import ModelConfig
-    from spd.runtime import Drafter
+    from spd.runtime.lab import Drafter
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 PROBE = ({"role": "user", "content": "Hello"},)
 MAX_LISTED = 8
+CONTEXTS = (4096, 16384, 32768, 65536, 131072)
+"""Lengths whose memory is told, as far as the model goes."""
+Facts = dict[str, Any]
+Lines = Iterator[tuple[str, str]]
+"""A label, empty on lines that go on, and words."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -37,6 +42,9 @@ class InspectOptions(CommonOptions):
         "demo",
         envvar="SPD_MODEL",
         autocompletion=model_names,
+    )
+    model_option: str | None = printed(
+        None, "MODEL", "As the MODEL argument.", "-m", "--model", autocompletion=model_names
     )
     draft: str | None = printed(
         None, "MODEL", "Check it as a draft model.", "--draft", "--draft-model", autocompletion=model_names
@@ -55,10 +63,10 @@ def inspect(session: Session, options: InspectOptions) -> None:
     from spd.formats.folder import ModelFolder
 
     sink = Sink.stdout()
-    refusal, draft = None, None
-    folder = ModelFolder.named(options.model, options.revision)
-    target = describe(options.model, folder)
-    shown: dict[str, Any] = {"schema": "spd.inspect/1", "target": target}
+    refusal, draft, name = None, None, options.model_option or options.model
+    folder = ModelFolder.named(name, options.revision)
+    target = describe(name, folder)
+    shown: Facts = {"schema": "spd.inspect/1", "target": target}
     if options.draft is not None:
         draft = ModelFolder.named(options.draft)
         shown["draft"] = describe(options.draft, draft)
@@ -67,27 +75,31 @@ def inspect(session: Session, options: InspectOptions) -> None:
         if head is not None and refusal is None:
             shown["draft"]["eagle3"]["aux_layers"] = head.aux_layers(target["layers"])
     if target["eagle3"] is None:  # a head by itself runs nothing
-        choice = choose(folder, draft, options.quantize, options.tp, options.draft_tp)
-        shown |= {"speculation": speculation(choice), "needs": needs(choice)}
-    if options.json:
-        if refusal is None:  # else the one object on standard output is the error's
-            sink.write(to_json(shown) + "\n")
-    else:
-        sink.write_lines(inspect_lines(shown))
+        config = EngineConfig(
+            model=folder,
+            draft_model=draft,
+            quantize=options.quantize,
+            tp=options.tp,
+            draft_tp=options.draft_tp,
+        )
+        drafter, shown["speculation"] = speculation(config, folder, draft)
+        shown["needs"] = needs(config, drafter)
+    if not options.json:
+        sink.write_lines(f"{label:<10}{words}" for label, words in inspect_lines(shown))
+    elif refusal is None:  # else the one object on standard output is the error's
+        sink.write(to_json(shown) + "\n")
     for note in target["notes"]:
         session.console.detail(f"note    {note}")
     if refusal is not None:
         raise refusal
 
 
-def describe(name: str, folder: ModelFolder) -> dict[str, Any]:
+def describe(name: str, folder: ModelFolder) -> Facts:
     """Every fact about one model folder, as JSON values. Raises CheckpointError."""
-    from spd.runtime.plan.memory import state_bytes
+    from spd.runtime.plan.memory import position_size, state_bytes
 
     config = folder.config  # before the weights: what is no model folder at all lacks this first
-    checkpoint = folder.checkpoint
-    dtypes = sorted({meta.dtype for meta in checkpoint.tensors.values()})
-    unexpected = check_names(checkpoint, config)
+    checkpoint, tokenizer = folder.checkpoint, folder.tokenizer
     return {
         "model": name,
         "folder": str(folder),
@@ -102,16 +114,20 @@ def describe(name: str, folder: ModelFolder) -> dict[str, Any]:
         "rope": config.rope.kind,
         "tied_embeddings": config.tie_embeddings,
         "dtype": config.dtype,
-        "stored_dtypes": dtypes,
+        "stored_dtypes": sorted({meta.dtype for meta in checkpoint.tensors.values()}),
         "weight_bytes": checkpoint.total_bytes,
         "tensors": len(checkpoint.tensors),
         "shards": len(checkpoint.shards),
-        "unexpected_tensors": unexpected,
+        "unexpected_tensors": check_names(checkpoint, config),
         "mtp": mtp_facts(folder),
         "eagle3": eagle3_facts(config, checkpoint),
-        "kv_bytes_per_token": kv_bytes(config),
+        "kv_bytes_per_token": position_size(config) * DTYPE_BYTES[config.dtype],
         "state_bytes_per_slot": state_bytes(config),
-        "vocabulary": vocabulary_facts(folder),
+        "vocabulary": {
+            "size": config.vocab_size,
+            "used": None if tokenizer is None else tokenizer.vocab_size,
+            "sha256": None if tokenizer is None else tokenizer.fingerprint(),
+        },
         "template": template_facts(folder),
         "notes": list(checkpoint.notes),
     }
@@ -119,7 +135,7 @@ def describe(name: str, folder: ModelFolder) -> dict[str, Any]:
 
 def check_names(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
     """Names that the architecture does not use. Raises one CheckpointError for all that it lacks."""
-    from spd.runtime import check_eagle3, check_weights, family_layout
+    from spd.runtime.lab import check_eagle3, check_weights, family_layout
 
     unused: list[str]
     if config.eagle3 is not None:
@@ -132,7 +148,7 @@ def check_names(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
 def mtp_facts(folder: ModelFolder) -> dict[str, Any] | None:
     """The MTP head that the checkpoint holds, or lost; None where nothing speaks of one."""
     from spd.formats.mtp import declared_modules
-    from spd.runtime import check_source, module_position_size
+    from spd.runtime.lab import check_source, module_position_size
 
     declared, source = declared_modules(folder.fields), folder.mtp_source()
     if source is None:
@@ -162,7 +178,7 @@ def mtp_facts(folder: ModelFolder) -> dict[str, Any] | None:
 def eagle3_facts(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any] | None:
     """How an EAGLE-3 head reads its target; None for a model."""
     from spd.formats.eagle3 import EMBEDDING
-    from spd.runtime import shares_head
+    from spd.runtime.lab import shares_head
 
     head = config.eagle3
     if head is None:
@@ -180,21 +196,6 @@ def eagle3_facts(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any] 
     }
 
 
-def kv_bytes(config: ModelConfig) -> int:
-    """Bytes of keys and values that one token adds, in the dtype of the weights."""
-    from spd.runtime.plan.memory import position_size
-
-    return position_size(config) * DTYPE_BYTES[config.dtype]
-
-
-def vocabulary_facts(folder: ModelFolder) -> dict[str, Any]:
-    """Rows of the embedding, ids that the tokenizer uses, and the fingerprint that pairs are checked by."""
-    facts: dict[str, Any] = {"size": folder.config.vocab_size, "used": None, "sha256": None}
-    if folder.tokenizer is not None:
-        facts |= {"used": folder.tokenizer.vocab_size, "sha256": folder.tokenizer.fingerprint()}
-    return facts
-
-
 def template_facts(folder: ModelFolder) -> dict[str, Any]:
     """Whether there is a chat template, and whether it renders a greeting."""
     try:
@@ -207,16 +208,21 @@ def template_facts(folder: ModelFolder) -> dict[str, Any]:
     return {"present": True, "renders": True, "error": None}
 
 
-def mismatch(target: dict[str, Any], draft: dict[str, Any]) -> IncompatibleError | None:
-    """The refusal of a pair whose tokenizers differ in any id; None if they agree."""
-    ours, theirs = target["vocabulary"], draft["vocabulary"]
-    if ours["sha256"] is not None and ours["sha256"] == theirs["sha256"]:
-        return None
-    if ours["sha256"] is None and theirs["sha256"] is None:
+def unfit(folder: ModelFolder, target: Facts, draft: ModelFolder, drafter: Facts) -> SpdError | None:
+    """A pair's refusal: a head's by what it was made for, and any by its tokenizer; None if it fits."""
+    from spd.runtime.lab import check_target
+
+    ours, theirs = target["vocabulary"]["sha256"], drafter["vocabulary"]["sha256"]
+    if draft.config.eagle3 is not None:
+        try:
+            check_target(draft.config, draft.path, folder.config, folder.path)
+        except SpdError as error:
+            return error
+        theirs = theirs or ours
+    if ours == theirs:
         return None
     sides = []
-    for role, model in (("target", target), ("draft", draft)):
-        digest = model["vocabulary"]["sha256"]
+    for role, model, digest in (("target", target, ours), ("draft", drafter, theirs)):
         words = f"sha256 {digest[:16]}" if digest else "no tokenizer.json"
         sides.append(f"{role:<6} {model['model']}  {model['vocabulary']['size']:,} ids  {words}")
     return IncompatibleError(
@@ -227,229 +233,44 @@ def mismatch(target: dict[str, Any], draft: dict[str, Any]) -> IncompatibleError
     )
 
 
-def unfit(
-    folder: ModelFolder, target: dict[str, Any], draft: ModelFolder, drafter: dict[str, Any]
-) -> SpdError | None:
-    """A pair's refusal: a head's by what it was made for, a model's by its tokenizer; None if it fits."""
-    from spd.runtime import check_target
+def speculation(
+    config: EngineConfig, folder: ModelFolder, draft: ModelFolder | None
+) -> tuple[Drafter | None, Facts]:
+    """What `--spec auto` takes, and what the other methods would say. Reads small files and headers."""
+    from spd.runtime.lab import choose_drafter
 
-    if draft.config.eagle3 is None:
-        return mismatch(target, drafter)
-    try:
-        check_target(draft.config, draft.path, folder.config, folder.path)
-    except SpdError as error:
-        return error
-    return mismatch(target, drafter) if drafter["vocabulary"]["sha256"] else None
+    def attempt(method: str, draft: ModelFolder | None) -> tuple[Drafter | None, str | None]:
+        try:
+            return choose_drafter(EngineConfig(model=folder, draft_model=draft, spec=method), folder), None
+        except SpdError as error:
+            return None, error.message
 
-
-def inspect_lines(shown: dict[str, Any]) -> list[str]:
-    """The facts as aligned lines for people."""
-    target = shown["target"]
-    kind = "MHA" if target["kv_heads"] == target["heads"] else "GQA"
-    shape = (
-        f"{target['layers']} layers",
-        f"hidden {target['hidden_size']:,}",
-        f"{kind} {target['heads']}/{target['kv_heads']}",
-        f"head {target['head_dim']}",
-        f"rope {target['rope']}",
-        f"ctx {target['max_positions']:,}",
-    )
-    weights = (
-        f"{target['dtype']} (stored {', '.join(target['stored_dtypes'])})",
-        _size(target["weight_bytes"]),
-        f"{target['tensors']:,} tensors in {_plural(target['shards'], 'shard')}",
-    )
-    lines = [
-        f"target    {_headline(target)}",
-        f"shape     {' · '.join(shape)}",
-        f"weights   {' · '.join(weights)}",
-        *_tensor_lines(target),
-        *_mtp_lines(target["mtp"]),
-        *_eagle3_lines(target["eagle3"]),
-        f"vocab     {_vocabulary_words(target['vocabulary'])}",
-        f"template  {_template_words(target['template'])}",
-        f"memory    {_memory_words(target)}",
-    ]
-    draft = shown.get("draft")
-    if draft is not None:
-        words = _pair_words(target["vocabulary"], draft["vocabulary"], shown["compatible"])
-        if draft["eagle3"] is not None:
-            words = "made for this target" if shown["compatible"] else "made for another target"
-        lines += [f"draft     {_headline(draft)}", f"          {_memory_words(draft)}"]
-        lines += [*_eagle3_lines(draft["eagle3"]), f"pair      {words}"]
-    if "needs" not in shown:
-        return [*lines, "use       -m TARGET --draft-model " + target["model"]]
-    return [*lines, *speculation_lines(shown["speculation"]), *need_lines(shown["needs"])]
+    drafter, error = attempt("auto", draft)
+    found: Facts = {"method": None, "reason": error, "draft_max": None, "methods": {}}
+    if drafter is not None:
+        reason = drafter.reason if draft is None else "it is given with --draft"
+        found |= {"method": drafter.method, "reason": reason, "draft_max": METHODS[drafter.method].draft_max}
+    for name in METHODS:
+        if name not in ("auto", "off"):
+            chosen, why = attempt(name, draft)
+            if chosen is not None or attempt(name, None)[0] is not None or name == found["method"]:
+                why = None
+            found["methods"][name] = {"possible": why is None, "why": why}
+    return drafter, found
 
 
-def _pair_words(ours: dict[str, Any], theirs: dict[str, Any], compatible: bool) -> str:
-    """What the comparison by hash came to."""
-    if ours["sha256"] is None and theirs["sha256"] is None:
-        return "no tokenizer.json on either side: --prompt-ids only"
-    digests = [facts["sha256"][:16] if facts["sha256"] else "no tokenizer.json" for facts in (ours, theirs)]
-    if compatible:
-        return f"same vocabulary (sha256 {digests[0]} on both sides)"
-    return f"another vocabulary: this pair cannot run ({digests[0]} and {digests[1]})"
-
-
-def _headline(model: dict[str, Any]) -> str:
-    return f"{model['model']} · {model['architecture']} · {_count(model['parameters'])} params"
-
-
-def _memory_words(model: dict[str, Any]) -> str:
-    words = (
-        f"{_size(model['weight_bytes'])} weights + {_size(model['kv_bytes_per_token'])} a token of context"
-    )
-    states = model["state_bytes_per_slot"]
-    return words if not states else f"{words} + {_size(states)} of states a request"
-
-
-def _vocabulary_words(vocabulary: dict[str, Any]) -> str:
-    if not vocabulary["sha256"]:
-        return f"{vocabulary['size']:,} · no tokenizer.json: --prompt-ids only"
-    return f"{vocabulary['size']:,} ({vocabulary['used']:,} used) · sha256 {vocabulary['sha256'][:16]}"
-
-
-def _tensor_lines(target: dict[str, Any]) -> list[str]:
-    unexpected = target["unexpected_tensors"]
-    others = "no others"
-    if unexpected:
-        listed = ", ".join(unexpected[:MAX_LISTED]) + (", …" if len(unexpected) > MAX_LISTED else "")
-        others = f"and {len(unexpected)} that are not used: {listed}"
-    return [f"tensors   all that the architecture needs, {others}"]
-
-
-def _mtp_lines(mtp: dict[str, Any] | None) -> list[str]:
-    if mtp is None:
-        return []
-    if mtp["family"] is None:
-        return [f"mtp       {mtp['declared']} modules in config.json, none in the weights: see --mtp HEAD"]
-    size = f"{_size(mtp['weight_bytes'])} · {_size(mtp['kv_bytes_per_token'])} a token of context"
-    unusable = f" · cannot be used: {mtp['error']}" if mtp["error"] else ""
-    return [f"mtp       {mtp['layout']} · {size}{unusable}"]
-
-
-def _eagle3_lines(eagle3: dict[str, Any] | None) -> list[str]:
-    if eagle3 is None:
-        return []
-    layers = eagle3["aux_layers"]
-    behind = "2, half and all but 3" if layers is None else ", ".join(map(str, layers))
-    facts = (
-        f"for a target of hidden {eagle3['target_hidden_size']:,}",
-        f"reads it behind {behind} layers",
-        f"drafts {eagle3['draft_vocab_size']:,} ids",
-        *eagle3["norms"],
-        *(["recycles normed"] if eagle3["recycles"] == "normed" else []),
-    )
-    return [f"eagle3    {' · '.join(facts)}"]
-
-
-def _template_words(template: dict[str, Any]) -> str:
-    if not template["present"]:
-        return "none: use --raw"
-    return "renders" if template["renders"] else f"does not render: {template['error']}"
-
-
-def _count(number: int) -> str:
-    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
-        if number >= size:
-            return f"{number / size:.2f} {unit}"
-    return str(number)
-
-
-def _size(number: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= size:
-            return f"{number / size:.2f} {unit}"
-    return f"{number} B"
-
-
-def _plural(number: int, word: str) -> str:
-    return f"{number} {word}" + ("" if number == 1 else "s")
-
-
-MARGIN = " " * 10
-CONTEXTS = (4096, 16384, 32768, 65536, 131072)
-"""Lengths whose memory is told, as far as the model goes."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What `--spec auto` comes to; without a drafter the run would be refused, for `error`."""
-
-    config: EngineConfig
-    folder: ModelFolder
-    drafter: Drafter | None
-    error: str | None
-    others: Mapping[str, str | None]
-    """Every method that can be asked for: None where it would run, else why it would not."""
-
-
-def choose(
-    folder: ModelFolder,
-    draft: ModelFolder | None,
-    quantize: str = "none",
-    tp: int = 1,
-    draft_tp: int | None = None,
-) -> Choice:
-    """What `auto` takes, and what the other methods would say. Reads small files and the draft's headers."""
-    config = EngineConfig(model=folder, draft_model=draft, quantize=quantize, tp=tp, draft_tp=draft_tp)
-    drafter, error = _try(folder, draft, "auto")
-    taken = None if drafter is None else drafter.method
-    others = {
-        name: None if name == taken else _obstacle(folder, draft, name)
-        for name in METHODS
-        if name not in ("auto", "off")
-    }
-    return Choice(config, folder, drafter, error, others)
-
-
-def _try(folder: ModelFolder, draft: ModelFolder | None, method: str) -> tuple[Drafter | None, str | None]:
-    from spd.runtime import choose_drafter
-
-    try:
-        config = EngineConfig(model=folder, draft_model=draft, spec=method)
-        return choose_drafter(config, folder), None
-    except SpdError as error:
-        return None, error.message
-
-
-def _obstacle(folder: ModelFolder, draft: ModelFolder | None, method: str) -> str | None:
-    """Why a method would not run, neither with the draft model that is given nor without one."""
-    found, error = _try(folder, draft, method)
-    if found is None and draft is not None:
-        found, _ = _try(folder, None, method)
-    return None if found is not None else error
-
-
-def speculation(choice: Choice) -> dict[str, Any]:
-    """What would be used, as JSON values."""
-    drafter = choice.drafter
-    given = choice.config.draft_model is not None
-    return {
-        "method": None if drafter is None else drafter.method,
-        "reason": choice.error
-        if drafter is None
-        else "it is given with --draft"
-        if given
-        else drafter.reason,
-        "draft_max": None if drafter is None else METHODS[drafter.method].draft_max,
-        "methods": {name: {"possible": why is None, "why": why} for name, why in choice.others.items()},
-    }
-
-
-def needs(choice: Choice) -> dict[str, Any]:
+def needs(config: EngineConfig, drafter: Drafter | None) -> Facts:
     """Bytes that a run with one request and no flags takes here, part by part, and at other contexts.
 
     Where a pair cannot run, of the target with whatever it would choose alone.
     """
-    from spd.runtime import drafts_up_to, foreseen_machine, outline
+    from spd.runtime.lab import drafts_up_to, foreseen_machine, outline
     from spd.runtime.plan.memory import at_context, checkpoint_bytes, fitted, measure
 
-    machine, config = foreseen_machine(), choice.config
-    if choice.drafter is None:
+    machine = foreseen_machine()
+    if drafter is None:
         config = replace(config, draft_model=None)
-    if choice.drafter is None or choice.drafter.source() is None:
+    if drafter is None or drafter.source() is None:
         config = replace(config, draft_tp=None)
     plan = outline(config, machine)
     whole, free = plan.shape, machine.free // machine.beside(plan.shape.tp)
@@ -458,9 +279,9 @@ def needs(choice: Choice) -> dict[str, Any]:
     except SpdError:
         shape, fits = whole, False
     need, usable, most = measure(shape), plan.memory_budget_bytes, whole.target.max_positions
-    contexts = sorted({shape.ctx, most, *(n for n in CONTEXTS if n < most)})
     totals = {}
-    for ctx in contexts:  # with a drafter that goes as far as the context, or as its own model does
+    for ctx in sorted({shape.ctx, most, *(n for n in CONTEXTS if n < most)}):
+        # with a drafter that goes as far as the context, or as its own model does
         unlimited = replace(whole, draft_ctx=drafts_up_to(whole.draft, ctx))
         totals[ctx] = measure(at_context(unlimited, ctx)).total
     return {
@@ -482,52 +303,143 @@ def needs(choice: Choice) -> dict[str, Any]:
     }
 
 
-def speculation_lines(found: Mapping[str, Any]) -> list[str]:
-    """What would propose tokens and why, and what else could."""
-    if found["method"] is None:
-        text = f"none: a run with this draft model is refused ({found['reason']})"
-    else:
-        text = f"{found['method']}, up to {found['draft_max']} a round: {found['reason']}"
-    could = [name for name, how in found["methods"].items() if how["possible"] and name != found["method"]]
-    lines = [f"spec      auto takes {text}"]
-    if could:
-        lines.append(f"{MARGIN}also possible: {', '.join(could)}")
-    blocked = {name: how["why"] for name, how in found["methods"].items() if not how["possible"]}
-    return [*lines, *(f"{MARGIN}not {name}: {why}" for name, why in blocked.items())]
-
-
-def need_lines(need: Mapping[str, Any]) -> list[str]:
-    """The memory of a run, whether it is there, and that of other contexts."""
-    from spd.runtime import AS_STORED
+def inspect_lines(shown: Facts) -> Lines:
+    """The facts for people."""
     from spd.runtime.plan.memory import show_size
 
-    parts = " + ".join(
-        f"{show_size(size)} {name.replace('_', ' ')}" for name, size in need["parts"].items() if size
+    target, draft = shown["target"], shown.get("draft")
+    yield "target", _headline(target)
+    heads = f"{target['heads']}/{target['kv_heads']}"
+    shape = (
+        f"{target['layers']} layers",
+        f"hidden {target['hidden_size']:,}",
+        f"{'MHA' if target['kv_heads'] == target['heads'] else 'GQA'} {heads}",
+        f"head {target['head_dim']}",
+        f"rope {target['rope']}",
+        f"ctx {target['max_positions']:,}",
     )
-    kept = (
-        ""
-        if need["weights_reason"] == AS_STORED
-        else f", weights {need['weights']} ({need['weights_reason']})"
+    yield "shape", " · ".join(shape)
+    shards = f"{target['shards']} shard{'' if target['shards'] == 1 else 's'}"
+    stored = f"{target['dtype']} (stored {', '.join(target['stored_dtypes'])})"
+    size = show_size(target["weight_bytes"])
+    yield "weights", f"{stored} · {size} · {target['tensors']:,} tensors in {shards}"
+    unexpected, others = target["unexpected_tensors"], "no others"
+    if unexpected:
+        listed = ", ".join(unexpected[:MAX_LISTED]) + (", …" if len(unexpected) > MAX_LISTED else "")
+        others = f"and {len(unexpected)} that are not used: {listed}"
+    yield "tensors", f"all that the architecture needs, {others}"
+    yield from _mtp_lines(target["mtp"])
+    yield from _eagle3_lines(target["eagle3"])
+    size, used, digest = target["vocabulary"].values()
+    words = f"({used:,} used) · sha256 {digest[:16]}" if digest else "· no tokenizer.json: --prompt-ids only"
+    yield "vocab", f"{size:,} {words}"
+    template = target["template"]
+    words = "renders" if template["renders"] else f"does not render: {template['error']}"
+    yield "template", words if template["present"] else "none: use --raw"
+    yield "memory", _memory_words(target)
+    if draft is not None:
+        yield "draft", _headline(draft)
+        yield "", _memory_words(draft)
+        yield from _eagle3_lines(draft["eagle3"])
+        yield "pair", _pair_words(digest, draft, shown["compatible"])
+    if "needs" in shown:
+        yield from speculation_lines(shown["speculation"])
+        yield from need_lines(shown["needs"])
+    else:
+        yield "use", f"-m TARGET --draft-model {target['model']}"
+
+
+def _headline(model: Facts) -> str:
+    count = model["parameters"]
+    unit, size = next((pair for pair in (("B", 10**9), ("M", 10**6)) if count >= pair[1]), ("K", 10**3))
+    return f"{model['model']} · {model['architecture']} · {count / size:.2f} {unit} params"
+
+
+def _memory_words(model: Facts) -> str:
+    from spd.runtime.plan.memory import show_size
+
+    weights, states = show_size(model["weight_bytes"]), model["state_bytes_per_slot"]
+    words = f"{weights} weights + {show_size(model['kv_bytes_per_token'])} a token of context"
+    return words if not states else f"{words} + {show_size(states)} of states a request"
+
+
+def _pair_words(ours: str | None, draft: Facts, compatible: bool) -> str:
+    """What the comparison came to."""
+    theirs = draft["vocabulary"]["sha256"]
+    if draft["eagle3"] is not None:
+        return f"made for {'this' if compatible else 'another'} target"
+    if ours is None and theirs is None:
+        return "no tokenizer.json on either side: --prompt-ids only"
+    digests = [digest[:16] if digest else "no tokenizer.json" for digest in (ours, theirs)]
+    if compatible:
+        return f"same vocabulary (sha256 {digests[0]} on both sides)"
+    return f"another vocabulary: this pair cannot run ({digests[0]} and {digests[1]})"
+
+
+def _mtp_lines(mtp: Facts | None) -> Lines:
+    from spd.runtime.plan.memory import show_size
+
+    if mtp is None:
+        return
+    if mtp["family"] is None:
+        yield "mtp", f"{mtp['declared']} modules in config.json, none in the weights: see --mtp HEAD"
+        return
+    size = f"{show_size(mtp['weight_bytes'])} · {show_size(mtp['kv_bytes_per_token'])} a token of context"
+    yield "mtp", f"{mtp['layout']} · {size}" + (f" · cannot be used: {mtp['error']}" if mtp["error"] else "")
+
+
+def _eagle3_lines(eagle3: Facts | None) -> Lines:
+    if eagle3 is None:
+        return
+    layers = eagle3["aux_layers"]
+    behind = "2, half and all but 3" if layers is None else ", ".join(map(str, layers))
+    facts = (
+        f"for a target of hidden {eagle3['target_hidden_size']:,}",
+        f"reads it behind {behind} layers",
+        f"drafts {eagle3['draft_vocab_size']:,} ids",
+        *eagle3["norms"],
+        *(["recycles normed"] if eagle3["recycles"] == "normed" else []),
     )
-    words = f"{show_size(need['total'])} for {need['ctx']:,} tokens in {need['dtype']}{kept}: {parts}"
+    yield "eagle3", " · ".join(facts)
+
+
+def speculation_lines(found: Mapping[str, Any]) -> Lines:
+    """What would propose tokens and why, and what else could."""
+    if found["method"] is None:
+        yield "spec", f"auto takes none: a run with this draft model is refused ({found['reason']})"
+    else:
+        yield "spec", f"auto takes {found['method']}, up to {found['draft_max']} a round: {found['reason']}"
+    could = [name for name, how in found["methods"].items() if how["possible"] and name != found["method"]]
+    if could:
+        yield "", f"also possible: {', '.join(could)}"
+    for name, how in found["methods"].items():
+        if not how["possible"]:
+            yield "", f"not {name}: {how['why']}"
+
+
+def need_lines(need: Mapping[str, Any]) -> Lines:
+    """The memory of a run, whether it is there, and that of other contexts."""
+    from spd.runtime.lab import AS_STORED
+    from spd.runtime.plan.memory import show_size
+
+    parts = [f"{show_size(size)} {name.replace('_', ' ')}" for name, size in need["parts"].items() if size]
+    form = f", weights {need['weights']} ({need['weights_reason']})"
+    words = f"{show_size(need['total'])} for {need['ctx']:,} tokens in {need['dtype']}"
+    words += f"{'' if need['weights_reason'] == AS_STORED else form}: {' + '.join(parts)}"
     if need["tp"] > 1:
-        words = f"on each of {need['tp']} ranks {words}"
-    known = need["free"] < 2**62
-    there = (
-        f"{show_size(need['usable'])} of the {show_size(need['free'])} free on {need['device']} may be used"
-    )
-    verdict = "" if need["fits"] else "; this does not fit"
-    contexts = " · ".join(
-        f"{each['ctx']:,}: {show_size(each['total'])}{'' if each['fits'] else ' (too much)'}"
-        for each in need["contexts"]
-    )
-    lines = [f"needs     {words}"]
-    if need["tp"] > 1:
-        lines.append(f"{MARGIN}the drafter on {need['draft_tp']} of them: {need['draft_tp_reason']}")
-    if known:
-        lines.append(f"{MARGIN}{there}{verdict}")
-    if (kept_beside := need["checkpoint_bytes"] - need["parts"]["checkpoints"]) > 0:
-        lines.append(f"{MARGIN}checkpoints in the host's memory: {show_size(kept_beside)}")
+        yield "needs", f"on each of {need['tp']} ranks {words}"
+        yield "", f"the drafter on {need['draft_tp']} of them: {need['draft_tp_reason']}"
+    else:
+        yield "needs", words
+    if need["free"] < 2**62:  # else it is not known
+        verdict = "" if need["fits"] else "; this does not fit"
+        free = f"{show_size(need['free'])} free on {need['device']}"
+        yield "", f"{show_size(need['usable'])} of the {free} may be used{verdict}"
+    if (beside := need["checkpoint_bytes"] - need["parts"]["checkpoints"]) > 0:
+        yield "", f"checkpoints in the host's memory: {show_size(beside)}"
     if len(need["contexts"]) > 1:
-        lines.append(f"{MARGIN}by context: {contexts}")
-    return lines
+        contexts = (
+            f"{each['ctx']:,}: {show_size(each['total'])}{'' if each['fits'] else ' (too much)'}"
+            for each in need["contexts"]
+        )
+        yield "", f"by context: {' · '.join(contexts)}"

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from spd.cli.options import CommonOptions, ReplyOptions, Session, argument, cached_names, printed
 from spd.cli.text.output import Sink, as_line, is_terminal, tell, to_json, write_stderr
 from spd.cli.text.progress import loading
+from spd.cli.text.table import table_lines
 from spd.errors import NotFoundError, ResourceError, SpdError, UsageError
 
 if TYPE_CHECKING:
-    from spd.formats.folder import ModelFolder
     from spd.formats.hub_download import RemoteModel
 
 
@@ -75,24 +75,21 @@ def ensure_models(session: Session, options: ReplyOptions) -> None:
 
     Consent is --pull, or the answer of a person at a terminal; without it resolving raises as ever.
     """
-    _ensure(session, options.model, consented=options.pull)
-    _ensure(session, options.draft_model, consented=options.pull)
-
-
-def _ensure(session: Session, reference: str | None, *, consented: bool) -> None:
     from spd.formats.hub import is_offline, is_repository_name, resolve_model
 
-    if reference is None or not is_repository_name(reference):
-        return
-    try:
-        resolve_model(reference)
-    except NotFoundError:
-        if is_offline() or (not consented and not (is_terminal(sys.stdin) and is_terminal(sys.stderr))):
-            raise
-        model = _look_up(session, reference, None)
-        if not consented and not _agrees(f"download {reference}, {_size(model.missing_bytes)}?"):
-            raise
-        _download(session, model)
+    can_ask = is_terminal(sys.stdin) and is_terminal(sys.stderr)
+    for reference in (options.model, options.draft_model):
+        if reference is None or not is_repository_name(reference):
+            continue
+        try:
+            resolve_model(reference)
+        except NotFoundError:
+            if is_offline() or not (options.pull or can_ask):
+                raise
+            model = _look_up(session, reference, None)
+            if not options.pull and not _agrees(f"download {reference}, {_size(model.missing_bytes)}?"):
+                raise
+            _download(session, model)
 
 
 def _look_up(session: Session, name: str, revision: str | None) -> RemoteModel:
@@ -136,47 +133,36 @@ def ls(session: Session, options: ListOptions) -> None:
     if not models:
         tell("no model is in the cache; spd pull org/name downloads one, demo and demo-hybrid are built in")
         return
-    rows = [("MODEL", "SIZE", "DTYPE", "ARCHITECTURE", "MTP", "RUNS")]
+    rows = []
     for model in models:
         runs = "yes" if model["supported"] else f"no: {model['reason']}"
         runs = "as a head: --draft-model" if model["eagle3"] else runs
         facts = (model["dtype"] or "?", model["architecture"] or "?", "yes" if model["mtp"] else "no")
         rows.append((model["model"], _size(model["bytes"]), *facts, runs))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    for row in rows:
-        padded = [word.ljust(width) for word, width in zip(row, widths, strict=False)]
-        sink.write_lines(["  ".join([*padded, row[-1]]).rstrip()])
+    sink.write_lines(table_lines(("MODEL", "SIZE", "DTYPE", "ARCHITECTURE", "MTP", "RUNS"), rows))
 
 
 def cached_facts(name: str) -> dict[str, Any]:
     """What the cache holds of one model, from headers only; a fault is its `reason`, never an error."""
+    from spd.cli.commands.inspect import check_names
     from spd.formats.folder import ModelFolder
     from spd.formats.hub import cached_folder
+    from spd.formats.mtp import is_mtp_tensor
 
     facts: dict[str, Any] = {"model": name, "bytes": _bytes_below(cached_folder(name))}
-    facts |= dict.fromkeys(("folder", "dtype", "architecture", "reason")) | {
-        "mtp": False,
-        "eagle3": False,
-        "supported": False,
-    }
+    facts |= dict.fromkeys(("folder", "dtype", "architecture", "reason"))
+    facts |= dict.fromkeys(("mtp", "eagle3", "supported"), False)
     try:
         folder = ModelFolder.named(name)
         facts["folder"] = str(folder)
-        facts |= _model_facts(folder)
+        config, checkpoint = folder.config, folder.checkpoint
+        check_names(checkpoint, config)
+        facts |= {"dtype": config.dtype, "architecture": config.architecture, "supported": True}
+        facts["mtp"] = any(is_mtp_tensor(tensor, config.num_layers) for tensor in checkpoint.tensors)
+        facts["eagle3"] = config.eagle3 is not None
     except SpdError as error:
-        facts["reason"] = error.message.replace(str(facts["folder"]) + "/", "").removeprefix(f"{name}: ")
+        facts["reason"] = error.message.replace(f"{facts['folder']}/", "").removeprefix(f"{name}: ")
     return facts
-
-
-def _model_facts(folder: ModelFolder) -> dict[str, Any]:
-    from spd.cli.commands.inspect import check_names
-    from spd.formats.mtp import is_mtp_tensor
-
-    config, checkpoint = folder.config, folder.checkpoint
-    check_names(checkpoint, config)
-    mtp = any(is_mtp_tensor(tensor, config.num_layers) for tensor in checkpoint.tensors)
-    kind = {"mtp": mtp, "eagle3": config.eagle3 is not None}
-    return {"dtype": config.dtype, "architecture": config.architecture, **kind, "supported": True}
 
 
 def rm(session: Session, options: RemoveOptions) -> None:
@@ -207,20 +193,17 @@ def rm(session: Session, options: RemoveOptions) -> None:
             tell("nothing was removed")
             return
     for name, folder in folders.items():
-        _remove(folder)
         locks = cache_folder() / ".locks" / folder.name
-        if locks.is_dir() and not locks.is_symlink():
-            _remove(locks)
+        try:
+            shutil.rmtree(folder)  # follows no link
+            if locks.is_dir() and not locks.is_symlink():
+                shutil.rmtree(locks)
+        except OSError as error:
+            raise ResourceError(
+                f"cannot remove {error.filename or folder}: {error.strerror}",
+                fix=["check who owns the cache"],
+            ) from None
         session.console.note(f"removed {name}")
-
-
-def _remove(folder: Path) -> None:
-    try:
-        shutil.rmtree(folder)  # follows no link
-    except OSError as error:
-        raise ResourceError(
-            f"cannot remove {error.filename or folder}: {error.strerror}", fix=["check who owns the cache"]
-        ) from None
 
 
 def _agrees(question: str) -> bool:

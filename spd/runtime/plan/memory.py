@@ -136,7 +136,7 @@ def show_size(size: int) -> str:
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
         if abs(size) >= scale / 10:
             return f"{size / scale:.2f} {unit}"
-    return f"{size / 2**10:.2f} KiB"
+    return f"{size / 2**10:.2f} KiB" if abs(size) >= 2**10 else f"{size} B"
 
 
 def rank_layout(config: ModelConfig, ranks: int) -> ModelLayout:
