@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from spd.cli.commands.verify import apply_settings
-from spd.kernels.sampling import draft_verify
 from spd.runtime import EngineConfig
 from tests.cli.conftest import refused, write_model
 from tests.json_schema import faults
@@ -50,35 +48,10 @@ def test_words_and_a_fault(run: Callable[..., Any], monkeypatch: pytest.MonkeyPa
     assert max(map(len, ran.text.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_the_law_of_a_rule_that_promises_one(
-    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, rule: str
-) -> None:
-    """Tested unasked, here with fewer draws; a rule that takes every draft the target allows is found out."""
-    monkeypatch.setattr("spd.cli.commands.verify.DRAWS", 60)
-    words = ("-n", 8, "--verify", rule, "--temperature", 0.5, "--concurrency", 8, "--json")
-    told = run(*words).json
-    assert faults(told, "verify") == [] and told["plans"]["candidate"]["verify"] == rule
-    assert told["law"] == told["law"] | {"draws": 60, "false_alarm": 1e-4, "passed": True}
-    assert told["law"]["probability"] * told["law"]["tests"] >= 1e-4
-    taken = torch.full((1, 1), 1e-9)
-    monkeypatch.setattr(
-        draft_verify, "acceptance_uniforms", lambda seed, positions: taken.expand(positions.shape)
-    )
-    ran = run(*words)
-    told = ran.json
-    assert ran.code == 6 and "first tokens differ in distribution (p = " in ran.err
-    assert not told["law"]["passed"] and not told["passed"] and faults(told, "verify") == []
-
-
-def test_the_law_says_where_it_was_tested(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spd.cli.commands.verify.DRAWS", 20)
-    words = ("-n", 8, "--verify", "rejection", "--temperature", "0,0.5,0.9", "--concurrency", 8)
-    ran, told = run(*words), run(*words, "--json").json
-    assert faults(told, "verify") == [] and told["untested"] == [] and told["temperatures"] == [0.0]
-    assert told["law"] == told["law"] | {"temperatures": [0.5, 0.9], "prompts": ["file/1", "file/2"]}
-    assert "16 tokens of 2 texts compared at T 0: " in ran.text and ran.text.endswith("\npassed\n")
-    assert "distribution of the first tokens of file/1, file/2 at T 0.5, 0.9:\n" in ran.text
+def test_a_rule_that_promises_no_text_is_compared_at_zero(run: Callable[..., Any]) -> None:
+    ran = run("-n", 8, "--verify", "rejection", "--temperature", "0,0.5")
+    assert ran.code == 0 and "16 tokens of 2 texts compared at T 0: " in ran.text
+    assert ran.text.endswith("\npassed; not tested: T 0.5\n")
 
 
 def test_settings_held_against_each_other(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ _HOMES = {
     "encode_questions": "prompt_set",
     "read_prompts": "prompt_set",
     "Watch": "replay",
-    "law_test": "replay",
     "make_requests": "replay",
     "promised_equal": "replay",
     "replay_requests": "replay:replay",

@@ -109,11 +109,10 @@ class Acceptance:
     held: Mapping[int, Acceptance] = field(default_factory=dict)
 
     def length(self, k: int) -> float:
-        """Tokens a round at k on average; positions beyond those seen go on as all after the first did."""
-        return 1.0 + sum(self.survival_at(k))
+        """Tokens a round at k on average, by the line through the shares of every k held.
 
-    def survival_at(self, k: int) -> tuple[float, ...]:
-        """The shares of k positions at k drafts a round, on the line through those of every k held."""
+        Positions beyond those seen go on as all after the first did.
+        """
         shares: list[float] = []
         for position, pooled in enumerate(self.survival[:k]):
             known = {each: found for each, found in self.held.items() if len(found.survival) > position}
@@ -123,29 +122,13 @@ class Acceptance:
         rate = after / before if before else sum(shares)
         while len(shares) < k:
             shares.append((shares[-1] if shares else 1.0) * rate)
-        return tuple(shares)
+        return 1.0 + sum(shares)
 
     @property
     def conditional(self) -> tuple[float, ...]:
         """The chance of each position, given that all before it were accepted."""
-        return _conditional(self.survival)
-
-    def bounded(self, k: int) -> Acceptance:
-        """The most that a rule with rejection sampling may accept at k where noise was coupled.
-
-        With a total variation d between draft and target, rejection accepts 1 - d and Gumbel coupling at
-        least (1 - d) / (1 + d), so a coupled rate a bounds the other by 2 a / (1 + a).
-        """
-        share, survival = 1.0, []
-        for rate in _conditional(self.survival_at(k)):
-            share *= 2 * rate / (1 + rate)
-            survival.append(share)
-        return Acceptance(tuple(survival), self.rounds)
-
-
-def _conditional(survival: Sequence[float]) -> tuple[float, ...]:
-    before = (1.0, *survival)
-    return tuple(now / then if then else 0.0 for then, now in zip(before, survival, strict=False))
+        before = (1.0, *self.survival)
+        return tuple(now / then if then else 0.0 for then, now in zip(before, self.survival, strict=False))
 
 
 def _on_line(held: Mapping[int, Acceptance], position: int, k: int) -> float:
@@ -156,20 +139,6 @@ def _on_line(held: Mapping[int, Acceptance], position: int, k: int) -> float:
     spread = sum(rounds * (x - middle) ** 2 for x, _, rounds in points)
     slope = sum(rounds * (x - middle) * (share - level) for x, share, rounds in points) / spread
     return level + slope * (log(k) - middle)
-
-
-def fit_acceptances(traces: Iterable[Sequence[RoundRecord]]) -> Acceptance:
-    """`fit_acceptance` of all rounds, and for each k that whole traces held by itself."""
-    listed = [[record for record in trace if record.k] for trace in traces]
-    held: dict[int, list[RoundRecord]] = {}
-    for trace in listed:
-        if len({record.k for record in trace}) == 1:
-            held.setdefault(trace[0].k, []).extend(trace)
-    pooled = fit_acceptance(record for trace in listed for record in trace)
-    return replace(
-        pooled,
-        held={k: fit_acceptance(trace) for k, trace in held.items() if len(trace) >= LEAST},
-    )
 
 
 def fit_acceptance(records: Iterable[RoundRecord]) -> Acceptance:
@@ -185,6 +154,14 @@ def fit_acceptance(records: Iterable[RoundRecord]) -> Acceptance:
     return Acceptance(tuple(survival), len(listed))
 
 
-def tokens_per_second(costs: CostModel, acceptance: Acceptance, k: int) -> float:
-    """What k drafts a round would give."""
-    return 1000 * acceptance.length(k) / costs.round_ms(k) if costs.round_ms(k) else 0.0
+def fit_acceptances(traces: Iterable[Sequence[RoundRecord]]) -> Acceptance:
+    """`fit_acceptance` of all rounds, and for each k that whole traces held by itself."""
+    everything: list[RoundRecord] = []
+    held: dict[int, list[RoundRecord]] = {}
+    for trace in traces:
+        drafting = [record for record in trace if record.k]
+        everything += drafting
+        if len({record.k for record in drafting}) == 1:
+            held.setdefault(drafting[0].k, []).extend(drafting)
+    each = {k: fit_acceptance(records) for k, records in held.items() if len(records) >= LEAST}
+    return replace(fit_acceptance(everything), held=each)

@@ -15,13 +15,7 @@ from typing import Any
 from spd.errors import UsageError
 from spd.formats.files import LINES_LIMIT, read_input_text
 from spd.runtime.engine.metrics import RoundRecord
-from spd.runtime.lab.cost_model import (
-    Acceptance,
-    CostModel,
-    fit_acceptances,
-    fit_costs,
-    tokens_per_second,
-)
+from spd.runtime.lab.cost_model import Acceptance, CostModel, fit_acceptances, fit_costs
 from spd.runtime.plan.config import MAX_DRAFT, split_spec
 from spd.runtime.plan.memory import show_size
 from spd.runtime.round.cpu_load import SLIGHT
@@ -135,10 +129,6 @@ class Explanation:
     own: tuple[Prospect, ...]
     """The trace's own drafter at every k."""
     ngram: tuple[Prospect, ...]
-    sampled: bool
-    rule: str
-    bounded: Prospect | None
-    """At most what --verify rejection would give, where tokens were sampled and noise was coupled."""
     prompt_known: bool
     imposed: bool
     """Whether acceptance was imposed and not measured."""
@@ -160,7 +150,6 @@ class Explanation:
 
     def as_dict(self) -> dict[str, Any]:
         """The object of `spd explain --json`."""
-        reason, try_next = advice(self)
         return {
             "schema": SCHEMA,
             "method": self.method,
@@ -181,10 +170,9 @@ class Explanation:
             "plain": vars(self.plain),
             "now": vars(self.now),
             "prospects": [vars(prospect) for prospect in (*self.own, *self.ngram)],
-            "rejection_at_most": None if self.bounded is None else vars(self.bounded),
             "best": vars(self.best),
-            "bottleneck": reason,
-            "try": try_next,
+            "bottleneck": bottleneck(self),
+            "try": next_step(self),
             "words": paragraph(self),
         }
 
@@ -203,8 +191,7 @@ def explain(traces: Sequence[Trace]) -> Explanation:
     plain = _prospect("plain", costs, acceptance, 0, costs.round_ms(0))
     header = next((trace.header for trace in [*drafting, *traces] if trace.header is not None), None)
     plan = header.plan if header is not None else {}
-    sampled = header is not None and header.temperature > 0
-    rule, states = str(plan.get("verify", "coupled")), plan.get("state_bytes")
+    states = plan.get("state_bytes")
     method = own_records[0].method if own_records else "off"
     prompt_known = header is not None and bool(header.prompt_ids)
     longest = max(used, default=0)
@@ -213,9 +200,6 @@ def explain(traces: Sequence[Trace]) -> Explanation:
     furthest = min(MAX_DRAFT, longest + beyond) if used else 0
     own = tuple(_prospect(method, costs, acceptance, each, plain.round_ms) for each in range(1, furthest + 1))
     ngram = _lookup_prospects(traces, costs, plain.round_ms) if method != "ngram" or simulated else ()
-    bounded = None
-    if k and sampled and rule == "coupled":
-        bounded = _prospect(f"{method} rejection", costs, acceptance.bounded(k), k, plain.round_ms)
     return Explanation(
         method=method,
         k=k,
@@ -227,9 +211,6 @@ def explain(traces: Sequence[Trace]) -> Explanation:
         now=own[k - 1] if k else plain,
         own=own,
         ngram=tuple(each for each in ngram if each.k > longest or method != "ngram"),
-        sampled=sampled,
-        rule=rule,
-        bounded=bounded,
         prompt_known=prompt_known,
         imposed=plan.get("synthetic_acceptance") is not None,
         other_load=round(sum(record.other_load for record in records) / max(1, len(records)), 2),
@@ -245,8 +226,9 @@ def _without_copies(trace: Trace) -> list[RoundRecord]:
 
 def _prospect(method: str, costs: CostModel, acceptance: Acceptance, k: int, plain_ms: float) -> Prospect:
     ms, length = costs.round_ms(k), acceptance.length(k)
-    speed = tokens_per_second(costs, acceptance, k)
-    return Prospect(method, k, length, ms, speed, length * plain_ms / ms if ms else 0.0)
+    return Prospect(
+        method, k, length, ms, 1000 * length / ms if ms else 0.0, length * plain_ms / ms if ms else 0.0
+    )
 
 
 def _measured(records: Sequence[RoundRecord]) -> float:
@@ -316,11 +298,6 @@ LARGE_HOST = 0.15
 """The host's share of a round from which it is what to look at first."""
 
 
-def advice(explanation: Explanation) -> tuple[str, str]:
-    """(what limits it, what to type next)."""
-    return bottleneck(explanation), next_step(explanation)
-
-
 def bottleneck(e: Explanation) -> str:
     """What makes speculation slower than it should be, or what a round's time goes into."""
     if not e.k:
@@ -359,8 +336,6 @@ def next_step(e: Explanation) -> str:
         return f"--spec {best.method} --draft-max {best.k}"
     if e.costs.host > LARGE_HOST * e.now.round_ms:
         return "--graphs on, --lag 1: the device waits for the host"
-    if e.bounded is not None and e.bounded.tokens_per_second > (1 + NOTICEABLE) * e.now.tokens_per_second:
-        return "--verify rejection, if the same text with and without speculation is not needed"
     if e.method == "draft" and e.costs.draft_ms(e.k) > 0.3 * e.now.round_ms:
         return "a smaller draft model"
     if (best.method, best.k) != (e.now.method, e.now.k):
@@ -370,55 +345,45 @@ def next_step(e: Explanation) -> str:
 
 def paragraph(e: Explanation) -> str:
     """What a person wants to know, in a few sentences."""
+    costs, now, best, sentences = e.costs, e.now, e.best, []
+    if e.other_load > SLIGHT:
+        sentences.append(f"Other programs kept {e.other_load:.1f} CPUs busy: a quiet machine is faster.")
     if not e.k:
-        return (
-            f"Nothing was drafted in {e.rounds} rounds of {e.plain.round_ms:.2f} ms. {_lookup_words(e)}"
-            f"Next: {next_step(e)}."
+        sentences.append(f"Nothing was drafted in {e.rounds} rounds of {e.plain.round_ms:.2f} ms.")
+    else:
+        if e.imposed:
+            sentences.append("Acceptance was imposed: this is what such drafts would give.")
+        parts = {
+            "verifying": costs.verify_ms(e.k + 1),
+            "drafting": costs.draft_ms(e.k),
+            "the rest": costs.rest,
+            "waiting for the host": costs.host,
+        }
+        shares = ", ".join(f"{ms / now.round_ms:.0%} {name}" for name, ms in parts.items() if ms > 0)
+        plain = (
+            "" if costs.plain_measured else " (plain rounds were not in the trace: carried over from others)"
         )
-    costs, now = e.costs, e.now
-    parts = {
-        "verifying": costs.verify_ms(e.k + 1),
-        "drafting": costs.draft_ms(e.k),
-        "the rest": costs.rest,
-        "waiting for the host": costs.host,
-    }
-    shares = ", ".join(f"{ms / now.round_ms:.0%} {name}" for name, ms in parts.items() if ms > 0)
-    plain = "" if costs.plain_measured else " (plain rounds were not in the trace: carried over from others)"
-    judged = f"{now.speed_up:.2f} × plain decoding{plain}"
-    needed = e.break_even(e.k)
-    sentences = [
-        f"Other programs kept {e.other_load:.1f} CPUs busy: a quiet machine is faster."
-        if e.other_load > SLIGHT
-        else "",
-        "Acceptance was imposed: this is what such drafts would give." if e.imposed else "",
-        f"With {e.method} at k = {e.k} a round takes {now.round_ms:.2f} ms ({shares}) and brings "
-        f"{now.length:.2f} tokens.",
-        f"It pays from {needed:.2f} tokens on, so this is {judged}.",
-        f"Recurrent states, {show_size(e.state_bytes)}, are read and written once a round whatever k is."
-        if e.state_bytes
-        else "",
-        f"What limits it is {bottleneck(e)}.",
-    ]
-    best = e.best
-    if best.k and (best.method, best.k) != (now.method, now.k):
+        sentences += [
+            f"With {e.method} at k = {e.k} a round takes {now.round_ms:.2f} ms ({shares}) and brings "
+            f"{now.length:.2f} tokens.",
+            f"It pays from {e.break_even(e.k):.2f} tokens on, so this is {now.speed_up:.2f} × plain "
+            f"decoding{plain}.",
+        ]
+        if e.state_bytes:
+            size = show_size(e.state_bytes)
+            sentences.append(f"Recurrent states, {size}, are read and written once a round whatever k is.")
+        sentences.append(f"What limits it is {bottleneck(e)}.")
+        if not best.k:
+            sentences.append(f"Plain decoding, {best.tokens_per_second:.1f} tokens/s, is the best here.")
+        elif (best.method, best.k) != (now.method, now.k):
+            sentences.append(
+                f"The best by this trace is {best.method} at k = {best.k}: {best.tokens_per_second:.1f} "
+                f"tokens/s, {best.speed_up:.2f} × plain."
+            )
+    if e.ngram and e.method != "ngram":
+        found = max(e.ngram, key=lambda prospect: prospect.tokens_per_second)
+        least = "" if e.prompt_known else "at least "
         sentences.append(
-            f"The best by this trace is {best.method} at k = {best.k}: {best.tokens_per_second:.1f} "
-            f"tokens/s, {best.speed_up:.2f} × plain."
+            f"N-gram lookup on this text would give {least}{found.speed_up:.2f} × plain (k = {found.k})."
         )
-    elif not best.k:
-        sentences.append(f"Plain decoding, {best.tokens_per_second:.1f} tokens/s, is the best here.")
-    sentences.append(_lookup_words(e).strip())
-    if e.bounded is not None:
-        sentences.append(
-            f"--verify rejection would give {now.speed_up:.2f} to {e.bounded.speed_up:.2f} × plain."
-        )
-    sentences.append(f"Next: {next_step(e)}.")
-    return " ".join(sentence for sentence in sentences if sentence)
-
-
-def _lookup_words(e: Explanation) -> str:
-    best: Prospect | None = max(e.ngram, key=lambda prospect: prospect.tokens_per_second, default=None)
-    if best is None or e.method == "ngram":
-        return ""
-    least = "" if e.prompt_known else "at least "
-    return f"N-gram lookup on this text would give {least}{best.speed_up:.2f} × plain (k = {best.k}). "
+    return " ".join([*sentences, f"Next: {next_step(e)}."])

@@ -6,8 +6,7 @@ tells rounding (a near-tie) from a fault.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, product
 from types import MappingProxyType
@@ -191,84 +190,3 @@ def _scores(
         for token, logprob in likely.items()
         if token < vocab
     }
-
-
-FALSE_ALARM = 1e-4
-"""Probability that a right program fails the whole test."""
-TOKENS = 5
-LEAST = 10
-"""Draws that a class of tokens has in both samples together, at least."""
-
-
-@dataclass(frozen=True)
-class LawTest:
-    """The outcome; `probability` is that of the most surprising of `tests`, before the correction."""
-
-    temperatures: tuple[float, ...]
-    prompts: tuple[str, ...]
-    draws: int
-    tests: int
-    probability: float
-    worst: str
-    passed: bool
-    false_alarm: float = FALSE_ALARM
-
-
-def law_test(
-    reference: EngineConfig,
-    candidate: EngineConfig,
-    questions: Sequence[Question],
-    temperatures: Sequence[float],
-    draws: int,
-    watch: Watch = unwatched,
-) -> LawTest:
-    """Draw `draws` replies of a few tokens to each question at each temperature with both settings, and
-    test every position."""
-    samples: list[dict[str, list[tuple[int, ...]]]] = []
-    for side, config in enumerate((reference, candidate)):
-        replies: dict[str, list[tuple[int, ...]]] = {}
-        requests = []
-        for question, t, number in product(questions, temperatures, range(draws)):
-            own = derived_seed(0, question.prompt.name, 2 * number + side)
-            params = SamplingParams(temperature=t, seed=own, max_tokens=TOKENS, ignore_eos=True)
-            requests.append(Request(f"{question.prompt.name}, T {t!r}/{number}", question.ids, params))
-        for outcome in run_requests(config, requests, f"law of side {side + 1}", watch)[1]:
-            replies.setdefault(outcome.request.id.rpartition("/")[0], []).append(outcome.token_ids)
-        samples.append(replies)
-    found: list[tuple[float, str]] = []
-    for name, plain in samples[0].items():
-        for at in range(1, TOKENS):  # the first token comes before any draft
-            for first in (at, at - 1):
-                words = f"{name}, token {at}" if first == at else f"{name}, tokens {first} and {at}"
-                classes = [[reply[first : at + 1] for reply in side] for side in (plain, samples[1][name])]
-                found.append((same_law(*classes), words))
-    probability, worst = min(found)
-    names = tuple(question.prompt.name for question in questions)
-    passed = probability * len(found) >= FALSE_ALARM
-    return LawTest(tuple(temperatures), names, draws, len(found), probability, worst, passed)
-
-
-def same_law(first: Sequence[Hashable], second: Sequence[Hashable]) -> float:
-    """Chi-square probability of two samples this different from one law; rare values share a class."""
-    counts = [Counter(first), Counter(second)]
-    total = counts[0] + counts[1]
-    classes = [[counts[0][value], counts[1][value]] for value, count in total.items() if count >= LEAST]
-    rest = [len(first) - sum(c[0] for c in classes), len(second) - sum(c[1] for c in classes)]
-    if sum(rest) >= LEAST:
-        classes.append(rest)
-    elif classes and sum(rest):
-        classes[-1] = [classes[-1][0] + rest[0], classes[-1][1] + rest[1]]
-    everything = len(first) + len(second)
-    shares = len(first) / everything, len(second) / everything
-    statistic = sum(
-        (seen - share * sum(pair)) ** 2 / (share * sum(pair))
-        for pair in classes
-        for seen, share in zip(pair, shares, strict=True)
-    )
-    return chi_square_tail(statistic, len(classes) - 1)
-
-
-def chi_square_tail(statistic: float, freedom: int) -> float:
-    """Probability that chi-square of `freedom` degrees exceeds `statistic`."""
-    half, x = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half, x)) if freedom > 0 else 1.0

@@ -15,7 +15,7 @@ import pytest
 from spd.errors import UsageError
 from spd.runtime import SamplingParams
 from spd.runtime.engine.metrics import RoundRecord
-from spd.runtime.lab.cost_model import Acceptance, fit_acceptance, tokens_per_second
+from spd.runtime.lab.cost_model import Acceptance, fit_acceptance
 from spd.runtime.lab.explain import (
     Explanation,
     Trace,
@@ -69,7 +69,7 @@ def test_a_length_left_out_is_predicted(rate: float, left_out: int) -> None:
     """Within 10 %: 400 rounds at each of the others leave about 4 % of error at the most."""
     found = explain([make_trace(k, rate) for k in (0, 1, 2, 3, 4, 5, 6, 8) if k != left_out])
     assert left_out + 1 not in found.costs.verify
-    predicted = tokens_per_second(found.costs, found.acceptance, left_out)
+    predicted = 1000 * found.acceptance.length(left_out) / found.costs.round_ms(left_out)
     assert predicted == pytest.approx(truth(left_out, rate), rel=0.1)
     best = max(range(17), key=lambda k: truth(k, rate))
     assert truth(found.best.k, rate) >= 0.97 * truth(best, rate)
@@ -97,7 +97,7 @@ def test_only_a_little_more_than_what_was_held_is_weighed() -> None:
 def test_lookup_beyond_what_ran_is_simulated(pair: tuple[Path, Path]) -> None:
     """The text is the same for every k, so a simulation of k = 4 says what a run of k = 4 does."""
     prompt = random_prompts(1, 20, 256)[0]
-    params = [SamplingParams(max_tokens=120, ignore_eos=True)]
+    params = [SamplingParams(max_tokens=80, ignore_eos=True)]
     traces, lengths = {}, {}
     for k in (2, 4):
         (run,) = run_all(make_engine(pair[0], spec="ngram", draft_max=k), [prompt], params)
@@ -201,13 +201,6 @@ def _verify(trace: Trace) -> tuple[float, float]:
     raise AssertionError("no such law")
 
 
-def test_rejection_is_bounded_where_tokens_were_sampled() -> None:
-    greedy, sampled = explain([make_trace(3, 0.6)]), explain([make_trace(3, 0.6, temperature=0.8)])
-    assert greedy.bounded is None and sampled.bounded is not None
-    assert sampled.bounded.length == pytest.approx(sum(0.75**i for i in range(4)), rel=0.1)
-    assert "--verify rejection would give" in paragraph(sampled)
-
-
 def test_a_trace_of_plain_decoding() -> None:
     found = explain([make_trace(0, 0.0)])
     assert (found.k, found.own, found.now) == (0, (), found.plain)
@@ -218,23 +211,6 @@ def test_a_trace_of_plain_decoding() -> None:
 def pair(tiny: Callable[..., Path]) -> tuple[Path, Path]:
     target, draft = (tiny("qwen3", layers=n, residual_gain=damped, seed=3) for n in (4, 2))
     return target, draft
-
-
-def real_rounds(target: Path, k: int, **wishes: object) -> list[RoundRecord]:
-    prompts = random_prompts(6, 20, 256)
-    params = [SamplingParams(max_tokens=60, ignore_eos=True, temperature=t) for t in (0.0, 0.7) * 3]
-    engine = make_engine(target, draft_max=k, slots=6, **wishes)
-    return [record for run in run_all(engine, prompts, params) for record in run.rounds]
-
-
-def test_the_length_at_a_k_left_out_is_that_of_a_real_run(pair: tuple[Path, Path]) -> None:
-    """Tokens, not times: the same on every machine."""
-    wishes = {"spec": "draft", "draft_model": pair[1]}
-    long = [record for record in real_rounds(pair[0], 6, **wishes) if record.round]
-    predicted = fit_acceptance(long)
-    for k in (1, 2, 3, 4):
-        real = fit_acceptance([record for record in real_rounds(pair[0], k, **wishes) if record.round])
-        assert predicted.length(k) == pytest.approx(real.length(k), rel=0.1), k
 
 
 def test_lookup_is_the_plain_search() -> None:
@@ -277,14 +253,9 @@ def test_a_trace_file_is_read_back(tmp_path: Path) -> None:
         (2, {"ms": {}}),
         (2, {"ms": {"draft": 1.0, "verify": None, "rest": 0.0, "host": 0.0}}),
         (2, {"accepted": "2"}),
-        (2, {"draft": [1, None]}),
-        (2, {"committed": 5}),
-        (2, {"request": ["r"]}),
         (2, {"k": 99}),
         (21, {"ms": {}}),
         (1, {"plan": None}),
-        (1, {"temperature": None}),
-        (1, {"prompt_ids": None}),
     ],
 )
 def test_a_damaged_line_of_a_trace_is_named(tmp_path: Path, line: int, change: dict[str, Any]) -> None:

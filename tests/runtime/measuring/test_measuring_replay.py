@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +17,9 @@ from spd.runtime import EngineConfig
 from spd.runtime.engine.request import Request
 from spd.runtime.lab.prompt_set import Prompt, Question, encode_questions, read_prompts
 from spd.runtime.lab.replay import (
-    Outcome,
-    law_test,
     make_requests,
     promised_equal,
     replay,
-    same_law,
 )
 from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import Damped, random_prompts
@@ -160,41 +156,3 @@ def test_a_near_tie_is_told_from_a_fault(pair: Pair, dtypes: tuple[str, str]) ->
     assert result.differences, "nothing to tell apart"
     assert not promised_equal(result.plans)
     assert all(difference.near_tie for difference in result.differences)
-
-
-def test_one_law_and_two() -> None:
-    """4 false alarms in 10,000 are expected of the first; the second is off by a tenth."""
-    draws = random.Random(5)
-    values = [draws.choices("abc", (5, 3, 2), k=4000) for _ in range(2)]
-    assert same_law(*values) > 1e-4
-    assert same_law(values[0], draws.choices("abc", (4.5, 3.5, 2), k=4000)) < 1e-4
-    assert same_law(["a"] * 50, ["a"] * 70) == 1.0
-
-
-def test_the_law_of_a_verifier_that_lets_drafts_through(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A right program fails this with a chance of 1e-4, and the seeds are fixed."""
-    plain, spec = (replace(config, slots=16) for config in pair)
-    test = lambda: law_test(plain, spec, QUESTIONS[:1], [0.15], 150)  # noqa: E731
-    assert test().passed
-    planted.verify(planted.one_more)(monkeypatch)
-    broken = test()
-    assert not broken.passed and broken.probability < 1e-6
-
-
-def test_the_law_at_every_temperature(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One chance of a false alarm for all tests together; a fault at the last temperature is found."""
-    from spd.runtime.lab import replay as module
-
-    def outcomes(config: EngineConfig, asked: list[Request], *watch: object) -> tuple[None, list[Outcome]]:
-        wrong = {0.5} if config is pair[1] else set()
-        ids = {request.id: (1, 2, 3, 4, int(request.params.temperature in wrong)) for request in asked}
-        return None, [Outcome(request, ids[request.id], None, ()) for request in asked]
-
-    monkeypatch.setattr(module, "run_requests", outcomes)
-    found = law_test(*pair, QUESTIONS[:2], [0.9, 0.5], 20)
-    assert (found.tests, found.passed) == (2 * 2 * 8, False) and ", T 0.5, token" in found.worst
-    assert (found.temperatures, found.prompts) == ((0.9, 0.5), ("q/0", "q/1"))
-    monkeypatch.setattr(module, "same_law", lambda first, second: 4e-6)
-    assert law_test(*pair, QUESTIONS[:1], [0.9], 20).probability == 4e-6  # 8 tests: 3.2e-5
-    assert not law_test(*pair, QUESTIONS[:1], [0.9, 0.5], 20).passed
-    assert law_test(*pair, QUESTIONS[:2], [0.9, 0.5], 20).passed

@@ -7,7 +7,6 @@ from statistics import median
 
 import pytest
 
-from spd.runtime.lab.replay import chi_square_tail
 from spd.runtime.lab.statistics import (
     repeat_interval,
     student_cdf,
@@ -24,14 +23,6 @@ def test_students_t_is_the_table_s(freedom: float, probability: float, expected:
     assert student_quantile(freedom, probability) == pytest.approx(expected, rel=1e-3)
     assert student_cdf(expected, freedom) == pytest.approx(probability, abs=1e-4)
     assert student_cdf(-expected, freedom) == pytest.approx(1 - probability, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("statistic", "freedom", "tail"),
-    [(3.841459, 1, 0.05), (18.307, 10, 0.05), (2, 10, 0.99634), (0, 3, 1.0), (29.588, 10, 0.001)],
-)
-def test_chi_square_is_the_table_s(statistic: float, freedom: int, tail: float) -> None:
-    assert chi_square_tail(statistic, freedom) == pytest.approx(tail, rel=2e-3)
 
 
 def test_welch() -> None:
