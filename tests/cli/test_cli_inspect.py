@@ -102,7 +102,7 @@ def test_a_pair_with_two_vocabularies(spd_run: Callable, whole: Path, tmp_path: 
     ran = spd_run("inspect", whole, "--draft", other)
     assert ran.code == 4 and "pair      another vocabulary" in ran.text
     assert "auto takes none: a run with this draft model is refused" in flat(ran)
-    assert "does not share the target's vocabulary" in ran.err and ran.err.count("sha256") == 2
+    assert "does not share the target's vocabulary" in ran.err
     ran = spd_run("inspect", whole, "--draft", other, "--json")
     assert ran.code == 4 and ran.json["error"]["code"] == "vocab_mismatch"
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from spd.cli.options import CommonOptions, Session, argument, model_names, printed
 from spd.cli.text.output import Sink, to_json
-from spd.errors import IncompatibleError, SpdError
+from spd.errors import SpdError
 from spd.runtime.plan.config import METHODS, EngineConfig
 
 if TYPE_CHECKING:
@@ -62,28 +62,23 @@ def inspect(session: Session, options: InspectOptions) -> None:
     """Show what a model is and needs, and whether a draft model fits it; loads no weights."""
     from spd.formats.folder import ModelFolder
 
-    sink = Sink.stdout()
-    refusal, draft, name = None, None, options.model_option or options.model
+    sink, draft, name = Sink.stdout(), None, options.model_option or options.model
     folder = ModelFolder.named(name, options.revision)
     target = describe(name, folder)
     shown: Facts = {"schema": "spd.inspect/1", "target": target}
     if options.draft is not None:
         draft = ModelFolder.named(options.draft)
         shown["draft"] = describe(options.draft, draft)
-        refusal, head = unfit(folder, target, draft, shown["draft"]), draft.config.eagle3
+    choice, refusal = _choose(folder, draft), None
+    if draft is not None:
+        refusal = choice if isinstance(choice, SpdError) else None
         shown["compatible"] = refusal is None
-        if head is not None and refusal is None:
-            shown["draft"]["eagle3"]["aux_layers"] = head.aux_layers(target["layers"])
+        if draft.config.eagle3 is not None and refusal is None:
+            shown["draft"]["eagle3"]["aux_layers"] = draft.config.eagle3.aux_layers(target["layers"])
     if target["eagle3"] is None:  # a head by itself runs nothing
-        config = EngineConfig(
-            model=folder,
-            draft_model=draft,
-            quantize=options.quantize,
-            tp=options.tp,
-            draft_tp=options.draft_tp,
-        )
-        drafter, shown["speculation"] = speculation(config, folder, draft)
-        shown["needs"] = needs(config, drafter)
+        shown["speculation"] = speculation(choice, folder, draft)
+        config = EngineConfig(model=folder, draft_model=draft, quantize=options.quantize, tp=options.tp)
+        shown["needs"] = needs(replace(config, draft_tp=options.draft_tp), choice)
     if not options.json:
         sink.write_lines(f"{label:<10}{words}" for label, words in inspect_lines(shown))
     elif refusal is None:  # else the one object on standard output is the error's
@@ -208,58 +203,35 @@ def template_facts(folder: ModelFolder) -> dict[str, Any]:
     return {"present": True, "renders": True, "error": None}
 
 
-def unfit(folder: ModelFolder, target: Facts, draft: ModelFolder, drafter: Facts) -> SpdError | None:
-    """A pair's refusal: a head's by what it was made for, and any by its tokenizer; None if it fits."""
-    from spd.runtime.lab import check_target
-
-    ours, theirs = target["vocabulary"]["sha256"], drafter["vocabulary"]["sha256"]
-    if draft.config.eagle3 is not None:
-        try:
-            check_target(draft.config, draft.path, folder.config, folder.path)
-        except SpdError as error:
-            return error
-        theirs = theirs or ours
-    if ours == theirs:
-        return None
-    sides = []
-    for role, model, digest in (("target", target, ours), ("draft", drafter, theirs)):
-        words = f"sha256 {digest[:16]}" if digest else "no tokenizer.json"
-        sides.append(f"{role:<6} {model['model']}  {model['vocabulary']['size']:,} ids  {words}")
-    return IncompatibleError(
-        "draft model does not share the target's vocabulary",
-        reason=[*sides, "A draft's token ids would mean other text, so spd does not run this pair."],
-        fix=["a draft model with the same tokenizer.json", "--spec ngram needs no draft model"],
-        code="vocab_mismatch",
-    )
-
-
-def speculation(
-    config: EngineConfig, folder: ModelFolder, draft: ModelFolder | None
-) -> tuple[Drafter | None, Facts]:
-    """What `--spec auto` takes, and what the other methods would say. Reads small files and headers."""
+def _choose(folder: ModelFolder, draft: ModelFolder | None, method: str = "auto") -> Drafter | SpdError:
+    """What drafts, by small files and headers, or what the run would be refused with."""
     from spd.runtime.lab import choose_drafter
 
-    def attempt(method: str, draft: ModelFolder | None) -> tuple[Drafter | None, str | None]:
-        try:
-            return choose_drafter(EngineConfig(model=folder, draft_model=draft, spec=method), folder), None
-        except SpdError as error:
-            return None, error.message
+    try:
+        drafter: Drafter = choose_drafter(EngineConfig(model=folder, draft_model=draft, spec=method), folder)
+        return drafter
+    except SpdError as error:
+        return error
 
-    drafter, error = attempt("auto", draft)
-    found: Facts = {"method": None, "reason": error, "draft_max": None, "methods": {}}
-    if drafter is not None:
-        reason = drafter.reason if draft is None else "it is given with --draft"
-        found |= {"method": drafter.method, "reason": reason, "draft_max": METHODS[drafter.method].draft_max}
+
+def speculation(choice: Drafter | SpdError, folder: ModelFolder, draft: ModelFolder | None) -> Facts:
+    """What `--spec auto` takes, and whether the other methods would run, with the draft model or without."""
+    found: Facts = {"method": None, "reason": None, "draft_max": None, "methods": {}}
+    if isinstance(choice, SpdError):
+        found["reason"] = choice.message
+    else:
+        reason = choice.reason if draft is None else "it is given with --draft"
+        found |= {"method": choice.method, "reason": reason, "draft_max": METHODS[choice.method].draft_max}
     for name in METHODS:
         if name not in ("auto", "off"):
-            chosen, why = attempt(name, draft)
-            if chosen is not None or attempt(name, None)[0] is not None or name == found["method"]:
-                why = None
+            tried = [_choose(folder, given, name) for given in ((None,) if draft is None else (draft, None))]
+            errors = [each.message for each in tried if isinstance(each, SpdError)]
+            why = None if name == found["method"] or len(errors) < len(tried) else errors[0]
             found["methods"][name] = {"possible": why is None, "why": why}
-    return drafter, found
+    return found
 
 
-def needs(config: EngineConfig, drafter: Drafter | None) -> Facts:
+def needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
     """Bytes that a run with one request and no flags takes here, part by part, and at other contexts.
 
     Where a pair cannot run, of the target with whatever it would choose alone.
@@ -268,9 +240,9 @@ def needs(config: EngineConfig, drafter: Drafter | None) -> Facts:
     from spd.runtime.plan.memory import at_context, checkpoint_bytes, fitted, measure
 
     machine = foreseen_machine()
-    if drafter is None:
-        config = replace(config, draft_model=None)
-    if drafter is None or drafter.source() is None:
+    if isinstance(choice, SpdError):
+        config = replace(config, draft_model=None, draft_tp=None)
+    elif choice.source() is None:
         config = replace(config, draft_tp=None)
     plan = outline(config, machine)
     whole, free = plan.shape, machine.free // machine.beside(plan.shape.tp)
