@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.peers.protocol import Chunk, Generation, PassResult, Speculation
 from spd.runtime.engine.request import Request
-from spd.runtime.lab.load import Decoder, Pass, run_pass
+from spd.runtime.lab.load import Pass, run_pass
 from spd.runtime.round.sampling_params import SamplingParams
 
 
@@ -17,7 +17,7 @@ class SteppedEngine:
 
     requests = 0
 
-    def decoder(self, concurrency: int) -> Decoder:
+    def decoder(self, concurrency: int) -> Any:
         """The engine, ready for so many requests together."""
         raise NotImplementedError
 

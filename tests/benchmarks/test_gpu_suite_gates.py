@@ -34,6 +34,7 @@ TESTS = "GPU tests that failed, and files of them that did not end"
 PROBES: dict[str, Any] = {
     "kernel_table": {"cases": kernel_table()},
     "sparse_models": {"models": {"MiMo-7B": {"k=1": {"share_of_floor": 0.74}}}},
+    "eight_bit_rounds": {"forms": {"fp8": COUNTS}},
     "plain": {
         "models": {"Qwen3-8B": {"share_of_floor": 0.8, "idle_us": [31.0, 40.0]}},
         "sampling": {"host_reads": {"syncs": 1}},

@@ -24,7 +24,7 @@ from spd.formats.mtp import verifier_hash
 from tests.cli.conftest import refused
 from tests.helpers import cut_when_read
 from tests.recipes.fp8_twin import write_twin
-from tests.recipes.mtp_folders import PREFIX, change_tensors, write_deepseek, write_sparse_v3
+from tests.recipes.mtp_folders import PREFIX, change_tensors, write_deepseek
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIES = (f"{PREFIX}embed_tokens.weight", f"{PREFIX}shared_head.head.weight")
@@ -173,47 +173,6 @@ def test_nothing_is_overwritten_by_accident(spd_run: Callable, original: Path, t
     assert ran.code == 0 and ModelFolder(tmp_path / "empty").head.layout.modules == 1
     assert before == {path: path.read_bytes() for path in original.iterdir()}
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
-
-
-def limited(*argv: object) -> tuple[subprocess.CompletedProcess[str], int, float]:
-    """A run of the program: what came, the peak memory in bytes and the CPU seconds of it alone."""
-    code = "import resource, runpy, sys; sys.argv[0] = 'spd'; status = 0\n"
-    code += "try: runpy.run_module('spd', run_name='__main__')\n"
-    code += "except SystemExit as stop: status = stop.code or 0\n"
-    code += "used, state = resource.getrusage(resource.RUSAGE_SELF), open('/proc/self/status').read()\n"
-    code += "peak = state.split('VmHWM:')[1].split()[0]  # the other one begins with the parent's\n"
-    code += "print(peak, used.ru_utime + used.ru_stime, file=sys.stderr); sys.exit(status)"
-    command = [sys.executable, "-c", code, *map(str, argv)]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    peak, seconds = ran.stderr.splitlines()[-1].split()
-    return ran, int(peak) * 1024, float(seconds)
-
-
-@pytest.mark.slow
-def test_an_index_of_163_shards_and_a_large_head(tmp_path: Path, say: Callable[[str], None]) -> None:
-    """DeepSeek-V3's own names and shapes, all data holes: headers only, then 2 GB and more in pieces."""
-    source = tmp_path / "v3"
-    count = write_sparse_v3(source)
-    planning = ("convert-mtp", source, tmp_path / "x", "--dry-run", "--json")
-    for command in (("inspect", source, "--json"), planning):
-        ran, peak, seconds = limited(*command)
-        assert ran.returncode == 0, ran.stderr
-        say(f"{command[0]}: {count:,} tensors, {seconds:.2f} CPU s, peak {peak / 2**20:.0f} MiB")
-        assert peak < 300 * 2**20
-    facts = json.loads(ran.stdout)
-    assert (
-        len(facts["mapped"]) == (257 * 3 + 5) * 2 + 4 + 2 + 4
-        and len(facts["shared"]) == 2
-        and facts["modules"] == 1
-    )
-    shutil.rmtree(source)
-    write_sparse_v3(source, shards=4, experts=48)
-    ran, peak, seconds = limited("convert-mtp", source, tmp_path / "head", "--json")
-    assert ran.returncode == 0, ran.stderr
-    size = (tmp_path / "head" / "model.safetensors").stat().st_size
-    say(f"convert-mtp: {size / 1e9:.1f} GB in {seconds:.1f} CPU s, peak {peak / 2**20:.0f} MiB")
-    assert size > 2e9 and peak < 1000 * 2**20
-    shutil.rmtree(tmp_path / "head")
 
 
 @pytest.mark.slow

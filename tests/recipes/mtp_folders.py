@@ -1,10 +1,10 @@
-"""Small folders with MTP layers, whole or damaged, and an index as large as DeepSeek-V3's; without `spd`."""
+"""Small folders with MTP layers, whole or damaged; without `spd`."""
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,28 +33,6 @@ SHAPE = DeepseekShape(
     vocab=64,
 )
 PREFIX = "model.layers.2."
-V3 = {
-    "hidden_size": 7168,
-    "num_hidden_layers": 61,
-    "first_k_dense_replace": 3,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "vocab_size": 129280,
-    "tie_word_embeddings": False,
-    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
-}
 SIZES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
 
 
@@ -98,56 +76,6 @@ def change_tensors(folder: Path, drop: tuple[str, ...] = (), **added: Tensor) ->
 
 
 Entry = tuple[str, str, tuple[int, ...]]
-
-
-def v3_entries(experts: int) -> Iterator[Entry]:
-    """(name, dtype, shape) of every tensor of DeepSeek-V3, its MTP layer last."""
-    h, table = V3["hidden_size"], (V3["vocab_size"], V3["hidden_size"])
-    yield from (("model.embed_tokens.weight", "BF16", table), ("lm_head.weight", "BF16", table))
-    yield "model.norm.weight", "BF16", (h,)
-    for layer in range(62):
-        at = f"model.layers.{layer}."
-        vectors = {"input_layernorm": h, "post_attention_layernorm": h}
-        vectors |= {"self_attn.q_a_layernorm": 1536, "self_attn.kv_a_layernorm": 512}
-        yield from ((f"{at}{name}.weight", "BF16", (size,)) for name, size in vectors.items())
-        matrices = {
-            "self_attn.q_a_proj": (1536, h),
-            "self_attn.q_b_proj": (24576, 1536),
-            "self_attn.kv_a_proj_with_mqa": (576, h),
-            "self_attn.kv_b_proj": (32768, 512),
-            "self_attn.o_proj": (h, 16384),
-        }
-        owners = {"mlp.": 18432}
-        if layer >= 3:
-            owners = {"mlp.shared_experts.": 2048} | {f"mlp.experts.{e}.": 2048 for e in range(experts)}
-            yield f"{at}mlp.gate.weight", "BF16", (experts, h)
-            yield f"{at}mlp.gate.e_score_correction_bias", "F32", (experts,)
-        for owner, width in owners.items():
-            matrices |= {f"{owner}gate_proj": (width, h), f"{owner}up_proj": (width, h)}
-            matrices[f"{owner}down_proj"] = (h, width)
-        for name, shape in matrices.items():
-            yield f"{at}{name}.weight", "F8_E4M3", shape
-            yield f"{at}{name}.weight_scale_inv", "F32", tuple(-(-size // 128) for size in shape)
-    at = "model.layers.61."
-    yield from ((f"{at}{name}.weight", "BF16", (h,)) for name in ("enorm", "hnorm", "shared_head.norm"))
-    yield f"{at}eh_proj.weight", "BF16", (h, 2 * h)
-    yield from ((f"{at}{name}.weight", "BF16", table) for name in ("embed_tokens", "shared_head.head"))
-
-
-def write_sparse_v3(folder: Path, shards: int = 163, experts: int = 256) -> int:
-    """DeepSeek-V3's names and shapes in files whose data are holes; returns how many tensors."""
-    folder.mkdir(parents=True)
-    config = deepseek_config(SHAPE) | common_config(SHAPE, 1) | V3 | {"n_routed_experts": experts}
-    (folder / "config.json").write_text(json.dumps(config))
-    entries = list(v3_entries(experts))
-    per, weight_map = -(-len(entries) // shards), {}
-    for number in range(shards):
-        file = f"model-{number + 1:05}-of-{shards:06}.safetensors"
-        part = entries[number * per : (number + 1) * per]
-        write_hollow(folder / file, part)
-        weight_map |= {name: file for name, _, _ in part}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    return len(entries)
 
 
 def write_hollow(path: Path, entries: list[Entry]) -> None:

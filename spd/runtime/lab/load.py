@@ -11,30 +11,14 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from spd.runtime.engine.driver import Gathered, drive
 from spd.runtime.engine.metrics import RoundRecord
-from spd.runtime.engine.request import Event, Request
+from spd.runtime.engine.request import Request
 
-
-class Decoder(Protocol):
-    """As much of an engine as a load needs."""
-
-    trace: Callable[[RoundRecord], None] | None
-
-    def add(self, request: Request) -> None:
-        """Queue a request."""
-        ...
-
-    def step(self) -> list[Event]:
-        """Go on by one round."""
-        ...
-
-    @property
-    def has_work(self) -> bool:
-        """Whether anything waits or runs."""
-        ...
+if TYPE_CHECKING:
+    from spd.runtime.engine.engine import Engine
 
 
 @dataclass
@@ -90,7 +74,7 @@ def poisson_arrivals(count: int, rate: float, seed: int) -> list[float]:
 
 
 def run_pass(
-    engine: Decoder,
+    engine: Engine,
     requests: Sequence[Request],
     *,
     concurrency: int = 1,

@@ -16,9 +16,8 @@ import torch
 
 from spd.kernels.sampling.philox import STREAM_TARGET, gumbel
 from spd.runtime.engine.engine import Engine
-from spd.runtime.engine.metrics import RoundRecord
 from spd.runtime.engine.request import Request, derived_seed
-from spd.runtime.lab.load import first_difference, run_pass
+from spd.runtime.lab.load import Pass, Timeline, first_difference, run_pass
 from spd.runtime.lab.prompt_set import Question
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.round.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -27,16 +26,6 @@ NEAR_TIE: Mapping[str, float] = MappingProxyType({"bfloat16": 0.25, "float16": 0
 """Differences of log-probabilities, times 1 / T, that rounding alone may turn around."""
 ARITHMETIC = ("device", "dtype", "quantize", "kernels", "threads", "load")
 """Settings between which equal bits are not promised."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One request's tokens, end and rounds."""
-
-    request: Request
-    token_ids: tuple[int, ...]
-    finish_reason: str | None
-    rounds: tuple[RoundRecord, ...]
 
 
 @dataclass(frozen=True)
@@ -67,7 +56,7 @@ class Replay:
     tokens: int
     speculated: int
     """Accepted drafts of the candidate: with none, nothing was tried."""
-    candidate: list[Outcome]
+    candidate: Pass
     differences: list[Difference] = field(default_factory=list)
 
 
@@ -103,20 +92,12 @@ def make_requests(
 
 def run_requests(
     config: EngineConfig, requests: Sequence[Request], what: str = "", watch: Watch = unwatched
-) -> tuple[dict[str, Any], list[Outcome]]:
-    """The plan and the outcomes of an engine that lives for these requests only."""
-    engine = Engine(config)
-    asked = len(requests)
+) -> tuple[dict[str, Any], Pass]:
+    """The plan of an engine that lives for these requests only, and what they gave."""
+    engine, asked = Engine(config), len(requests)
     ran = run_pass(engine, requests, concurrency=config.slots, watch=lambda ended: watch(what, ended, asked))
-    rounds: dict[str, list[RoundRecord]] = {request.id: [] for request in requests}
-    for record in ran.records:
-        rounds[record.request].append(record)
     engine.close()
-    outcomes = [
-        Outcome(line.request, tuple(line.token_ids), line.finish_reason, tuple(rounds[line.request.id]))
-        for line in ran.timelines
-    ]
-    return engine.plan.as_dict(), outcomes
+    return engine.plan.as_dict(), ran
 
 
 def replay(
@@ -129,16 +110,17 @@ def replay(
     bare = [request for _, request in requests]
     expected_plan, expected = run_requests(reference, bare, "reference", watch)
     plan, found = run_requests(candidate, bare, "candidate", watch)
+    lines = list(zip(requests, expected.timelines, found.timelines, strict=True))
     result = Replay(
         plans=(expected_plan, plan),
         texts=len(bare),
-        tokens=sum(max(len(a.token_ids), len(b.token_ids)) for a, b in zip(expected, found, strict=True)),
-        speculated=sum(record.accepted for outcome in found for record in outcome.rounds),
+        tokens=sum(max(len(a.token_ids), len(b.token_ids)) for _, a, b in lines),
+        speculated=sum(record.accepted for record in found.records),
         candidate=found,
     )
     parted = [
         (name, a, b)
-        for (name, _), a, b in zip(requests, expected, found, strict=True)
+        for (name, _), a, b in lines
         if (a.token_ids, a.finish_reason) != (b.token_ids, b.finish_reason)
     ]
     if parted:
@@ -154,7 +136,7 @@ def promised_equal(plans: tuple[Mapping[str, Any], Mapping[str, Any]]) -> bool:
     return all(plans[0][name] == plans[1][name] for name in ARITHMETIC)
 
 
-def _explain(engine: Engine, name: str, expected: Outcome, found: Outcome, tie: float) -> Difference:
+def _explain(engine: Engine, name: str, expected: Timeline, found: Timeline, tie: float) -> Difference:
     """Ask the reference again, with log-probabilities, for what it thought where the texts part."""
     request = expected.request
     at = first_difference(expected.token_ids, found.token_ids)

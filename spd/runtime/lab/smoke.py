@@ -104,7 +104,7 @@ def _judge(
             float((y.double() - exact).abs().max() / exact.abs().max())
             for y in (products[0](), F.linear(x, weights[0]))
         )
-        source = torch.empty(len(weights), *weights[0].shape, dtype=x.dtype, device=x.device)
+        source = torch.stack(weights)
         target = torch.empty_like(source)
         seconds = seconds_of(lambda: [product() for product in products]) / len(products)
         copied = seconds_of(lambda: target.copy_(source)) / len(products)

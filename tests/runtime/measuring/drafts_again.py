@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from spd.runtime import Engine, EngineConfig, Request, RoundRecord, SamplingParams
-from spd.runtime.lab.replay import Outcome, run_requests
+from spd.runtime.lab.load import Pass, Timeline
+from spd.runtime.lab.replay import run_requests
 from spd.runtime.plan.config import split_spec
 
 
@@ -22,23 +23,24 @@ class Parity:
     first: str | None
 
 
-def lag_parity(candidate: EngineConfig, outcomes: Sequence[Outcome]) -> Parity:
+def lag_parity(candidate: EngineConfig, ran: Pass) -> Parity:
     """Compare drafts and acceptances, round by round, with the same engine at lag 0.
 
     A race between host and device never reaches the text, since every token is the target's own draw; it
     costs acceptance, and is found here. Holds where k is fixed.
     """
-    _, still = run_requests(replace(candidate, lag=0), [o.request for o in outcomes])
+    _, still = run_requests(replace(candidate, lag=0), [line.request for line in ran.timelines])
     rounds = differing = 0
     first = None
-    for late, calm in zip(outcomes, still, strict=True):
-        pairs = [[(r.draft, r.accepted) for r in outcome.rounds] for outcome in (late, calm)]
+    for line in ran.timelines:
+        name = line.request.id
+        pairs = [[(r.draft, r.accepted) for r in each.records if r.request == name] for each in (ran, still)]
         longest = max(map(len, pairs))
         rounds += longest
         wrong = [i for i in range(longest) if pairs[0][i : i + 1] != pairs[1][i : i + 1]]
         differing += len(wrong)
         if wrong and first is None:
-            first = f"request {late.request.id}, round {wrong[0]}"
+            first = f"request {name}, round {wrong[0]}"
     return Parity(rounds, differing, first)
 
 
@@ -53,7 +55,7 @@ class DraftReplay:
 
 def draft_replay(
     plan: Mapping[str, Any],
-    outcomes: Sequence[Outcome],
+    ran: Pass,
     rounds: int,
     seed: int,
 ) -> DraftReplay | None:
@@ -66,10 +68,10 @@ def draft_replay(
     """
     if split_spec(plan["spec"])[0] != "draft" or plan["verify"] != "coupled":
         return None
+    lines = {line.request.id: line for line in ran.timelines}
     drafted = [
-        (outcome, record)
-        for outcome in outcomes
-        for record in outcome.rounds
+        (lines[record.request], record)
+        for record in ran.records
         if record.draft and record.round and not record.match
     ]
     chosen = random.Random(seed).sample(drafted, min(rounds, len(drafted)))
@@ -88,17 +90,17 @@ def draft_replay(
         )
     )
     differing, first = 0, None
-    for outcome, record in chosen:
-        if _drafts_again(engine, outcome, record) != record.draft:
+    for line, record in chosen:
+        if _drafts_again(engine, line, record) != record.draft:
             differing += 1
-            first = first or f"request {outcome.request.id}, round {record.round}"
+            first = first or f"request {record.request}, round {record.round}"
     engine.close()
     return DraftReplay(len(chosen), differing, first)
 
 
-def _drafts_again(engine: Engine, outcome: Outcome, record: RoundRecord) -> list[int]:
-    request = outcome.request
-    generated = outcome.token_ids[: record.position - len(request.prompt_ids)]
+def _drafts_again(engine: Engine, line: Timeline, record: RoundRecord) -> list[int]:
+    request = line.request
+    generated = line.token_ids[: record.position - len(request.prompt_ids)]
     prompt = (*request.prompt_ids, *generated)
     params = SamplingParams(
         temperature=request.params.temperature,

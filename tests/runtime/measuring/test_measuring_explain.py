@@ -139,21 +139,15 @@ def test_no_length_is_advised_beside_lookup(method: str, advised: bool) -> None:
     assert ("--draft-max" in found.as_dict()["try"]) is advised
 
 
-def test_imposed_acceptance_is_called_so() -> None:
+def test_what_a_plan_adds_to_the_words() -> None:
+    """Acceptance that was imposed, and states that each round moves."""
     trace = make_trace(3, 0.8)
-    natural = explain([trace])
-    trace.header = TraceHeader("m", 0.0, {"synthetic_acceptance": 2.5})
-    imposed = explain([trace])
-    assert (natural.as_dict()["acceptance"], imposed.as_dict()["acceptance"]) == ("natural", "imposed")
-    assert paragraph(imposed).startswith("Acceptance was imposed") and "imposed" not in paragraph(natural)
-
-
-def test_states_that_each_round_moves_are_told() -> None:
-    trace = make_trace(3, 0.8)
-    assert "Recurrent states" not in paragraph(explain([trace]))
-    trace.header = TraceHeader("m", 0.0, {"state_bytes": 48 << 20})
-    said = paragraph(explain([trace]))
-    assert "Recurrent states, 48.00 MiB, are read and written once a round whatever k is." in said
+    said = {False: paragraph(explain([trace]))}
+    trace.header = TraceHeader("m", 0.0, {"synthetic_acceptance": 2.5, "state_bytes": 48 << 20})
+    assert explain([trace]).as_dict()["acceptance"] == "imposed"
+    said[True] = paragraph(explain([trace]))
+    for words in ("Acceptance was imposed", "Recurrent states, 48.00 MiB, are read and written once a round"):
+        assert [words in text for text in said.values()] == [False, True]
 
 
 def test_plain_decoding_is_carried_over_where_no_plain_round_was_seen() -> None:

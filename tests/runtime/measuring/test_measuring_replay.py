@@ -112,7 +112,7 @@ def test_beside_lookup_the_model_drafts_from_the_text(pair: Pair) -> None:
     plain, spec = pair
     both = replace(spec, spec="draft+ngram", ngram_min=1)
     result = replay(plain, both, requests(40))
-    assert any(record.match for outcome in result.candidate for record in outcome.rounds)
+    assert any(record.match for record in result.candidate.records)
     drafts = draft_replay(result.plans[1], result.candidate, 60, seed=0)
     assert drafts is not None and drafts.rounds > 40 and drafts.differing == 0
 

@@ -12,7 +12,7 @@ import pytest
 
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.tokenizer import PIECE, Tokenizer
-from spd.runtime import Engine, EngineConfig, SamplingParams
+from spd.runtime import EngineConfig
 from spd.runtime.lab.load import Load, Work
 from spd.runtime.lab.prompt_set import CATEGORIES, Prompt, Question, choose, encode_questions, read_prompts
 from spd.runtime.lab.rows import make_rows
@@ -54,28 +54,8 @@ def test_every_cell_is_measured_and_every_text_compared(tiny: Callable[..., Path
     # a round commits its accepted drafts and one token more, but for what the end cuts off
     assert spec["acceptance_length"] <= 1 + sum(spec["accepted_per_position"]) / spec["rounds"] + 1e-9
     assert seen[-1].done == seen[-1].total == 16
-
-
-def test_every_temperature_is_captured_before_it_is_measured(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Warming up runs one of them."""
-    asked: list[tuple[list[float], int]] = []
-
-    def noted(self: Engine, params: list[SamplingParams], together: int) -> int:
-        asked.append(([one.temperature for one in params], together))
-        return 0
-
-    monkeypatch.setattr(Engine, "capture_ahead", noted)
-    loads = (Load(2), Load(2, rate=1000.0))
-    make_sweep(tiny(), replace(SETTINGS, loads=loads, max_tokens=2, repetitions=1)).run()
-    assert asked == [([0.0, 0.9], 2)] * 2 + [([0.0, 0.9], 1)] * 2
-
-
-def test_interleaving_turns(tiny: Callable[..., Path]) -> None:
-    sweep = make_sweep(tiny(), replace(SETTINGS, temperatures=(0.0,)))
-    sweep.run()
-    assert [sample.config for sample in sweep.samples] == [0, 1, 1, 0, 1, 0, 0, 1]
+    turns = [sample.config for sample in sweep.samples]
+    assert turns == [0, 1, 1, 0, 0, 1, 1, 0, 1, 0, 0, 1, 1, 0, 0, 1], "they take turns in being first"
 
 
 @pytest.mark.parametrize("load", [Load(), Load(3)])
