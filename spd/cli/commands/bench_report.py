@@ -17,7 +17,8 @@ def bench_text(result: Mapping[str, Any], columns: int | None) -> list[str]:
     if not result["rows"]:
         return ["nothing was measured"]
     table = table_lines(*table_rows(result["rows"]), expendable=EXPENDABLE, columns=columns)
-    return [_headline(result), *table, *_summary(result)]
+    legend = " · ".join(f"{name}: {words}" for name, words in LEGEND.items() if name in table[0])
+    return [_headline(result), *table, *_summary(result), legend]
 
 
 def _headline(result: Mapping[str, Any]) -> str:
@@ -73,6 +74,14 @@ def load_label(row: Row, rows: Sequence[Row]) -> str:
 
 EXPENDABLE = 6
 """Columns that a narrow terminal does without, from the right."""
+LEGEND = {
+    "±": "95 % interval for a second run's median",
+    "len": "tokens a round",
+    "draft ms": "a token",
+    "verify ms": "a round",
+    "TTFT": "ms",
+    "by position": "% of the first, second, … drafts that were accepted",
+}
 
 
 def table_rows(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -148,7 +157,7 @@ def _verify_ms(row: Row) -> str:
 
 
 def _summary(result: Mapping[str, Any]) -> list[str]:
-    """What stands below a table: equality, the best way of decoding, what the columns mean."""
+    """What stands below a table: equality, the best way of decoding."""
     lines = []
     equality, rows = result["equality"], result["rows"]
     if equality["differences"]:
@@ -165,12 +174,6 @@ def _summary(result: Mapping[str, Any]) -> list[str]:
         lines.append("interrupted: whole repetitions are counted, and of a first one what was done")
     if (best := best_row(rows)) is not None:
         lines.append(_advice(best, rows))
-    ranks = " · draft: a token · verify: a round" if any(row["tp"] > 1 for row in rows) else ""
-    lines.append(
-        "±: 95 % interval for a second run's median · len: tokens a round · TTFT, TPOT, ITL: ms" + ranks
-    )
-    if any(row["drafted_per_position"] for row in rows):
-        lines.append("by position: % of the first, second, … drafts that were accepted")
     return lines
 
 

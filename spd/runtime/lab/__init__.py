@@ -6,7 +6,6 @@ import importlib
 from typing import Any
 
 _HOMES = {
-    "FAILED": "diagnostics",
     "Finding": "diagnostics",
     "OK": "diagnostics",
     "Step": "diagnostics",
