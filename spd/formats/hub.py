@@ -62,8 +62,6 @@ def resolve_model(reference: str, revision: str | None = None) -> Path:
         if revision is not None:
             raise UsageError(f"{reference}: a revision belongs to a model named org/name, not to a folder")
         folder = demo_folder(reference) if is_demo else path
-        if is_demo and not (folder / "config.json").is_file():
-            raise NotFoundError(f"{reference}: this installation of spd lacks its embedded model ({folder})")
         if not os.path.lexists(folder) and folder.suffix.lower() != ".gguf":
             raise NotFoundError(f"{folder}: there is no such folder")
         if not (folder / "config.json").exists():

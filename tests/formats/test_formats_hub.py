@@ -101,8 +101,6 @@ def test_the_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     assert demo_draft_folder().parent == demo_folder() and demo_folder().parent.name == "formats"
     monkeypatch.setattr(hub, "demo_folder", lambda name: tmp_path)
-    with refused(NotFoundError, "demo", exit_code=3):
-        resolve_model("demo")
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "demo").mkdir()
     assert resolve_model("demo") == tmp_path
