@@ -287,9 +287,9 @@ def _setting(name: str, text: str, flag: str) -> Any:
     known = sorted(hints.keys() - {"set"})
     if name not in known:
         raise UsageError(f"{flag} {name}: there is no such parameter", fix=[f"one of {', '.join(known)}"])
+    if text in ("", "auto", "default"):
+        return getattr(SamplingOptions, name)
     kinds = get_args(hints[name]) or (hints[name],)
-    if type(None) in kinds and text in ("", "auto", "default"):
-        return None
     if list[str] in kinds:
         return [text]
     if bool in kinds:

@@ -40,6 +40,9 @@ class Screen:
             self.style = "" if values in ("", "0") else values
         elif kind == "K":
             del self.rows[self.row][self.column :], self.styles[self.row][self.column :]
+        elif kind == "M":
+            del self.rows[self.row : self.row + int(values or 1)]
+            del self.styles[self.row : self.row + int(values or 1)]
         elif kind == "J":
             del self.rows[self.row + 1 :], self.styles[self.row + 1 :]
             del self.rows[self.row][self.column :], self.styles[self.row][self.column :]

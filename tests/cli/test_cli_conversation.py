@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +14,6 @@ from spd.cli.chat.sessions import SCHEMA, SessionStore
 from spd.cli.text.job import open_vocabulary
 from spd.errors import IncompatibleError, NotFoundError, ResourceError, UsageError
 from spd.formats.folder import ModelFolder
-from spd.runtime.engine.request import derived_seed
 from tests.cli.conftest import write_model
 
 END = 258
@@ -51,14 +47,8 @@ def test_the_next_turn_begins_with_every_token_of_the_last(encoder: ChatEncoder,
         open_vocabulary("model", ModelFolder(model)).need_tokenizer().encode(second.text, parse_special=True)
     )
     assert list(second.ids) == canonical
-
-
-def test_a_reply_that_was_cut_short_is_ended_by_the_template(encoder: ChatEncoder, model: Path) -> None:
-    first = encoder.encode(talk(Turn("Hi")))
-    reply = ids_of("Hel", model)
-    second = encoder.encode(talk(Turn("Hi", "Hel", reply, "abort"), Turn("More")))
-    assert second.ids[len(first.ids) :][: len(reply) + 1] == (*reply, END)
-    assert second.spans[1] == ("generated", len(reply))
+    cut = encoder.encode(talk(Turn("Hi", "Hello", reply[:-1], "abort"), Turn("More")))
+    assert cut.ids == second.ids and cut.spans[1] == ("generated", len(reply) - 1), "the template ends it"
 
 
 def test_tokens_stay_the_ones_that_were_drawn(tmp_path: Path) -> None:
@@ -129,13 +119,7 @@ def test_spans_of_a_shared_beginning() -> None:
     known = Encoded("", (1, 2, 3, 4, 5), (("prompt", 2), ("generated", 3)))
     assert shared_spans(known, (1, 2, 3, 9, 9)) == (("prompt", 2), ("generated", 1), ("prompt", 2))
     assert shared_spans(known, (1,)) == (("prompt", 1),)
-    assert shared_spans(known, (7, 7)) == (("prompt", 2),)
-
-
-def test_seeds_of_replies_differ_and_are_fixed() -> None:
-    assert len({derived_seed(5, number) for number in range(100)} | {derived_seed(6, 0)}) == 101
-    assert derived_seed(5, 0) == derived_seed(5, 0)
-    assert max(derived_seed(2**63 - 1, "a name", number) for number in range(100)) < 2**53
+    assert shared_spans(known, (7, 7)) == shared_spans(None, (7, 7)) == (("prompt", 2),)
 
 
 # -- the file --------------------------------------------------------------------------------------
@@ -152,38 +136,46 @@ CHAT = Conversation(
 
 def test_a_chat_comes_back_as_it_was(tmp_path: Path) -> None:
     store = SessionStore(tmp_path / "state" / "sessions")
-    store.save("x", CHAT)
-    assert store.load("x") == CHAT and store.names() == ["x"]
-    assert [path.name for path in store.folder.iterdir()] == ["x.jsonl"]
-    assert (store.path("x").stat().st_mode & 0o777, store.folder.stat().st_mode & 0o777) == (0o600, 0o700)
+    for number, name in enumerate(["b", "a", "c"]):
+        store.save(name, CHAT)
+        os.utime(store.path(name), (number, number))
+    (store.folder / "odd name.jsonl").write_text("")
+    assert store.load("a") == CHAT and store.names() == ["c", "a", "b"], "the latest comes first"
+    assert (store.path("a").stat().st_mode & 0o777, store.folder.stat().st_mode & 0o777) == (0o600, 0o700)
+    with pytest.raises(NotFoundError) as error:
+        store.load("x")
+    assert error.value.reason[0] == "there is: c"
+
+
+HEADER = b'{"schema": "spd.chat/1", "model": "m", "seed": 1}\n'
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "empty"),
+        (b"", "line 1"),
         (b"not json\n", "line 1"),
         (b"[1]\n", "line 1"),
-        (b'{"schema": "spd.chat/0", "model": "m", "seed": 1}\n', "spd.chat/0"),
         (b'{"schema": "spd.chat/2", "model": "m", "seed": 1}\n', "another version"),
-        (b'{"schema": "spd.chat/1", "model": "m"}\n', "missing"),
+        (b'{"schema": "spd.chat/1", "seed": 1}\n', "model"),
         (b'{"schema": "spd.chat/1", "model": 3, "seed": 1}\n', "model"),
-        (b'{"schema": "spd.chat/1", "model": "m", "seed": -1}\n', "range"),
-        (b'{"schema": "spd.chat/1", "model": "m", "seed": true}\n', "seed"),
-        (b'{"schema": "spd.chat/1", "model": "m", "seed": 1}\n{"user": "a", "rep', "line 2"),
-        (b'{"schema": "spd.chat/1", "model": "m", "seed": 1}\n{"reply": "a"}\n', "line 2"),
-        (b'{"schema": "spd.chat/1", "model": "m", "seed": 1}\n{"user": "a", "reply_ids": [1.5]}\n', "line 2"),
-        (b'{"schema": "spd.chat/1", "model": "m", "seed": 1}\n\xff\xfe\n', "utf-8"),
+        (HEADER + b'{"user": "a", "rep', "line 2"),
+        (HEADER + b'{"reply": "a"}\n', "line 2"),
+        (HEADER + b'{"user": "a", "reply_ids": [1.5]}\n', "line 2"),
+        (HEADER + b"\xff\xfe\n", "utf-8"),
         (b"[" * 100_000, "line 1"),
+        (None, "not a file"),  # a FIFO is not waited for
     ],
 )
-def test_a_damaged_file_is_refused_by_name(content: bytes, words: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused_by_name(content: bytes | None, words: str, tmp_path: Path) -> None:
     store = SessionStore(tmp_path)
-    store.path("x").write_bytes(content)
+    if content is None:
+        os.mkfifo(store.path("x"))
+    else:
+        store.path("x").write_bytes(content)
     with pytest.raises(IncompatibleError) as error:
         store.load("x")
-    told = " ".join([error.value.message, *error.value.reason])
-    assert words in told and str(store.path("x")) in told and error.value.fix
+    assert words in error.value.message and str(store.path("x")) in error.value.message and error.value.fix
 
 
 def test_what_a_later_version_adds_is_ignored(tmp_path: Path) -> None:
@@ -193,30 +185,14 @@ def test_what_a_later_version_adds_is_ignored(tmp_path: Path) -> None:
     assert store.load("x").turns == (Turn("a"),)
 
 
-@pytest.mark.parametrize("name", ["../x", "a/b", "", ".x", "-x", "a\0b", "x" * 101, "a b", "ü"])
-def test_names_that_could_leave_the_folder(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="not a name"):
-        SessionStore(tmp_path).path(name)
-
-
-@pytest.mark.parametrize("kind", ["FIFO", "folder", "device"])
-def test_what_is_no_file_is_not_waited_for(kind: str, tmp_path: Path) -> None:
-    store = SessionStore(tmp_path)
-    path = store.path("talk")
-    {"FIFO": os.mkfifo, "folder": os.mkdir, "device": lambda p: os.symlink("/dev/zero", p)}[kind](path)
-    with pytest.raises(IncompatibleError, match="not a file"):
-        store.load("talk")
-
-
-def test_a_chat_that_is_not_there(tmp_path: Path) -> None:
-    store = SessionStore(tmp_path)
-    store.save("other", CHAT)
-    with pytest.raises(NotFoundError) as error:
-        store.load("x")
-    assert error.value.reason == ("there is: other",)
+def test_names_that_could_leave_the_folder(tmp_path: Path) -> None:
+    for name in ("../x", "a/b", "", ".x", "-x", "a\0b", "x" * 101, "a b", "ü"):
+        with pytest.raises(UsageError, match="not a name"):
+            SessionStore(tmp_path).path(name)
 
 
 def test_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a process that is killed does: the new file is whole before it takes the old one's place."""
     store = SessionStore(tmp_path)
     store.save("x", CHAT)
 
@@ -227,28 +203,6 @@ def test_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(ResourceError, match="No space left"):
         store.save("x", dataclasses.replace(CHAT, turns=()))
     assert store.load("x") == CHAT and [p.name for p in tmp_path.iterdir()] == ["x.jsonl"]
-
-
-def test_killed_at_any_moment_the_file_is_whole(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from spd.cli.chat.conversation import Conversation, Turn\n"
-        "from spd.cli.chat.sessions import SessionStore\n"
-        "store = SessionStore(Path(sys.argv[1])); turns = ()\n"
-        "while True:\n"
-        "    turns = (*turns[-40:], Turn('message', 'reply ' * 2000, tuple(range(2000)), 'stop'))\n"
-        "    store.save('x', Conversation('m', 1, turns=turns)); print(flush=True)\n"
-    )
-    for wait in range(4):
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
-        )
-        assert process.stdout is not None
-        for _ in range(3 + 2 * wait):
-            process.stdout.readline()
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-        assert SessionStore(tmp_path).load("x").turns[-1].user == "message"
 
 
 def test_one_chat_is_open_once(tmp_path: Path) -> None:
@@ -264,12 +218,3 @@ def test_one_chat_is_open_once(tmp_path: Path) -> None:
     second.close()
     first.open("x")
     first.close()
-
-
-def test_the_latest_chat_comes_first(tmp_path: Path) -> None:
-    store = SessionStore(tmp_path)
-    for number, name in enumerate(["b", "a", "c"]):
-        store.save(name, CHAT)
-        os.utime(store.path(name), (number, number))
-    (tmp_path / "odd name.jsonl").write_text("")
-    assert store.names() == ["c", "a", "b"]

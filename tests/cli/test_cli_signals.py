@@ -196,6 +196,18 @@ def test_a_chat_ends_whatever_its_engine_does(at: str, lines: bytes, code: int, 
     assert b"torn down" not in process.stderr.read()
 
 
+def test_a_signal_ends_a_chat_over_lines(model: Path) -> None:
+    """Not one reply after the other."""
+    process = start(program(model, "--no-save", pieces=400, command=("chat",)), stdin=subprocess.PIPE)
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(b"Hi\nAgain\nOnce more\n")
+    process.stdin.flush()
+    assert os.read(process.stdout.fileno(), 5) == b"word "
+    process.send_signal(signal.SIGINT)
+    code, out, err = finish(process)
+    assert (code, err) == (-signal.SIGINT, "stopping…\n") and out.count(b"\n") == 1
+
+
 @pytest.mark.parametrize(
     ("redirect", "code", "words"),
     [

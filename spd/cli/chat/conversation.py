@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.text.prompt import check_text
@@ -20,7 +22,6 @@ from spd.runtime.engine.request import SEED_BITS, derived_seed
 if TYPE_CHECKING:
     from spd.cli.text.encode import Vocabulary
     from spd.formats.chat_template import RenderedChat
-    from spd.formats.tokenizer import Tokenizer
 
 Spans = tuple[tuple[str, int], ...]
 
@@ -44,7 +45,7 @@ class Conversation:
     """Everything that is saved of a chat. `draws` counts replies, also those taken back."""
 
     model: str
-    seed: int
+    seed: int = field(default_factory=partial(secrets.randbits, SEED_BITS))
     system: str | None = None
     vocabulary: str | None = None
     draws: int = 0
@@ -66,27 +67,16 @@ class Conversation:
             turns = tuple(dataclasses.replace(turn, reply_ids=()) for turn in turns)
         return dataclasses.replace(self, model=name, vocabulary=vocabulary, turns=turns)
 
-    def continued_as(self, fresh: Conversation, seed: int | None) -> Conversation:
-        """This conversation with the model of a new start, and its system message and a seed if there are."""
-        assert fresh.vocabulary is not None
-        changes: dict[str, Any] = {} if seed in (None, self.seed) else {"seed": seed, "draws": 0}
-        if fresh.system is not None:
-            changes["system"] = fresh.system
-        return dataclasses.replace(self.for_model(fresh.model, fresh.vocabulary), **changes)
+    def with_wishes(self, system: str | None, seed: int | None) -> Conversation:
+        """The same with another system message or seed, where one is given. Raises UsageError."""
+        system = self.system if system is None else check_text(system, "the system message")
+        changed = dataclasses.replace(self, system=system)
+        return changed if seed is None else dataclasses.replace(changed, seed=seed, draws=0)
 
     @property
     def next_seed(self) -> int:
         """The seed of the reply to come."""
         return derived_seed(self.seed, self.draws)
-
-
-def begin(model: str, seed: int | None, system: str | None, vocabulary: str | None) -> Conversation:
-    """A conversation in which nothing has been said; without a seed one is drawn. Raises UsageError."""
-    if seed is None:
-        seed = secrets.randbits(SEED_BITS)
-    return Conversation(
-        model, seed, None if system is None else check_text(system, "the system message"), vocabulary
-    )
 
 
 @dataclass(frozen=True)
@@ -105,24 +95,35 @@ class ChatEncoder:
         self._tokenizer = vocabulary.need_tokenizer()
         self._template = vocabulary.need_template()
         self._context = vocabulary.config.max_positions
-        self.variables = dict(variables)
+        self._variables = variables
         self._known: dict[object, Encoded] = {}
+        self._counted: tuple[Conversation | None, int] = None, 0
 
     def encode(self, conversation: Conversation) -> Encoded:
         """The prompt for the reply to the last turn. Raises what rendering and encoding raise."""
         known: dict[object, Encoded] = {}
         prompt: Encoded | None = None
-        for count in range(len(conversation.turns)):
+        for count, turn in enumerate(conversation.turns):
             said = conversation.turns[:count]
-            user = conversation.turns[count].user
-            key = (conversation.system, repr(self.variables), said, user)
+            key = (conversation.system, said, turn.user)
             if key not in self._known:
-                rendered = self._render(conversation.system, said, user)
-                self._known[key] = self._continued(prompt, said[-1] if said else None, rendered)
+                rendered = self._render(conversation.system, said, turn.user)
+                self._known[key] = self._continued(prompt, said, rendered)
             prompt = known[key] = self._known[key]
         self._known = known
         assert prompt is not None
         return prompt
+
+    def length(self, conversation: Conversation) -> int:
+        """Tokens of a conversation and its last reply. Raises what `encode` raises."""
+        if self._counted[0] is not conversation:
+            count = 0
+            if conversation.turns:
+                last = conversation.turns[-1]
+                reply = last.reply_ids or self._tokenizer.encode(last.reply or "")
+                count = len(self.encode(conversation).ids) + len(reply)
+            self._counted = conversation, count
+        return self._counted[1]
 
     def _render(self, system: str | None, said: Sequence[Turn], user: str) -> RenderedChat:
         messages = [] if system is None else [{"role": "system", "content": system}]
@@ -131,49 +132,38 @@ class ChatEncoder:
             if turn.reply is not None:
                 messages.append({"role": "assistant", "content": turn.reply})
         messages.append({"role": "user", "content": user})
-        rendered = render_chat(self._tokenizer, self._template, messages, **self.variables)
+        rendered = render_chat(self._tokenizer, self._template, messages, **self._variables)
         self._tokenizer.bounded(rendered.marked, self._context)
         return rendered
 
-    def _continued(self, before: Encoded | None, turn: Turn | None, rendered: RenderedChat) -> Encoded:
+    def _continued(self, before: Encoded | None, said: Sequence[Turn], rendered: RenderedChat) -> Encoded:
         """The prompt as a continuation of the turn before it where the template leaves that as it was."""
-        text = rendered.text
-        if before is None or turn is None:
-            ids = encode_rendered(self._tokenizer, rendered)
-            return Encoded(text, tuple(ids), (("prompt", len(ids)),))
-        generated = self._generated(turn)
-        rest = None if generated is None else rendered.after(before.text + (turn.reply or ""))
-        if generated is not None and rest is not None:
-            new = encode_rendered(self._tokenizer, rest)
+        if before is not None and (generated := self._generated(said[-1])):
+            rest = rendered.after(before.text + (said[-1].reply or ""))
+            new = encode_rendered(self._tokenizer, rest) if rest else []
             if new and new[0] in self._tokenizer.special_ids:  # else words could join across the border
-                if turn.reply_ids[-1:] == (new[0],):
-                    generated, new = turn.reply_ids, new[1:]
+                if said[-1].reply_ids[-1] == new[0]:
+                    generated, new = said[-1].reply_ids, new[1:]
                 spans = (*before.spans, ("generated", len(generated)), ("prompt", len(new)))
-                return Encoded(text, (*before.ids, *generated, *new), spans)
+                return Encoded(rendered.text, (*before.ids, *generated, *new), spans)
         ids = encode_rendered(self._tokenizer, rendered)
-        return Encoded(text, tuple(ids), shared_spans(before, ids))
+        return Encoded(rendered.text, tuple(ids), shared_spans(before, ids))
 
-    def _generated(self, turn: Turn) -> tuple[int, ...] | None:
-        """A reply's ids without the token that ended it; None if they are not its text."""
+    def _generated(self, turn: Turn) -> tuple[int, ...]:
+        """A reply's ids without the token that ended it; none if they are not its text."""
         ids = turn.reply_ids
         if ids and ids[-1] in self._tokenizer.special_ids:
             ids = ids[:-1]
-        return ids if ids and text_of(self._tokenizer, ids) == turn.reply else None
+        return ids if self._tokenizer.bytes_of(ids).decode("utf-8", "replace") == turn.reply else ()
 
 
-def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text that these tokens made while they were generated."""
-    return b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", "replace")
-
-
-def shared_spans(before: Encoded, ids: Sequence[int]) -> Spans:
-    """The spans of a prompt that shares a beginning with an earlier one: there it keeps the earlier spans."""
-    pairs = zip(before.ids, ids, strict=False)
-    same = next((i for i, (old, new) in enumerate(pairs) if old != new), min(len(before.ids), len(ids)))
+def shared_spans(before: Encoded | None, ids: Sequence[int]) -> Spans:
+    """The spans of a prompt; where it begins like an earlier one it keeps the earlier spans."""
+    earlier = Encoded("", (), ()) if before is None else before
+    pairs = zip(earlier.ids, ids, strict=False)
+    left = same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
     spans: list[tuple[str, int]] = []
-    left = same
-    for origin, length in before.spans:
-        if left:
-            spans.append((origin, min(length, left)))
-            left -= spans[-1][1]
-    return (*spans, ("prompt", len(ids) - same)) if len(ids) > same else tuple(spans)
+    for origin, length in earlier.spans:
+        spans.append((origin, min(length, left)))
+        left -= spans[-1][1]
+    return tuple(span for span in (*spans, ("prompt", len(ids) - same)) if span[1])

@@ -6,32 +6,48 @@ On a terminal with line editing, Markdown and a line of figures; elsewhere plain
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
+from spd import __version__
+from spd.cli.chat.conversation import Conversation, Turn
+from spd.cli.chat.model import ChatModel
+from spd.cli.chat.sessions import SessionStore
+from spd.cli.chat.slash import Commands
+from spd.cli.chat.view import DraftedText, ReplyView, Thoughts, shortened
+from spd.cli.commands.models import ensure_models
 from spd.cli.options import Session
 from spd.cli.text.output import (
     OutputClosed,
     Sink,
     as_line,
+    columns_of,
+    is_terminal,
     paint,
     terminal_size,
     write_error,
     write_stderr,
 )
-from spd.cli.text.wrap import cells, fit_lines
-from spd.errors import SpdError, UsageError
+from spd.cli.text.prompt import check_text, read_text, system_text
+from spd.cli.text.structured import ThinkingSplitter, opens_thinking, thinking_budget
+from spd.cli.text.wrap import fit_lines
+from spd.errors import EngineError, IncompatibleError, SpdError, UsageError
+from spd.formats.files import INPUT_LIMIT
+from spd.runtime.engine.driver import Gathered
 
 if TYPE_CHECKING:
-    from spd.cli.chat.conversation import Conversation
-    from spd.cli.chat.message_source import MessageSource
-    from spd.cli.chat.model import ChatModel
-    from spd.cli.chat.sessions import SessionStore
-    from spd.cli.chat.view import Look
+    from spd.cli.chat.editor import Editor
     from spd.cli.commands.chat import ChatOptions
+    from spd.runtime import Request
 
-FULL_SHARE = 0.8
-"""Share of the context above which a chat says that it fills up."""
+PROMPT, INDENT = "› ", "  "
+REQUEST_ID = "reply"
+RECALLED = 2
+"""Turns that are shown of a chat that goes on."""
 
 
 class Chat:
@@ -44,74 +60,51 @@ class Chat:
         sink: Sink,
         store: SessionStore,
         name: str,
-        conversation: Conversation | None,
+        saved: Conversation | None,
     ) -> None:
-        from spd.cli.chat.conversation import begin
-        from spd.cli.chat.model import ChatModel
-        from spd.cli.commands.models import ensure_models
-        from spd.cli.text.prompt import read_text, system_text
-
-        self._session, self._sink = session, sink
+        self.session, self.sink, self.store, self.name = session, sink, store, name
         self._console = dataclasses.replace(session.console, help="/help")
-        self.store, self.name = store, name
-        if conversation is not None:
-            options = options.continuing(conversation.model)
+        if saved is not None and not options.typed & {"model", "model_argument"}:
+            options = dataclasses.replace(options, model=saved.model)
         ensure_models(session, options)
-        self.model: ChatModel = ChatModel(options, session.console)
-        fresh = begin(self.model.name, options.seed, system_text(options.system), self.model.fingerprint)
-        self.conversation = fresh if conversation is None else conversation.continued_as(fresh, options.seed)
+        self.model = ChatModel(options, session.console)
+        system = options.system if saved is None or "system" in options.typed else None
+        seed = options.seed if saved is None or "seed" in options.typed else None
+        conversation = (saved or Conversation(self.model.name)).with_wishes(system_text(system), seed)
+        self.conversation = conversation.for_model(self.model.name, self.model.fingerprint)
         self.attached = [(path, read_text(path)) for path in options.file or ()]
         self.draft = ""
         self.leaving = False
-        self.look: Look = self._first_look(options)
+        self.styled = sink.is_terminal and not session.dumb_terminal
         self.stats = sink.is_terminal if options.stats is None else options.stats
-        self.source: MessageSource
-        self._saving = not options.no_save
-        self._warned_full = self._warned_save = False
-
-    def _first_look(self, options: ChatOptions) -> Look:
-        from spd.cli.chat.view import Look
-
-        terminal = self._sink.is_terminal and not self._session.dumb_terminal
-        if options.show_drafts and not terminal:
-            self._session.console.note(
-                "--show-drafts marks tokens on a terminal only, and this output is not one"
-            )
-        return Look(
-            terminal=self._sink.is_terminal,
-            styled=terminal,
-            color=self._session.console.color,
-            unicode=self._sink.is_unicode,
-            size=terminal_size,
-            markdown=terminal and options.markdown != "off",
-            drafts=options.show_drafts and terminal,
-            hide_thinking=options.think == "hide",
-        )
+        if options.show_drafts and not self.styled:
+            session.console.note("--show-drafts marks tokens on a terminal only, and this output is not one")
+        self.interactive = False
+        self.source: PlainLines | Editor
+        self._saving, self._warned = not options.no_save, False
 
     # -- the loop ----------------------------------------------------------------------------------
 
     def run(self, interactive: bool) -> int:
         """Read messages and reply until there are no more; returns the exit status."""
-        from spd.cli.chat.slash import Commands
-
-        commands = Commands(self)
-        self.source = self._open_source(interactive)
-        self._recall_unanswered()
+        self.interactive, commands = interactive, Commands(self)
+        self.source = self._open_source(commands)
         if interactive:
-            self._greet()
-        self.model.start(self._loaded)
+            self.tell(f"spd {__version__} · {self.model.name}" + f" · {self.name}" * bool(self._saving))
+            self.tell("Type a message, /help for commands, Ctrl-D to quit.")
+        self.go_on_with(self.conversation)
+        self.model.start()
         said = False
         while not self.leaving:
             draft, self.draft = self.draft, ""
-            text = self.source.read(draft)
-            if text is None:
+            if (text := self.source.read(draft)) is None:
                 break
             said = said or bool(text.strip())
             try:
                 if text.startswith("/") and not text.startswith("//"):
                     commands.run(text)
                 elif text.strip() or self.attached:
-                    self.say(text.removeprefix("/") if text.startswith("//") else text)
+                    self.say(text)
             except SpdError as error:
                 if not interactive or self._ends(error):
                     raise
@@ -124,196 +117,258 @@ class Chat:
             )
         return 0
 
-    def _open_source(self, interactive: bool) -> MessageSource:
-        from spd.cli.chat.message_source import PlainLines
-        from spd.cli.chat.slash import WITH_PATH, Commands
-
-        if not interactive or self._session.dumb_terminal:
+    def _open_source(self, commands: Commands) -> PlainLines | Editor:
+        if not self.interactive or self.session.dumb_terminal:
             return PlainLines()
         from spd.cli.chat.editor import Editor
 
         return Editor(
-            self._session.state_folder / "history",
-            color=self._session.console.color,
+            self.session.state_folder / "history",
+            color=self.session.console.color,
             status=self._status,
-            commands=Commands.names(),
-            with_path=WITH_PATH,
+            loaded=lambda: not self.model.loading_words(),
+            commands=commands.completions(),
         )
-
-    def _greet(self) -> None:
-        from spd import __version__
-
-        turns = len(self.conversation.turns)
-        more = f" · {turns} turn{'s' if turns != 1 else ''} of {self.name}" if turns else ""
-        self.tell(f"spd {__version__} · {self.model.name}{more}")
-        self.tell("Type a message, /help for commands, Ctrl-D to quit.")
-
-    def _recall_unanswered(self) -> None:
-        """A message that was never answered, because everything ended, waits to be sent again."""
-        turns = self.conversation.turns
-        if turns and turns[-1].reply is None:
-            self.draft = turns[-1].user
-            self.conversation = self.conversation.without_last()
-
-    def _loaded(self) -> None:
-        """Called in the engine's thread when loading has ended."""
-        failure = self.model.thread.failure
-        if failure is not None:
-            self.source.leave(failure)
-        elif self.look.terminal and not self._session.console.quiet:
-            self.source.say("\n".join(self._dimmed(line) for line in self.model.plan_lines()))
-        self.source.wake()
 
     def _status(self) -> str:
         """The line at the bottom."""
-        if not self.model.is_loaded:
-            return f" {as_line(self.model.loading_words())}"
-        name, used = as_line(self.model.name), f"ctx {self.model.context_words()}"
-        choices = [f" {' · '.join(parts)}" for parts in ((name, self.model.spec_words(), used), (name, used))]
-        return next((line for line in choices if cells(line) < self.look.size().columns), f" {used}")
+        loading = self.model.loading_words()
+        return f" {loading or ' · '.join((self._used(), as_line(self.model.name), self.model.spec_words()))}"
 
     # -- turns -------------------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
         """Send a message and show the reply. Raises what the message or the engine raises."""
-        from spd.cli.chat.conversation import Turn
-        from spd.cli.text.prompt import check_text
-
-        files = [content for _, content in self.attached]
-        turn = Turn(check_text("\n\n".join([*files, *([text] if text.strip() else [])]), "the message"))
+        message = text.removeprefix("/") if text.startswith("//") else text
+        parts = [*(content for _, content in self.attached), *([message] if message.strip() else [])]
+        turn = Turn(check_text("\n\n".join(parts), "the message"))
         turns = (*self.conversation.turns, turn)
-        try:
-            self.reply_to(dataclasses.replace(self.conversation, turns=turns), text)
-        except SpdError as error:
-            if error.code == "context_overflow":
-                tokenizer = self.model.vocabulary.need_tokenizer()
-                for path, content in self.attached:
-                    error.reason += (
-                        f"{path}: {len(tokenizer.encode(content)):,} tokens, no longer attached",
-                    )
-                self.attached = []
-            raise
-        self.attached = []
+        if self.reply(dataclasses.replace(self.conversation, turns=turns), text):
+            self.attached = []
 
-    def reply_to(self, conversation: Conversation, draft: str = "") -> None:
-        """Let the model reply to a changed conversation; without a reply all is as before, but the draft."""
-        before, self.conversation = self.conversation, conversation
+    def reply(self, conversation: Conversation, draft: str = "") -> bool:
+        """Let the model reply to the last turn of a changed conversation, or go on with its reply.
+
+        Without a reply, False: all is as before, and `draft` waits to be sent again.
+        """
+        before = self.conversation
+        self.change(conversation)  # saved now: whatever happens, the message is not lost
         try:
-            self.reply()
+            replied = run_reply(self, conversation)
         except Exception as error:
-            if self.conversation is conversation:
-                self.conversation, self.draft = before, draft
-                if not self._ends(error):
-                    self._save()  # the terminal is gone: the message waits in the file
+            self.draft = draft
+            if not self._ends(error):  # else the message waits in the file
+                self.change(before)
             raise
+        if replied is conversation:
+            self.change(before)
+            self.draft = draft
+            return False
+        self.change(replied)
+        if self.stats:
+            self.tell(f"  {self.model.stats_words()} · {self._used()}")
+        turn = replied.turns[-1]
+        if turn.finish == "length" and self.interactive:
+            self.tell(f"stopped at {len(turn.reply_ids):,} tokens; /more continues")
+        return True
+
+    def change(self, conversation: Conversation) -> None:
+        """Go on with a changed conversation, and save it."""
+        self.conversation = conversation
+        if not self._saving or not (conversation.turns or self.store.path(self.name).exists()):
+            return
+        try:
+            self.store.save(self.name, conversation)
+        except SpdError as error:
+            if not self._warned:
+                write_error(error, self._console, as_json=False)
+            self._warned = True
+
+    def go_on_with(self, conversation: Conversation) -> None:
+        """Go on with a saved conversation: its last turns are shown, an unanswered message is the draft."""
+        self.conversation, turns = conversation, conversation.turns
+        if turns and turns[-1].reply is None:
+            self.draft, self.conversation = turns[-1].user, conversation.without_last()
+        for turn in self.conversation.turns[-RECALLED:] if self.interactive else ():
+            self.tell(f"› {shortened(turn.user, 300)}", shortened(turn.reply or "", 300))
 
     def _ends(self, error: Exception) -> bool:
         """Whether a chat cannot go on: the terminal is gone, or there is no model."""
         gone = isinstance(error, OutputClosed) or getattr(error, "code", "") == "write_failed"
         return gone or error is self.model.thread.failure
 
-    def reply(self, *, more: bool = False) -> None:
-        """Let the model reply to the last turn, or go on with its reply."""
-        from spd.cli.chat.reply import run_reply
-
-        self._save()
-        conversation = run_reply(
-            self._session,
-            self._sink,
-            self.model,
-            self.look,
-            self.conversation,
-            more,
-            lambda: write_stderr(self.source.unsaid(), styled=True),
-            self.source.keep,
-        )
-        turn = conversation.turns[-1]
-        if turn.reply is None:
-            self.change(conversation.without_last())
-            self.draft = turn.user
-            return
-        self.change(conversation)
-        if self.stats:
-            self.tell("  " + self.model.stats_words())
-        self._warn_when_full()
-        if turn.finish == "length" and self.look.terminal:
-            self.tell(f"stopped at {len(turn.reply_ids):,} tokens; /more continues")
-
-    def change(self, conversation: Conversation) -> None:
-        """Go on with a changed conversation, and save it."""
-        self.conversation = conversation
-        self._save()
-
-    def _warn_when_full(self) -> None:
-        used, context = self.model.used, self.model.context
-        if used >= FULL_SHARE * context and not self._warned_full:
-            self._warned_full = True
-            self._session.console.note(
-                f"{used:,} of {context:,} tokens of context are used: /clear begins a new chat"
-            )
-
-    def _save(self) -> None:
-        if not self._saving or not (self.conversation.turns or self.store.path(self.name).exists()):
-            return
-        try:
-            self.store.save(self.name, self.conversation)
-        except SpdError as error:
-            if not self._warned_save:
-                self._warned_save = True
-                write_error(error, self._console, as_json=False)
+    def _used(self) -> str:
+        """How much of the context the conversation uses."""
+        used = 0
+        with suppress(SpdError):  # the next message will meet the error
+            used = self.model.encoder.length(self.conversation)
+        return f"ctx {used:,}/{self.model.plan.shape.ctx:,}"
 
     # -- what commands change ------------------------------------------------------------------------
 
     def tell(self, *lines: str) -> None:
         """Answer a command, or say what happens: never part of the conversation."""
         for line in lines:
-            write_stderr(self._dimmed(line) + "\n", styled=True)
-
-    def _dimmed(self, line: str) -> str:
-        """A line from outside as this terminal shows it."""
-        fitted = fit_lines(as_line(line), self.look.size().columns if self.look.terminal else None)
-        return paint(fitted, "2", self.look.styled)
+            fitted = fit_lines(as_line(line), columns_of(sys.stderr))
+            write_stderr(paint(fitted, "2", self.styled) + "\n", styled=True)
 
     def start_new(self) -> None:
         """Leave this chat as it was saved and begin another with the same system message."""
-        from spd.cli.chat.conversation import begin
-
         if self._saving:
             self.name = self.store.open_new()
         old = self.conversation
-        self.conversation = begin(old.model, None, old.system, old.vocabulary)
-        self.attached, self._warned_full = [], False
+        self.change(Conversation(old.model, system=old.system, vocabulary=old.vocabulary))
+        self.attached = []
 
     def load(self, name: str) -> None:
         """Go on with a saved chat."""
-        loaded = self.store.load(name)
+        saved = self.store.load(name)
         if self._saving:
             self.store.open(name)
         self.name = name
-        self.conversation = loaded.for_model(self.model.name, self.model.fingerprint)
-        self._recall_unanswered()
-        self.tell(*(line for turn in self.conversation.turns[-1:] for line in _recap(turn)))
-
-    def set_sampling(self, changes: dict[str, Any]) -> None:
-        """Change sampling options; a seed begins the chat's own line of seeds anew."""
-        self.model.set_sampling(changes)
-        if changes.get("seed") is not None:
-            self.change(dataclasses.replace(self.conversation, seed=changes["seed"], draws=0))
-
-    def set_thinking(self, think: str) -> None:
-        """Think from now on as --think says. Raises IncompatibleError and UsageError."""
-        self.model.set_thinking(think)
-        self.look = dataclasses.replace(self.look, hide_thinking=think == "hide")
+        self.go_on_with(saved.for_model(self.model.name, self.model.fingerprint))
 
     def reload(self, **changes: Any) -> None:
         """Load with other options, and go back to the old ones if that fails."""
-        from spd.cli.commands.models import ensure_models
-
-        ensure_models(self._session, dataclasses.replace(self.model.options, **changes))
-        self.model.reload(changes, self._loaded)
+        ensure_models(self.session, dataclasses.replace(self.model.options, **changes))
+        self.model.reload(**changes)
         self.change(self.conversation.for_model(self.model.name, self.model.fingerprint))
-        self._session.console.note(f"loaded {self.model.name}")
+        self.tell(*self.model.lines())
 
 
-def _recap(turn: Any) -> Sequence[str]:
-    return [f"you   {turn.user[:200]}", f"reply {(turn.reply or '')[:200]}"]
+def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
+    """The conversation with the reply to its last turn, or with more of it; shown while it comes.
+
+    On a terminal Ctrl-C and Esc stop the reply; the conversation is as it was if nothing had come. Raises
+    IncompatibleError if it does not fit the context, and what the engine raises.
+    """
+    model, guard, turn = chat.model, chat.session.guard, conversation.turns[-1]
+    gathered, stopped = Gathered(), threading.Event()
+
+    def stop() -> None:
+        stopped.set()
+        model.thread.stop()
+
+    # Without a terminal, Ctrl-C ends the whole chat.
+    with guard.soften(stop) if chat.interactive else nullcontext(), chat.source.replying(stop):
+        model.wait(lambda: not stopped.is_set())
+        if stopped.is_set():
+            return conversation
+        splitter = ThinkingSplitter(opens_thinking(model.encoder.encode(conversation).text))
+        splitter.feed(turn.reply or "")
+        request = _request(model, conversation, splitter.thinking)
+        thoughts = Thoughts(chat.session.console, hidden=model.options.think == "hide")
+        view = _view(chat, splitter, thoughts)
+        model.thread.engine().prefilling = _reading(thoughts)
+        try:
+            for event in model.thread.run(request):
+                gathered.take(event)
+                with guard.hold():
+                    view.take(event)
+        finally:
+            model.metrics = model.thread.metrics(request.id)
+            with guard.hold() if guard.received is None else nullcontext():
+                view.finish()
+    if stopped.is_set():
+        chat.tell("[interrupted]")
+    if gathered.finish_reason == "error":
+        raise EngineError(
+            "the model failed while replying",
+            reason=["What came before the fault was shown; it is not kept."],
+            fix=["/regen, or --dtype float32"],
+        )
+    if stopped.is_set() and not gathered.token_ids:
+        return conversation
+    replied = conversation.with_last(
+        reply=(turn.reply or "") + gathered.text,
+        reply_ids=(*turn.reply_ids, *gathered.token_ids),
+        finish=gathered.finish_reason,
+        seed=request.params.seed,
+    )
+    return dataclasses.replace(replied, draws=conversation.draws + (turn.reply is None))
+
+
+def _request(model: ChatModel, conversation: Conversation, inside: bool) -> Request:
+    """The order for the engine; `inside` says whether what comes next is thinking."""
+    from spd.runtime import Request
+
+    turn, encoded, context = conversation.turns[-1], model.encoder.encode(conversation), model.plan.shape.ctx
+    ids, spans = (*encoded.ids, *turn.reply_ids), encoded.spans
+    if turn.reply_ids:
+        spans = (*spans, ("generated", len(turn.reply_ids)))
+    if len(ids) >= context:
+        raise IncompatibleError(
+            f"the conversation is {len(ids):,} tokens but the context is {context:,}",
+            reason=["Nothing is dropped in silence."],
+            fix=["/undo or /clear", "/file none", "spd chat -c --ctx N"],
+            code="context_overflow",
+        )
+    seed = conversation.next_seed if turn.seed is None else turn.seed
+    thinking = thinking_budget(model.options.think, model.vocabulary, inside, turn.reply_ids)
+    return Request(REQUEST_ID, ids, model.params(seed), spans, thinking=thinking)
+
+
+def _view(chat: Chat, splitter: ThinkingSplitter, thoughts: Thoughts) -> ReplyView:
+    """How this terminal, or a pipe, shows a reply."""
+    console, drafted, markdown = chat.session.console, None, None
+    if chat.styled and chat.model.options.show_drafts:
+        drafted = DraftedText(chat.model.vocabulary.need_tokenizer().token_bytes)
+    elif chat.styled and chat.model.options.markdown != "off":
+        from spd.cli.chat.markdown import MarkdownStream
+
+        markdown = MarkdownStream(terminal_size, color=console.color)
+    return ReplyView(chat.sink, console, splitter, thoughts, drafted, markdown)
+
+
+def _reading(thoughts: Thoughts) -> Callable[[int, int], None]:
+    """What shows how far a long prompt is read, of how many tokens; the engine calls it."""
+    began, known = time.perf_counter(), -1
+
+    def show(done: int, whole: int) -> None:
+        nonlocal known
+        known = done if known < 0 else known  # was in the cache, or is read already
+        rate = (done - known) / (time.perf_counter() - began)
+        bar = "#" * (10 * done // max(whole, 1))
+        thoughts.wait(f"reading {done:,}/{whole:,} tok · {rate:,.0f} tok/s [{bar:.<10}]")
+
+    return show
+
+
+class PlainLines:
+    """Lines from standard input; a terminal that cannot move its cursor gets a prompt.
+
+    As in the editor, a backslash at the end of a line goes on with the next.
+    """
+
+    def __init__(self) -> None:
+        self._asks = is_terminal(sys.stdin)
+        self._number = 0
+
+    def read(self, draft: str = "") -> str | None:
+        """The next line, or lines joined by backslashes. Raises UsageError."""
+        text = self._line(PROMPT)
+        while text is not None and text.endswith("\\"):
+            more = self._line(INDENT)
+            text = text[:-1] + ("" if more is None else "\n" + more)
+        return text
+
+    def replying(self, stop: Callable[[], None]) -> AbstractContextManager[None]:
+        """Nothing: what is typed stays in the terminal."""
+        return nullcontext()
+
+    def _line(self, prompt: str) -> str | None:
+        if self._asks:
+            write_stderr(prompt)
+        data = sys.stdin.buffer.readline(INPUT_LIMIT + 1) if sys.stdin is not None else b""
+        if not data:
+            return None
+        self._number += 1
+        if len(data) > INPUT_LIMIT:
+            raise UsageError(f"line {self._number} of stdin is longer than {INPUT_LIMIT >> 20} MiB")
+        try:
+            return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
+        except UnicodeDecodeError:
+            raise UsageError(
+                f"line {self._number} of stdin is not UTF-8 text",
+                fix=["iconv -f ENCODING -t utf-8 FILE | spd chat"],
+            ) from None

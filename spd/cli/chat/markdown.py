@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable
 from io import StringIO
+from itertools import takewhile
 from typing import Any, ClassVar
 
 from markdown_it import MarkdownIt
@@ -19,25 +20,13 @@ from rich.markdown import CodeBlock, Heading, Markdown
 from rich.syntax import Syntax
 from rich.theme import Theme
 
-THEME = Theme(
-    {
-        "markdown.code": "cyan",
-        "markdown.h1": "bold underline",
-        **dict.fromkeys((f"markdown.h{level}" for level in range(2, 7)), "bold"),
-        **dict.fromkeys(("markdown.item.bullet", "markdown.item.number"), "none"),
-        "markdown.block_quote": "dim",
-        "markdown.table.border": "dim",
-        "markdown.table.header": "bold",
-        "markdown.hr": "dim",
-        "markdown.link": "underline",
-        "markdown.link_url": "dim",
-    }
-)
-ASCII_SIGNS = {ord("•"): "-", ord("▌"): "|", ord("─"): "-", ord("━"): "-"}
-_UNDECIDED = re.compile(r"[ \t]*(?:[-=*+_#>|`~:.) \t]|\d{1,9})+")
+THEME = Theme({"markdown.code": "cyan"})  # not on black
+_UNDECIDED = re.compile(r"(?:^|\n)[-=*+_#>|`~:.)\d \t]*\Z")
 """A last line that may yet become the mark of a list, a heading, a fence or a table."""
 _JOINERS = re.compile("\ufe0f|(?<=[\U0001f000-\U0001faff\ufe0f])\u200d")
 """What joins signs to one whose width terminals disagree about."""
+_STYLE = r"\x1b\[[0-9;]*m"
+_BLANKS = re.compile(rf"(?: |{_STYLE})+$")
 DRAWING_SHARE = 0.2
 """Of the time between two drawings."""
 
@@ -61,13 +50,15 @@ class _Unwrapped(CodeBlock):
         yield text
 
 
-OWN = {"heading_open": _Left, "fence": _Unwrapped, "code_block": _Unwrapped}
-
-
 class _Reply(Markdown):
     """Markdown with such headings and code."""
 
-    elements: ClassVar[dict[str, Any]] = {**Markdown.elements, **OWN}
+    elements: ClassVar[dict[str, Any]] = {
+        **Markdown.elements,
+        "heading_open": _Left,
+        "fence": _Unwrapped,
+        "code_block": _Unwrapped,
+    }
 
 
 class MarkdownStream:
@@ -76,14 +67,13 @@ class MarkdownStream:
     The text holds no control characters but tabs and newlines. `size` is that of the terminal now.
     """
 
-    def __init__(self, size: Callable[[], os.terminal_size], *, color: bool, unicode: bool = True) -> None:
-        self._size, self._color, self._signs = size, color, {} if unicode else ASCII_SIGNS
+    def __init__(self, size: Callable[[], os.terminal_size], *, color: bool) -> None:
+        self._size, self._color = size, color
         self._parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
         self._open = ""
         """The last block, which what comes may change."""
         self._rows: list[str] = []
         """What is drawn of it."""
-        self._columns = 0
         self._began = False
         self._next = 0.0
 
@@ -93,59 +83,51 @@ class MarkdownStream:
         began = time.perf_counter()
         if began < self._next:
             return ""
-        written = self._draw_all(final=False)
-        now = time.perf_counter()
-        self._next = now + (now - began) / DRAWING_SHARE
+        undecided = _UNDECIDED.search(self._open)
+        written = self._draw_all(undecided.start() if undecided else len(self._open))
+        self._next = began + (time.perf_counter() - began) / DRAWING_SHARE
         return written
 
     def finish(self) -> str:
         """What to write at the end; afterwards the cursor stands at the beginning of a row."""
-        written = self._draw_all(final=True)
-        self._open, self._rows, began, self._began = "", [], self._began, False
-        return written + ("\n" if began else "")
+        return self._draw_all(len(self._open)) + "\n" * self._began
 
-    def _draw_all(self, *, final: bool) -> str:
-        lines = self._open.split("\n")
-        held = "" if final or not _UNDECIDED.fullmatch(lines[-1]) else lines.pop()
+    def _draw_all(self, decided: int) -> str:
+        """Draw the blocks of so much of the text, and keep what may change."""
+        lines = self._open[:decided].split("\n")
         tokens = self._parser.parse("\n".join(lines))
         starts = [token.map[0] for token in tokens if token.level == 0 and token.nesting >= 0 and token.map]
         written, begin = "", 0
         for end in starts[1:]:
             written += self._draw("\n".join(lines[begin:end]))
             self._rows, begin = [], end
-        rest = "\n".join(lines[begin:])
-        written += self._draw(rest)
-        self._open = "\n".join([rest, held]) if held and lines else rest + held
-        return written
+        last = "\n".join(lines[begin:])
+        self._open = last + self._open[decided:]
+        return written + self._draw(last)
 
     def _draw(self, block: str) -> str:
-        """Rows of a block in the place of those that are drawn of it."""
+        """Rows of a block in the place of those that are drawn of it and still on the screen."""
         size = self._size()
         rows, old = self._rendered(block, size.columns), self._rows
-        if not rows or (rows == old and size.columns == self._columns):
+        if not rows or rows == old:
             return ""
+        self._rows = rows
         if not old:
-            gap, self._began = "\n\n" if self._began else "", True
-            self._rows, self._columns = rows, size.columns
+            gap, self._began = "\n\n" * self._began, True
             return gap + "\n".join(rows)
-        same = next((i for i, pair in enumerate(zip(old, rows, strict=False)) if pair[0] != pair[1]), None)
-        same = min(len(old), len(rows)) - 1 if same is None else same
-        if size.columns != self._columns:
-            same = 0
-        above, reach = 0, len(old)  # rows of the terminal between the first to be drawn and the cursor
+        pairs = zip(old[:-1], rows[:-1], strict=False)
+        same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        above, reach = 0, len(old)  # rows of the terminal from the first to be drawn to the cursor
         while reach > same and above + _height(old[reach - 1], size.columns) < size.lines:
             reach -= 1
             above += _height(old[reach], size.columns)
-        self._rows, self._columns = rows, size.columns
+        # Deleted, not erased: tmux keeps a copy of a screen that is erased as a whole.
         up = f"\x1b[{above - 1}A" if above > 1 else ""
-        first, *more = rows[reach:] or [""]
-        # Not erased from its beginning: tmux keeps a copy of a screen that is erased as a whole.
-        erase = "\n\x1b[J" if more else "" if first and not _cells(first) % size.columns else "\x1b[J"
-        return f"{up}\r\x1b[K{first}{erase}" + "\n".join(more)
+        return (f"\r{up}\x1b[{above}M" if above else "\n") + "\n".join(rows[reach:])
 
     def _rendered(self, block: str, columns: int) -> list[str]:
         """Rows of a block, with the styles of a terminal and no blanks at their ends."""
-        reply = _Reply("", hyperlinks=False, code_theme="ansi_dark")
+        reply = _Reply("", hyperlinks=False)
         reply.parsed = self._parser.parse(block)
         for token in reply.parsed:
             for child in token.children or ():
@@ -162,28 +144,15 @@ class MarkdownStream:
         )
         with console.capture() as capture:
             console.print(reply, crop=False, end="")
-        rows = [_without_last_blanks(row) for row in capture.get().split("\n")]
-        while rows and not rows[-1]:
-            rows.pop()
-        while rows and not rows[0]:
-            rows.pop(0)
-        return [row.translate(self._signs) for row in rows]
+        text = "\n".join(map(_trimmed, capture.get().split("\n"))).strip("\n")
+        return text.split("\n") if text else []
 
 
-_BLANKS = re.compile(r"(?: |\x1b\[[0-9;]*m)+$")
-
-
-def _without_last_blanks(row: str) -> str:
-    end = _BLANKS.search(row)
-    if end is None or not end.start():
-        return "" if end else row
-    return row[: end.start()] + ("\x1b[0m" if "\x1b" in end[0] else "")
+def _trimmed(row: str) -> str:
+    row = _BLANKS.sub("", row)
+    return row + "\x1b[0m" if "\x1b" in row else row
 
 
 def _height(row: str, columns: int) -> int:
     """Rows of the terminal that a row takes."""
-    return max(1, -(-_cells(row) // columns))
-
-
-def _cells(row: str) -> int:
-    return cell_len(re.sub(r"\x1b\[[0-9;]*m", "", row))
+    return max(1, -(-cell_len(re.sub(_STYLE, "", row)) // columns))

@@ -6,43 +6,20 @@ Control characters of the reply never reach a terminal.
 from __future__ import annotations
 
 import codecs
-import os
+import itertools
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from spd.cli.text.output import CONTROL, Console, Sink, is_terminal, paint, printable, write_stderr
+from spd.cli.text.progress import Ticker
 
 if TYPE_CHECKING:
     from spd.cli.chat.markdown import MarkdownStream
     from spd.cli.text.structured import ThinkingSplitter
-    from spd.formats.tokenizer import Tokenizer
     from spd.runtime import Event
 
-DIM, DIM_ITALIC, GREEN, UNDERLINE = "2", "2;3", "32", "4"
-
-
-@dataclass(frozen=True)
-class Look:
-    """How replies are shown; `styled` needs a terminal that knows escape sequences."""
-
-    terminal: bool
-    styled: bool
-    color: bool
-    unicode: bool
-    size: Callable[[], os.terminal_size]
-    markdown: bool
-    drafts: bool = False
-    hide_thinking: bool = False
-
-
-class Piece(NamedTuple):
-    """A stretch of text from one kind of token."""
-
-    text: str
-    drafted: bool
+DIM, GREEN, UNDERLINE = "2", "32", "4"
 
 
 class DraftedText:
@@ -51,138 +28,116 @@ class DraftedText:
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._known: list[Piece] = []
+        self._known: list[bool] = []
+        """Of each character that is still to come."""
 
-    def take(self, event: Event) -> Iterator[Piece]:
-        """The event's text in pieces; text may come later than its tokens."""
+    def take(self, event: Event) -> Iterator[tuple[str, bool]]:
+        """The event's text in stretches, and whether each was drafted; text may come later than tokens."""
         for token_id, drafted in zip(event.token_ids, event.drafted, strict=False):
-            self._known.append(Piece(self._decoder.decode(self._token_bytes(token_id)), drafted))
-        left = event.text
-        while left:
-            known = self._known.pop(0) if self._known else Piece(left, False)
-            size = min(len(known.text), len(left))
-            if size:
-                yield Piece(left[:size], known.drafted)
-            left = left[size:]
-            if size < len(known.text):
-                self._known.insert(0, Piece(known.text[size:], known.drafted))
+            self._known += [drafted] * len(self._decoder.decode(self._token_bytes(token_id)))
+        begin = 0
+        known = self._known[: len(event.text)]
+        known += [False] * (len(event.text) - len(known))
+        for drafted, stretch in itertools.groupby(known):
+            end = begin + len(list(stretch))
+            yield event.text[begin:end], drafted
+            begin = end
+        del self._known[:begin]
 
 
 class Thoughts:
-    """Thinking on a terminal's standard error, dimmed and apart from the answer; nothing elsewhere."""
+    """Thinking on a terminal's standard error, dimmed and apart from the answer; nothing elsewhere.
+
+    A line says meanwhile what there is to wait for: what comes next takes it away.
+    """
 
     def __init__(self, console: Console, *, hidden: bool) -> None:
-        self._shows, self._color = is_terminal(sys.stderr) and not (hidden or console.quiet), console.color
+        self._shows, self._color = is_terminal(sys.stderr) and not console.quiet, console.color
+        self._hidden, self._ticker, self._ticks = hidden, Ticker(console), False
         self._last = ""
 
+    def wait(self, words: str) -> None:
+        """Say what there is to wait for."""
+        self._ticker.write(words)
+        self._ticks = True
+
     def write(self, text: str) -> None:
-        """Show what was thought next."""
-        if self._shows and text:
+        """Show what was thought next, or that there is thinking."""
+        if self._hidden:
+            self.wait("thinking…")
+        elif self._shows and text:
+            self._go_on()
             write_stderr(_styled_lines(printable(text), DIM if self._color else ""), styled=True)
             self._last = text[-1]
 
     def end(self) -> None:
         """Leave a blank line before the answer, once."""
+        self._go_on()
         write_stderr("\n" * (bool(self._last) + (self._last not in ("", "\n"))))
         self._last = ""
 
+    def _go_on(self) -> None:
+        if self._ticks:
+            self._ticker.write("")
+            self._ticks = False
+
 
 class ReplyView:
-    """Writes one reply, of which `splitter` may have taken a beginning that was shown before."""
+    """Writes one reply, of which `splitter` may have taken a beginning that was shown before.
+
+    `drafted` colours drafts on a terminal, `markdown` draws it there; without both the text stays plain.
+    """
 
     def __init__(
         self,
         sink: Sink,
-        look: Look,
-        tokenizer: Tokenizer | None,
+        console: Console,
         splitter: ThinkingSplitter,
         thoughts: Thoughts,
+        drafted: DraftedText | None,
+        markdown: MarkdownStream | None,
     ) -> None:
-        self._sink, self._look = sink, look
-        self._splitter, self._thoughts = splitter, thoughts
-        self._drafted = None if tokenizer is None else DraftedText(tokenizer.token_bytes)
-        self._markdown: MarkdownStream | None = None
-        if look.styled and look.markdown and not look.drafts:
-            from spd.cli.chat.markdown import MarkdownStream
-
-            self._markdown = MarkdownStream(look.size, color=look.color, unicode=look.unicode)
-        self._return = ""
-        self._thinking_since: float | None = None
-        self._thinking_tokens = 0
+        self._sink, self._splitter, self._thoughts = sink, splitter, thoughts
+        self._drafted, self._markdown = drafted, markdown
+        self._style = GREEN if console.color else UNDERLINE
         self._at_row_start = True
 
     def take(self, event: Event) -> None:
         """Show what a round brought."""
-        if self._splitter.part != "answer":
-            self._thinking_tokens += len(event.token_ids)
-        pieces = [Piece(event.text, False)]
-        if self._look.drafts and self._drafted is not None:
-            pieces = list(self._drafted.take(event))
-        for piece in pieces:
-            for thinking, text in self._splitter.feed(piece.text):
-                self._show(thinking, text, piece.drafted)
+        for text, drafted in [(event.text, False)] if self._drafted is None else self._drafted.take(event):
+            self._feed(text, drafted)
 
-    def finish(self, remark: str = "") -> None:
-        """Show what is still held back, a remark, and leave the cursor at the beginning of a row."""
-        for thinking, text in self._splitter.feed("", final=True):
-            self._show(thinking, text, False)
-        self._end_thinking()
+    def finish(self) -> None:
+        """Show what is still held back, and leave the cursor at the beginning of a row."""
+        self._feed("", False, final=True)
         self._thoughts.end()
         if self._markdown is not None:
             self._sink.write_styled(self._markdown.finish())
-            self._at_row_start = True
         elif not self._at_row_start:
             self._sink.write("\n")
-        if remark and self._look.styled:
-            self._sink.write_styled(f"\x1b[{DIM}m{remark}\x1b[0m\n")
 
-    def _show(self, thinking: bool, text: str, drafted: bool) -> None:
-        if not self._look.styled:
+    def _feed(self, text: str, drafted: bool, *, final: bool = False) -> None:
+        for thinking, part in self._splitter.feed(text, final=final):
             if thinking:
-                self._thoughts.write(text)
-            elif text:
+                self._thoughts.write(part)
+            elif part:
                 self._thoughts.end()
-                self._sink.write(text)
-                self._at_row_start = text.endswith("\n")
-            return
-        text = self._harmless(text)
-        if thinking:
-            self._show_thinking(text)
-            return
-        self._end_thinking()
+                self._at_row_start = part.endswith("\n")
+                self._show(part, drafted)
+
+    def _show(self, text: str, drafted: bool) -> None:
         if self._markdown is not None:
-            self._sink.write_styled(self._markdown.feed(text))
-        elif text:
-            style = (GREEN if self._look.color else UNDERLINE) if drafted else ""
-            self._sink.write_styled(_styled_lines(text, style))
-            self._at_row_start = text.endswith("\n")
-
-    def _show_thinking(self, text: str) -> None:
-        if self._thinking_since is None:
-            self._thinking_since = time.perf_counter()
-            self._sink.write_styled(f"\x1b7\x1b[{DIM}mthinking…\x1b[0m" if self._look.hide_thinking else "")
-        if not self._look.hide_thinking and text:
-            self._sink.write_styled(_styled_lines(text, DIM_ITALIC))
-            self._at_row_start = text.endswith("\n")
-
-    def _end_thinking(self) -> None:
-        """Set the thinking apart from the answer, or put one line in its place."""
-        if self._thinking_since is None:
-            return
-        seconds, self._thinking_since = time.perf_counter() - self._thinking_since, None
-        if self._look.hide_thinking:
-            words = f"thought for {seconds:.1f} s · {self._thinking_tokens} tok"
-            self._sink.write_styled(f"\x1b8\x1b[K\x1b[{DIM}m{words}\x1b[0m\n\n")
+            self._sink.write_styled(self._markdown.feed(printable(text.replace("\r\n", "\n"), CONTROL)))
+        elif drafted:
+            self._sink.write_styled(_styled_lines(printable(text, CONTROL), self._style))
         else:
-            self._sink.write("\n" if self._at_row_start else "\n\n")
-        self._at_row_start = True
+            self._sink.write(text)
 
-    def _harmless(self, text: str) -> str:
-        """Text without control characters; a carriage return waits for the newline it may belong to."""
-        text, self._return = self._return + text, ""
-        if text.endswith("\r"):
-            text, self._return = text[:-1], "\r"
-        return printable(text.replace("\r\n", "\n"), CONTROL)
+
+def shortened(text: str, size: int) -> str:
+    """The beginning of a text on one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= size else line[: size - 1] + "…"
 
 
 def _styled_lines(text: str, style: str) -> str:

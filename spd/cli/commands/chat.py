@@ -26,9 +26,6 @@ class ChatOptions(ReplyOptions):
     model_argument: str | None = argument(
         "MODEL", "A folder, org/name, or demo. Default: demo.", None, autocompletion=model_names
     )
-    model: str | None = first(  # type: ignore[assignment]
-        None, "MODEL", "As the MODEL argument.", "-m", envvar="SPD_MODEL", autocompletion=model_names
-    )
     file: list[str] | None = first(None, "FILE", "Goes with the first message. Repeatable.", "-f")
     continue_: str | None = first(
         None, "[NAME]", "Continue the latest chat, or the one of this name.", "-c", "--continue"
@@ -43,17 +40,6 @@ class ChatOptions(ReplyOptions):
     )
     typed: frozenset[str] = frozenset()
     """Names of these fields that stood on the command line, not in a file or the environment."""
-
-    def continuing(self, model: str) -> ChatOptions:
-        """What is typed, then what a chat with this model was saved with, then files and environment."""
-        typed = self.typed
-        named = bool(typed & {"model", "model_argument"})
-        return dataclasses.replace(
-            self,
-            model=self.model if named else model,
-            system=self.system if "system" in typed else None,
-            seed=self.seed if "seed" in typed else None,
-        )
 
 
 def chat(session: Session, options: ChatOptions) -> int:
@@ -73,8 +59,7 @@ def chat(session: Session, options: ChatOptions) -> int:
 
     store = SessionStore(session.state_folder / "sessions")
     try:
-        name, conversation = open_session(store, options)
-        talk = Chat(session, options, sink, store, name, conversation)
+        talk = Chat(session, options, sink, store, *open_session(store, options))
         try:
             return talk.run(interactive)
         finally:
