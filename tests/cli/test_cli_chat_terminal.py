@@ -177,13 +177,12 @@ def test_a_chat_on_a_terminal(terminal: Start, tmp_path: Path) -> None:
     chat.type("\x03")
     chat.wait("[interrupted]")
     chat.wait("›")
-    chat.type("/un\t\r")
+    chat.type("/un\t")
+    chat.wait("do")
+    chat.type("\r")
     chat.wait("took back: typpa")
     chat.wait("›")
-    chat.type("text\x03")
-    chat.type("\x03")
-    chat.wait("Ctrl-D or /exit to quit")
-    chat.type("/exit\r")
+    chat.type("text\x03/exit\r")
     assert chat.end() == 0 and chat.settings() == chat.before
     (turn,) = turns(tmp_path)
     assert turn["finish"] == "abort" and turn["reply"].startswith("Some **bold** text\x1b[31mword word")
@@ -229,9 +228,7 @@ def test_what_is_said_fits_a_narrow_terminal(terminal: Start) -> None:
     chat.type("/set temperature=-1\r")
     assert chat.wait("fix: ").count(b"\n") <= 4
     chat.wait("›")
-    chat.type("\x03")
-    chat.wait("Ctrl-D or /exit to quit")
-    chat.type("\x03")
+    chat.type("\x03\x03")
     assert chat.end() == -signal.SIGINT and not COLOURS.search(chat.seen)
 
 
@@ -243,6 +240,7 @@ def test_killed_while_replying_the_message_is_there_again(terminal: Start, tmp_p
     chat.leave()
     chat = terminal("-c", pieces=["word "] * 400, pause=0.02)
     chat.wait("Hello wörld!")
+    chat.wait("/90,000")
     chat.type("precious words\r")
     chat.wait("word word")
     chat.process.kill()

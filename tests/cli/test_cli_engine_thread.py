@@ -70,7 +70,7 @@ def test_a_chat_expects_its_own_parameters(model: Path, script: Any) -> None:
     """As they are by then."""
     script.captures = 1
     chat = ChatModel(ChatOptions(model=str(model), temperature=0.3), Console())
-    chat.start(lambda: None)
+    chat.start()
     assert chat.thread.engine() is script.engine
     until(lambda: script.engine.captured)
     ((params,), _) = script.engine.captured[0]
