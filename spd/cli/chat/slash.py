@@ -20,7 +20,6 @@ from spd.cli.options import (
     parse_think,
     read_settings,
     spec_names,
-    think_words,
 )
 from spd.cli.text.prompt import read_text
 from spd.errors import SpdError, UsageError
@@ -62,7 +61,7 @@ class Commands:
             "/load": self._chat.store.names,
             "/model": lambda: model_names(""),
             "/spec": lambda: spec_names(""),
-            "/think": lambda: think_words(""),
+            "/think": lambda: ["on", "off", "hide"],
         }
 
     def do_help(self, rest: str) -> None:

@@ -1,6 +1,6 @@
 """`spd convert-mtp`: cut an MTP head out of a checkpoint into a small folder, or see whether one fits.
 
-Reads headers, then the head's own bytes a piece at a time; torch is imported for --dtype only.
+Reads headers, then the head's own bytes a piece at a time, without torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from spd import __version__
 from spd.cli.options import CommonOptions, Session, argument, model_names, printed
@@ -22,11 +22,10 @@ from spd.errors import UsageError
 
 if TYPE_CHECKING:
     from spd.formats.model_config import ModelConfig
-    from spd.formats.mtp import Cast, HeadPlan
+    from spd.formats.mtp import HeadPlan
 
 WEIGHTS = "model.safetensors"
 MANIFEST = "manifest.json"
-CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 SCALES = "_scale_inv"
 
 
@@ -40,9 +39,6 @@ class ConvertOptions(CommonOptions):
     destination: Path | None = argument("[DST]", "Folder to write. Default: NAME-mtp here.", None)
     attach: str | None = printed(None, "TARGET", "Check that the head fits it.", autocompletion=model_names)
     revision: str | None = printed(None, "REV", "Branch, tag or commit in the cache.")
-    dtype: Literal["stored", "bfloat16", "float16", "float32"] = printed(
-        "stored", None, "Of what is written; FP8 blocks are multiplied out."
-    )
     force: bool = printed(False, None, "Replace a head that is already there.")
     dry_run: bool = printed(False, None, "Read headers, write nothing.")
     json: bool = printed(False, None, "One JSON object: every tensor by name.")
@@ -58,8 +54,6 @@ def convert_mtp(session: Session, options: ConvertOptions) -> None:
     plan = plan_head(source, options.source, _layer_tensors)
     with plan.checkpoint:
         attached = None if options.attach is None else _attach(plan, options.attach)
-        if options.dtype != "stored":
-            plan = plan.cast(CODES[options.dtype])
         own: list[str] | None = None
         if destination is not None and not options.dry_run:
             own = _write(session, plan, options, destination)
@@ -73,7 +67,7 @@ def convert_mtp(session: Session, options: ConvertOptions) -> None:
 
 def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the target's last decoder layer, which a module's layer repeats."""
-    from spd.runtime.lab import family_layout
+    from spd.runtime import family_layout
 
     shapes: dict[str, tuple[int, ...]] = family_layout(config).layers[-1].tensors()
     return shapes
@@ -131,13 +125,12 @@ def _write(session: Session, plan: HeadPlan, options: ConvertOptions, destinatio
 
     own = differing_copies(plan)
     tensors = [*plan.tensors, *own]
-    cast = _cast(plan, options.dtype) if options.dtype != "stored" else None
     with Ticker(session.console) as ticker, open_stage(destination, replaces=options.force) as stage:
 
         def show(done: int, total: int, tensor: str) -> None:
             ticker.write(f"writing {done / 2**20:,.0f} of {total / 2**20:,.0f} MiB · {tensor}")
 
-        digests = write_tensors(stage / WEIGHTS, outputs(plan, tensors, cast), show)
+        digests = write_tensors(stage / WEIGHTS, outputs(plan.checkpoint, tensors), show)
         plan.checkpoint.check_unchanged()
         told = (plan.head.verifier, plan.head.verifier_sha256, plan.head.layout.modules)
         write_json(stage / "config.json", head_config(plan.raw_config, *told, quantized=plan.quantized))
@@ -153,15 +146,6 @@ def _write(session: Session, plan: HeadPlan, options: ConvertOptions, destinatio
     return [tensor.name for tensor in own]
 
 
-def _cast(plan: HeadPlan, dtype: str) -> Cast:
-    import torch
-
-    from spd.runtime.lab import cast_pieces
-
-    wanted, block = getattr(torch, dtype), plan.head.config.fp8_block
-    return lambda checkpoint, meta: cast_pieces(checkpoint, meta, wanted, block)
-
-
 def _facts(
     plan: HeadPlan,
     options: ConvertOptions,
@@ -170,9 +154,6 @@ def _facts(
     own: list[str] | None,
 ) -> dict[str, Any]:
     """The one JSON object: every tensor by name. `own`: tables unlike the target's; None: not written."""
-    from spd.formats.checkpoint import DTYPE_BITS
-
-    sizes = (t.nbytes * DTYPE_BITS[plan.dtype_of(t)] // DTYPE_BITS[t.dtype] for t in plan.tensors)
     return {
         "schema": "spd.convert-mtp/1",
         "source": options.source,
@@ -182,7 +163,7 @@ def _facts(
         "found": plan.head.layout.words(),
         "destination": None if destination is None else str(destination),
         "written": own is not None,
-        "bytes": sum(sizes),
+        "bytes": sum(tensor.nbytes for tensor in plan.tensors),
         "verifier": {"name_or_path": plan.head.verifier, "sha256": plan.head.verifier_sha256},
         "attached": attached,
         "mapped": [
@@ -190,8 +171,7 @@ def _facts(
                 "name": tensor.name,
                 "shard": tensor.shard.name,
                 "shape": list(tensor.shape),
-                "stored": tensor.dtype,
-                "dtype": plan.dtype_of(tensor),
+                "dtype": tensor.dtype,
             }
             for tensor in plan.tensors
         ],
@@ -235,9 +215,9 @@ def _kinds(mapped: list[dict[str, Any]]) -> Iterator[str]:
     scaled = {tensor["name"].removesuffix(SCALES) for tensor in mapped if tensor["name"].endswith(SCALES)}
     counts = Counter[str]()
     for tensor in mapped:
-        name, stored, dtype = tensor["name"], tensor["stored"], tensor["dtype"]
+        name = tensor["name"]
         if not name.endswith(SCALES):
             kind = re.sub(r"\.(layers|experts)\.\d+\.", r".\1.*.", name)
-            form = dtype if dtype == stored else f"{stored} → {dtype}"
-            counts[f"{kind}  {form} {tensor['shape']}{' with scales' if name in scaled else ''}"] += 1
+            scales = " with scales" if name in scaled else ""
+            counts[f"{kind}  {tensor['dtype']} {tensor['shape']}{scales}"] += 1
     return (line + (f" × {count}" if count > 1 else "") for line, count in counts.items())

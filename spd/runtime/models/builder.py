@@ -50,6 +50,7 @@ class Tensors(dict[str, Tensor]):
         """Matrices in codes, with what stands beside these."""
 
 
+Kept = Tensor | ScaledWeight | GroupedWeight
 LayerTensors = tuple[Tensors, Tensors]
 """One layer's: of its attention block, and of its MLP block."""
 
@@ -211,18 +212,19 @@ class LayerBuilder:
         kept = self._kept(tensors, name)
         if norm is None:
             return self.linear(kept, bias, Around(gate=gate))
-        packed = isinstance(kept, GroupedWeight)  # norms do not fold into codes
-        folded = self.kernels.facts.folds_norms or (self.fold_norms and not packed)
-        if packed or (isinstance(kept, ScaledWeight) and not rounds):
-            kept = replace(kept, columns=norm) if folded else kept
-        elif isinstance(kept, Tensor) and folded:
-            fold_norm(kept, norm)
+        # Norms do not fold into codes.
+        folded = self.fold_norms and (self.kernels.facts.folds_norms or not isinstance(kept, GroupedWeight))
+        if isinstance(kept, Tensor):
+            if folded:
+                fold_norm(kept, norm)
+        elif folded and not rounds:
+            kept = replace(kept, columns=norm)
         return self.linear(kept, bias, Around(self.epsilon, norm, folded, gate))
 
     def matrix(self, tensors: Tensors, name: str, *, cut: bool = False) -> AnyLinear:
         return self.linear(self._kept(tensors, name, cut=cut), tensors.get(f"{name}_bias"))
 
-    def _kept(self, tensors: Tensors, name: str, *, cut: bool = False) -> AnyWeight | GroupedWeight:
+    def _kept(self, tensors: Tensors, name: str, *, cut: bool = False) -> Kept:
         """A matrix [N, K] in the form that weights are kept in; a row that int4 groups do not divide is wide.
 
         cut: ranks have parts of its rows; int8 scales are those of the whole ones.
