@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from spd.formats.checkpoint import Checkpoint
     from spd.formats.folder import ModelFolder
     from spd.formats.model_config import ModelConfig
-    from spd.runtime.lab import Drafter
+    from spd.runtime import Drafter
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 PROBE = ({"role": "user", "content": "Hello"},)
@@ -130,7 +130,7 @@ def describe(name: str, folder: ModelFolder) -> Facts:
 
 def check_names(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
     """Names that the architecture does not use. Raises one CheckpointError for all that it lacks."""
-    from spd.runtime.lab import check_eagle3, check_weights, family_layout
+    from spd.runtime import check_eagle3, check_weights, family_layout
 
     unused: list[str]
     if config.eagle3 is not None:
@@ -143,7 +143,7 @@ def check_names(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
 def mtp_facts(folder: ModelFolder) -> dict[str, Any] | None:
     """The MTP head that the checkpoint holds, or lost; None where nothing speaks of one."""
     from spd.formats.mtp import declared_modules
-    from spd.runtime.lab import check_source, module_position_size
+    from spd.runtime import check_source, module_position_size
 
     declared, source = declared_modules(folder.fields), folder.mtp_source()
     if source is None:
@@ -173,7 +173,7 @@ def mtp_facts(folder: ModelFolder) -> dict[str, Any] | None:
 def eagle3_facts(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any] | None:
     """How an EAGLE-3 head reads its target; None for a model."""
     from spd.formats.eagle3 import EMBEDDING
-    from spd.runtime.lab import shares_head
+    from spd.runtime import shares_head
 
     head = config.eagle3
     if head is None:
@@ -205,7 +205,7 @@ def template_facts(folder: ModelFolder) -> dict[str, Any]:
 
 def _choose(folder: ModelFolder, draft: ModelFolder | None, method: str = "auto") -> Drafter | SpdError:
     """What drafts, by small files and headers, or what the run would be refused with."""
-    from spd.runtime.lab import choose_drafter
+    from spd.runtime import choose_drafter
 
     try:
         drafter: Drafter = choose_drafter(EngineConfig(model=folder, draft_model=draft, spec=method), folder)
@@ -236,7 +236,7 @@ def needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
 
     Where a pair cannot run, of the target with whatever it would choose alone.
     """
-    from spd.runtime.lab import drafts_up_to, foreseen_machine, outline
+    from spd.runtime import drafts_up_to, foreseen_machine, outline
     from spd.runtime.plan.memory import at_context, checkpoint_bytes, fitted, measure
 
     machine = foreseen_machine()
@@ -391,7 +391,7 @@ def speculation_lines(found: Mapping[str, Any]) -> Lines:
 
 def need_lines(need: Mapping[str, Any]) -> Lines:
     """The memory of a run, whether it is there, and that of other contexts."""
-    from spd.runtime.lab import AS_STORED
+    from spd.runtime import AS_STORED
     from spd.runtime.plan.memory import show_size
 
     parts = [f"{show_size(size)} {name.replace('_', ' ')}" for name, size in need["parts"].items() if size]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spd.runtime.lab.diagnostics import FAILED, OK, REPORT, WARNING, Finding
@@ -58,7 +59,7 @@ def gpu_kernel() -> Finding:
         linear(x, weights[0], None)
         torch.cuda.synchronize()
     by = f"Triton, compiled in {time.perf_counter() - began:.1f} s"
-    products = [lambda weight=weight: linear(x, weight, None)[0] for weight in weights]
+    products = [partial(lambda weight: linear(x, weight, None)[0], weight) for weight in weights]
     return _judge(x, weights, products, by, _graph_seconds)
 
 
@@ -90,7 +91,7 @@ def cpu_kernel() -> Finding:
 def _judge(
     x: Tensor,
     weights: list[Tensor],
-    products: list[Callable[[], Tensor]],
+    products: Sequence[Callable[[], Tensor]],
     by: str,
     seconds_of: Callable[[Callable[[], Any]], float],
 ) -> Finding:
