@@ -138,13 +138,6 @@ def test_stops_within_and_across_tokens(
     assert run(tokens, stops) == (texts, stopped)
 
 
-def test_stops_before_the_minimum_are_text() -> None:
-    assert run([b"END", b"a", b"END", b"b"], ["END"], min_tokens=2) == (["END", "a", ""], 3)
-    assert run([b"END", b"END"], ["END"], min_tokens=1)[1] == 2
-    # Begun before and completed after: a stop.
-    assert run([b"xE", b"N", b"D"], ["END"], min_tokens=2) == (["x", "", ""], 3)
-
-
 # -- in the engine -----------------------------------------------------------------------------------
 
 

@@ -121,11 +121,6 @@ def test_what_is_cut_away_was_matched_and_not_kept() -> None:
     assert (m.rounds, m.empty_rounds) == (1, 1)
 
 
-def test_a_request_without_drafts_has_an_acceptance_length_of_one() -> None:
-    plain = RequestMetrics(outcomes={(0, 0): 3})
-    assert RequestMetrics().mean_acceptance_length == plain.mean_acceptance_length == 1 and plain.rounds == 3
-
-
 def test_rows_that_pad_a_round_are_no_drafts(target: Path) -> None:
     """Beside a request with four drafts, one that asked for one: its other rows are counted nowhere."""
     engine = make_engine(target, slots=2, spec="draft", draft_model=target, draft_max=4)
