@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from spd.cli.commands.jsonl import Shared, _asked, _openai
+from spd.cli.commands.jsonl import _asked, _openai
 from spd.cli.text.prompt import Asked
 from spd.errors import UsageError
 from spd.formats.files import open_output
@@ -172,7 +172,7 @@ def test_what_a_line_begins_with() -> None:
 
     def asked(line: dict[str, Any], *messages: dict[str, str], raw: bool = False, **variables: Any) -> Asked:
         prompt = _openai(line)[0] if "body" in line else line
-        return _asked(prompt, Shared(raw or "body" in line, messages, variables))
+        return _asked(prompt, Asked(messages=messages, variables=variables), raw or "body" in line)
 
     assert asked({"prompt": "x"}, s, q, a).messages == (s, q, a, x)
     for own in ({"prompt": "x", "system": "t"}, {"messages": [t, x]}, {"messages": [x], "system": "t"}):

@@ -69,7 +69,7 @@ def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> in
         settings = dataclasses.replace(settings, context=engine.plan.shape.ctx)
         began = time.perf_counter()
         try:
-            Batch(session, settings, shared, engine, sink, done).run(rest)
+            Batch(session, settings, shared, options.raw, engine, sink, done).run(rest)
         except Interrupted:
             how = "--resume goes on" + (" from here" if options.output else ", with -o FILE")
             session.console.note(f"stopped after {done.lines:,} of {len(lines):,} lines; {how}")
@@ -138,31 +138,22 @@ def _read(number: int, raw: bytes) -> Line:
     return Line(number, {}, error)
 
 
-@dataclass(frozen=True)
-class Shared:
-    """What all prompts of a run have in common."""
-
-    raw: bool
-    messages: tuple[Mapping[str, Any], ...]
-    variables: Mapping[str, Any]
-
-
-def read_shared(options: GenerateOptions) -> Shared:
+def read_shared(options: GenerateOptions) -> Asked:
     """What the flags say about every prompt. Raises UsageError and NotFoundError."""
     messages = () if options.messages is None else read_messages(options.messages)
     if (system := system_text(options.system)) is not None:
         messages = ({"role": "system", "content": system},)
-    return Shared(options.raw, messages, template_variables(options))
+    return Asked(messages=messages, variables=template_variables(options))
 
 
-def read_wish(line: Line, settings: Settings, shared: Shared) -> tuple[Request, bool | None]:
+def read_wish(line: Line, settings: Settings, shared: Asked, raw: bool) -> tuple[Request, bool | None]:
     """What a line asks for, over what the flags say: see `Settings.request`. Raises SpdError."""
     if line.error is not None:
         raise line.error
     value = line.value
     if "body" in value or "custom_id" in value:
         value, given = _openai(value)
-        shared = dataclasses.replace(shared, raw=shared.raw or "prompt" in value)
+        raw = raw or "prompt" in value
     else:
         if unknown := sorted(value.keys() - set(OWN_FIELDS)):
             known = [f"known: {', '.join(OWN_FIELDS)}"]
@@ -181,12 +172,12 @@ def read_wish(line: Line, settings: Settings, shared: Shared) -> tuple[Request, 
     check_ids(values.get("stop_token_ids", ()), settings.usable_vocab, "stop_token_ids")
     check_ids([token for token, _ in values.get("logit_bias", ())], settings.usable_vocab, "logit_bias")
     params = dataclasses.replace(settings.sampling.params, **values)
-    asked = _asked(value, shared)
+    asked = _asked(value, shared, raw)
     check_ids(asked.ids or (), settings.vocabulary.config.vocab_size, "prompt_ids")
     return settings.request(str(line.number), asked, None, params, grammar)
 
 
-def _asked(prompt: Mapping[str, Any], shared: Shared) -> Asked:
+def _asked(prompt: Mapping[str, Any], shared: Asked, raw: bool) -> Asked:
     """The prompt of a line behind what every line begins with; its own system message replaces theirs."""
     kinds = [kind for kind in ("prompt", "messages", "prompt_ids") if prompt.get(kind) is not None]
     if len(kinds) != 1:
@@ -196,7 +187,7 @@ def _asked(prompt: Mapping[str, Any], shared: Shared) -> Asked:
         raise UsageError("`system` is not a text")
     if kind == "messages":
         turns = check_messages(found, "the line")
-        if shared.raw:
+        if raw:
             raise UsageError("--raw uses no chat template, which `messages` need")
     elif kind == "prompt" and isinstance(found, str):
         turns = ({"role": "user", "content": check_text(found, "`prompt`")},)
@@ -204,7 +195,7 @@ def _asked(prompt: Mapping[str, Any], shared: Shared) -> Asked:
         raise UsageError("`prompt` is not a text")
     elif not isinstance(found, list) or not found or not all(type(one) is int for one in found):
         raise UsageError(f"`{kind}` is not a list of token ids")
-    if kind != "messages" and (shared.raw or isinstance(found, list)):
+    if kind != "messages" and (raw or isinstance(found, list)):
         if system is not None or shared.messages:
             raise UsageError(f"`{kind}` is the whole prompt here: nothing of a chat can stand before it")
         if shared.variables:
@@ -376,7 +367,8 @@ class Batch:
 
     session: Session
     settings: Settings
-    shared: Shared
+    shared: Asked
+    raw: bool
     engine: Engine
     sink: Sink
     done: Done
@@ -414,7 +406,7 @@ class Batch:
         line = entry.line
         self.begun.append(entry)
         try:
-            request, entry.inside = read_wish(line, self.settings, self.shared)
+            request, entry.inside = read_wish(line, self.settings, self.shared, self.raw)
             self.engine.add(request)
             entry.request, self.open[request.id] = request, entry
         except RecursionError:
