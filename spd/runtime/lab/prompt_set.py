@@ -18,7 +18,6 @@ from spd.formats.chat_template import encode_chat
 from spd.formats.files import read_input_text
 from spd.formats.folder import ModelFolder
 
-CATEGORIES = ("code", "edit", "summarise", "reasoning", "creative")
 OWN = Path(__file__).with_name("prompts.jsonl")
 
 
