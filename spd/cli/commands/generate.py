@@ -41,7 +41,7 @@ def generate(session: Session, options: GenerateOptions) -> int:
 
     with closing(sink):
         if server := _server(session, options):
-            from spd.cli.serve.client import generate_warm
+            from spd.cli.serve.local import generate_warm
 
             return generate_warm(session, options, sink, server)
         ensure_models(session, options)
@@ -68,7 +68,7 @@ def _server(session: Session, options: GenerateOptions) -> Line | None:
     """A connection to a server that can answer; nothing is imported where no server has ever run."""
     if options.no_server or not session.runtime_folder.exists():
         return None
-    from spd.cli.serve.client import find_server
+    from spd.cli.serve.local import find_server
 
     return find_server(session, options)
 

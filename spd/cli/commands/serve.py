@@ -82,11 +82,9 @@ def serve(session: Session, options: ServeOptions) -> int:
         )
     options = dataclasses.replace(options, model=options.model_argument or options.model)
     if options.status or options.stop or options.detach:
-        from spd.cli.serve import control
+        from spd.cli.serve import local
 
-        if options.status:
-            return control.show_status(session, options)
-        return control.stop(session, options) if options.stop else control.detach(session, options)
+        return (local.detach if options.detach else local.control)(session, options)
     from spd.cli.serve.run import run
 
     return run(session, options)

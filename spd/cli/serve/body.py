@@ -1,32 +1,26 @@
-"""A request's body, read and checked: bytes to JSON, fields by type, and the API's form of an error."""
+"""A request's body, read and checked: bytes to JSON, a table of fields, and the API's form of an error."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
+
+from starlette.responses import JSONResponse
 
 from spd.cli.text.prompt import check_text
 from spd.errors import EngineError, IncompatibleError, ResourceError, SpdError, UsageError
 
-BODY_LIMIT = 16 << 20
 MAX_DEPTH = 100
 """Lists and objects that lie in each other."""
 MAX_BODY_ITEMS = 1 << 20
 """Tokens of JSON structure in a body: what it costs in memory is bounded by them."""
-JSON_TYPES: tuple[tuple[type, str], ...] = (
-    (bool, "a boolean"),
-    (str, "a string"),
-    (int, "an integer"),
-    (float, "a number"),
-    (list, "an array"),
-    (dict, "an object"),
-)
+Check = Callable[[Any, str], Any]
+"""(value, its name) → the value as it is used. Raises ApiError."""
 
 
 class ApiError(Exception):
-    """A refusal as the API says it."""
+    """A refusal as the API says it; `retry_after` in seconds."""
 
     def __init__(
         self,
@@ -39,13 +33,13 @@ class ApiError(Exception):
         retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.kind = status, message, param, code, kind
+        self.status, self.message, self.code = status, message, code
         self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
-    def body(self) -> dict[str, Any]:
+    def response(self) -> JSONResponse:
         """The object that clients turn into an exception."""
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return {"error": error}
+        return JSONResponse(self.body, self.status, self.headers)
 
 
 def api_error(error: BaseException, *, param: str | None = None) -> ApiError:
@@ -54,145 +48,128 @@ def api_error(error: BaseException, *, param: str | None = None) -> ApiError:
         return error
     if not isinstance(error, SpdError):
         return ApiError(500, f"unexpected {type(error).__name__}", kind="server_error", code="internal")
-    message = error.message.replace("--schema", "the schema")
+    message = error.message.replace("--schema", "the schema").replace("--prompt-ids", "the prompt")
     message = " ".join([f"{message}.", *error.reason]) if error.reason else message
     if error.code == "context_overflow":
-        return ApiError(400, message, param=param or "messages", code="context_length_exceeded")
+        return ApiError(400, message, param="messages", code="context_length_exceeded")
     if isinstance(error, ResourceError):
         return ApiError(503, message, kind="server_error", code=error.code, retry_after=1)
     if isinstance(error, UsageError | IncompatibleError):
         return ApiError(400, message, param=param, code=error.code)
-    kind = "server_error"
-    return ApiError(500, message if isinstance(error, EngineError) else "unexpected error", kind=kind)
+    message = message if isinstance(error, EngineError) else "unexpected error"
+    return ApiError(500, message, kind="server_error", code=error.code)
 
 
-def parse_body(data: bytes) -> dict[str, Any]:
-    """A body as a JSON object without NaN, half surrogates and deep nesting. Raises ApiError."""
+def refuse(name: str, why: str, code: str = "invalid_value") -> NoReturn:
+    """Raise ApiError about a field."""
+    raise ApiError(400, f"Invalid '{name}': {why}.", param=name, code=code)
+
+
+def parse_body(data: bytes) -> Any:
+    """A body as JSON without NaN, half surrogates and deep nesting. Raises ApiError."""
     if sum(map(data.count, (b"[", b"{", b","))) > MAX_BODY_ITEMS:
         raise ApiError(400, f"The body holds more than {MAX_BODY_ITEMS:,} values.")
     try:
-        value = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
-        if isinstance(value, dict | list) and _is_deep(value):
+        value = json.loads(data.decode("utf-8"), parse_constant=lambda name: refuse(name, "it is no number"))
+        if _is_deep(value):
             raise ValueError(f"nested more than {MAX_DEPTH} deep")
         check_text(json.dumps(value, ensure_ascii=False) if rb"\u" in data else "", "the body")
-    except UnicodeDecodeError as error:
-        why = f"byte 0x{data[error.start]:02x} at {error.start} is not UTF-8"
-        raise ApiError(400, f"The body is not JSON: {why}.") from None
-    except RecursionError:
-        raise ApiError(400, f"The body is not JSON: nested more than {MAX_DEPTH} deep.") from None
-    except UsageError as error:
-        raise ApiError(400, f"The body is not JSON: {error.message}.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError, UsageError) as error:
         raise ApiError(400, f"The body is not JSON: {error}.") from None
-    if not isinstance(value, dict):
-        raise ApiError(400, f"The body is {named_type(value)}, and an object is expected.")
     return value
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number of JSON")
+def _is_deep(value: Any, left: int = MAX_DEPTH) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return left < 0 or any(_is_deep(one, left - 1) for one in inner)
 
 
-def _is_deep(value: Any) -> bool:
-    """Whether more than MAX_DEPTH lists and objects lie in each other."""
-    layer = [value]
-    for _ in range(MAX_DEPTH):
-        parts = (one.values() if isinstance(one, dict) else one for one in layer)
-        layer = [inner for part in parts for inner in part if isinstance(inner, dict | list)]
-        if not layer:
-            return False
-    return True
+def typed(words: str, *kinds: type) -> Check:
+    """A value of these types; true and false are no numbers."""
+
+    def check(value: Any, name: str) -> Any:
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            refuse(name, f"expected {words}, but got {json.dumps(value)[:60]}", "invalid_type")
+        return value
+
+    return check
 
 
-def named_type(value: Any) -> str:
-    """What a JSON value is, in words."""
-    return next((words for kind, words in JSON_TYPES if isinstance(value, kind)), "null")
+def anything(value: Any, name: str) -> Any:
+    """Whatever it is."""
+    return value
 
 
-class Body:
-    """An object's fields, each taken by its type; null is as if it were not there.
+TEXT, FLAG, OBJECT = typed("a string", str), typed("a boolean", bool), typed("an object", dict)
+_array, _number = typed("an array", list), typed("a number", int, float)
 
-    `where` is put before names in errors. Raises ApiError for a field that is not `known`.
-    """
 
-    def __init__(self, value: Mapping[str, Any], known: Collection[str], where: str = "") -> None:
-        self._where = where
-        self._value = {name: one for name, one in value.items() if one is not None}
-        for name in value:
-            if name not in known:
-                param = f"{where}{name}"[:100]
+def number(value: Any, name: str) -> float:
+    """A number that a float can hold; its range is checked where it is used."""
+    try:
+        return float(_number(value, name))
+    except OverflowError:
+        refuse(name, "is beyond all numbers")
+
+
+def whole(low: int, high: int) -> Check:
+    """An integer within a range."""
+
+    def check(value: Any, name: str) -> int:
+        if _number(value, name) % 1:  # of an infinity it is no number, which is true
+            refuse(name, f"expected an integer, but got {value}", "invalid_type")
+        if not low <= value <= high:
+            refuse(name, f"expected a value from {low} to {high}")
+        return int(value)
+
+    return check
+
+
+def one_of(*values: str) -> Check:
+    """One of these texts."""
+
+    def check(value: Any, name: str) -> str:
+        if TEXT(value, name) not in values:
+            refuse(name, f"expected {', '.join(values)}")
+        return str(value)
+
+    return check
+
+
+def unsupported(why: str, plain: Any = None) -> Check:
+    """Only what asks for nothing beyond `plain`."""
+
+    def check(value: Any, name: str) -> None:
+        if value and value != plain:
+            refuse(name, why, "unsupported_parameter")
+
+    return check
+
+
+def listed(check: Check, most: int) -> Check:
+    """A list of at most so many, each checked."""
+
+    def check_all(value: Any, name: str) -> tuple[Any, ...]:
+        if len(_array(value, name)) > most:
+            refuse(name, f"expected at most {most} items, but got {len(value):,}")
+        return tuple(check(one, f"{name}[{number}]") for number, one in enumerate(value))
+
+    return check_all
+
+
+def fields(table: Mapping[str, Check], *needed: str) -> Check:
+    """An object with these fields and no others, each checked; null is as if it were not there."""
+
+    def check(value: Any, name: str) -> dict[str, Any]:
+        where = f"{name}." if name else ""
+        for key in OBJECT(value, name or "the body"):
+            if key not in table:
+                param = f"{where}{key}"[:100]
                 raise ApiError(400, f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
+        found = {key: table[key](one, where + key) for key, one in value.items() if one is not None}
+        for key in needed:
+            if key not in found:
+                refuse(where + key, "it is missing", "missing_required_parameter")
+        return found
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._value
-
-    def refuse(self, name: str, why: str, code: str = "invalid_value") -> NoReturn:
-        """Raise ApiError about a field."""
-        param = self._where + name
-        raise ApiError(400, f"Invalid '{param}': {why}.", param=param, code=code)
-
-    def _typed(self, name: str, kinds: type | tuple[type, ...], words: str) -> Any:
-        value = self._value.get(name)
-        if value is None:
-            return None
-        wanted = kinds if isinstance(kinds, tuple) else (kinds,)
-        if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
-            param = self._where + name
-            why = f"expected {words}, but got {named_type(value)} instead"
-            raise ApiError(400, f"Invalid type for '{param}': {why}.", param=param, code="invalid_type")
-        return value
-
-    def text(self, name: str) -> str | None:
-        """A string."""
-        value: str | None = self._typed(name, str, "a string")
-        return value
-
-    def flag(self, name: str) -> bool | None:
-        """A boolean."""
-        value: bool | None = self._typed(name, bool, "a boolean")
-        return value
-
-    def whole(self, name: str, low: int, high: int) -> int | None:
-        """An integer within a range."""
-        value: int | float | None = self._typed(name, (int, float), "an integer")
-        if isinstance(value, float):
-            if not value.is_integer():
-                self.refuse(name, f"expected an integer, but got {value}", "invalid_type")
-            value = int(value)
-        if value is not None and not low <= value <= high:
-            self.refuse(name, f"expected a value from {low} to {high}")
-        return None if value is None else int(value)
-
-    def number(self, name: str) -> float | None:
-        """A finite number; its range is checked where it is used."""
-        given = self._typed(name, (int, float), "a number")
-        try:
-            value = None if given is None else float(given)
-        except OverflowError:
-            value = float("inf")
-        if value is not None and value - value != 0.0:
-            self.refuse(name, "is beyond all numbers")
-        return value
-
-    def items(self, name: str, most: int) -> list[Any] | None:
-        """A list of at most so many."""
-        value: list[Any] | None = self._typed(name, list, "an array")
-        if value is not None and len(value) > most:
-            self.refuse(name, f"expected at most {most} items, but got {len(value):,}")
-        return value
-
-    def mapping(self, name: str) -> dict[str, Any] | None:
-        """An object."""
-        value: dict[str, Any] | None = self._typed(name, dict, "an object")
-        return value
-
-    def raw(self, name: str) -> Any:
-        """Whatever it is."""
-        return self._value.get(name)
-
-
-def check_name(body: Body, name: str, value: str) -> str:
-    """A name as the API allows it for functions and schemas."""
-    if not re.fullmatch(r"[a-zA-Z0-9_.-]{1,64}", value):
-        body.refuse(name, "expected 1 to 64 of a-z, A-Z, 0-9, _, . and -")
-    return value
+    return check

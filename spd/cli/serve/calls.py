@@ -1,34 +1,123 @@
-"""Tool calls in a growing reply: text in pieces of any size in, content and pieces of calls out.
-
-Each form is a generator that waits for text where it needs more, so that it reads as the form is written.
-"""
+"""Tool calls: which a request allows, how a model writes them, and what finds them in a growing reply."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Generator, Mapping
-from contextlib import suppress
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from spd.cli.serve.tools import DEEPSEEK, GLM, HERMES, LLAMA3, MISTRAL, NAMED, QWEN_XML, REQUIRED, Tools
 from spd.cli.text.structured import tail_of
 
-BLANK = " \t\r\n"
+if TYPE_CHECKING:
+    from spd.runtime.engine.request import GrammarText
+
+CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 MARKS = (
     *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    *(
-        "[TOOL_CALLS]",
-        "[ARGS]",
-        "[CALL_ID]",
-        "<|python_tag|>",
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁calls▁end｜>",
-    ),
-    *("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
+    *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", CALLS, CALLS_END, CALL, CALL_END, SEPARATOR),
 )
 """Marks that may be special tokens, which have no text of their own."""
-Wait = Generator[None, None, None]
+NAME = r"([\w.-]+)"
+OBJECT = rf'[\s,;\[]*\{{\s*"name"\s*:\s*"{NAME}"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
+"""A call as an object whose arguments come last, up to them."""
+WHOLE = re.compile(r"[\s,;\[]*(?=\{)")
+NO_CALL = re.compile(r'[\s,;\[]*\{\s*[^\s"]')
+TEXT = r"((?:(?!</tool_call>).)*?)"
+PAIR = re.compile(
+    rf"<parameter={TEXT}>{TEXT}</parameter>"
+    rf"|<arg_key>{TEXT}</arg_key>\s*<arg_value>{TEXT}</arg_value>|</tool_call>",
+    re.DOTALL,
+)
+"""An argument in the form of Qwen's functions or of GLM, or the end of all."""
+
+
+class Form(NamedTuple):
+    """How a model writes calls: behind `opening`, as objects or as names in front of arguments."""
+
+    signs: tuple[str, ...]
+    """What a chat template of such a model holds."""
+    opening: str
+    closing: str = ""
+    head: str = r"(?!)"
+    """A call that is no object, up to its arguments."""
+
+
+TAGGED, LLAMA, MISTRAL, DEEPSEEK = FORMS = (
+    Form(
+        ("<tool_call>",),  # JSON of Hermes and Qwen, Qwen's functions, GLM's keys and values
+        "<tool_call>",
+        "</tool_call>",
+        rf"\s*<function={NAME}>|\A\s*{NAME}\s*(?=<arg_key>|</tool_call>)",
+    ),
+    Form(("<|python_tag|>", "<|start_header_id|>"), "<|python_tag|>"),
+    Form(("[TOOL_CALLS]",), "[TOOL_CALLS]", "", rf"\A\s*{NAME}(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(?=\{{)"),
+    Form(
+        (CALLS,),
+        CALLS,
+        CALLS_END,
+        rf"\s*{CALL}(?:\w*{SEPARATOR})?\s*{NAME}\s*(?:{SEPARATOR})?\s*(?:```json)?\s*(?=\{{)",
+    ),
+)
+
+
+def call_form(template: str) -> Form:
+    """How a model writes calls, by its chat template; tagged where nothing is told."""
+    return next((form for form in FORMS if any(sign in template for sign in form.signs)), TAGGED)
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The functions that a reply may call, or has to: one that is `named`, or any that are `required`."""
+
+    functions: Mapping[str, Mapping[str, Any]]
+    """JSON schemas of the arguments, by name."""
+    form: Form = TAGGED
+    named: str | None = None
+    required: bool = False
+    parallel: bool = True
+
+    @property
+    def grammar(self) -> GrammarText | None:
+        """What holds a call that has to come: its arguments alone, or a JSON array of calls."""
+        from spd.runtime.engine.request import GrammarText
+
+        if self.named is not None:
+            return GrammarText("schema", json.dumps(self.functions[self.named]))
+        if not self.required:
+            return None
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{name}"}},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+            for name in self.functions
+        ]
+        schema = {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": 8 if self.parallel else 1,
+            "items": {"anyOf": calls},
+            "$defs": {name: _moved(schema, f"#/$defs/{name}") for name, schema in self.functions.items()},
+        }
+        return GrammarText("schema", json.dumps(schema))
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema that stands at `place` in another one: its own references lead there."""
+    if isinstance(schema, list):
+        return [_moved(one, place) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {name: _moved(one, place) for name, one in schema.items() if name not in ("$id", "$schema")}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = place + reference[1:]
+    return moved
 
 
 class Piece(NamedTuple):
@@ -39,348 +128,165 @@ class Piece(NamedTuple):
     name: str | None = None
 
 
-class NotACall(Exception):
-    """What stands there is no call: it is content."""
-
-
 class CallParser:
-    """Finds calls in one reply."""
+    """Finds calls in one reply that comes in pieces of any size.
+
+    Each state takes what it can of the text, and says whether another state may go on with the rest.
+    """
 
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
+        self._form = MISTRAL if tools.required else tools.form  # an array of calls, without its mark
+        self._head = re.compile(f"{OBJECT}|{self._form.head}")
+        marks = [mark for mark in (self._form.opening, self._form.closing) if mark]
+        self._stop = re.compile("|".join(map(re.escape, marks)))
         self.calls = 0
         """How many have begun."""
-        self._buffer, self._at, self._final = "", 0, False
-        self._pin: int | None = None
-        """Where content goes on if what is being read turns out to be no call; kept until it is known."""
+        self._name, self._text, self._final = "", "", False
         self._pieces: list[Piece] = []
-        forms: Mapping[str, Callable[[], Wait]] = {
-            HERMES: self._tagged,
-            QWEN_XML: self._tagged,
-            GLM: self._tagged,
-            LLAMA3: self._llama3,
-            MISTRAL: self._mistral,
-            DEEPSEEK: self._deepseek,
-            NAMED: self._named,
-            REQUIRED: self._required,
-        }
-        self._reader = forms[tools.form]()
-        self._ended = False
+        self._opening: str | None = None
+        """The mark that is content if no call follows it; None once one has."""
+        self._behind_call = False
+        self._depth, self._quoted, self._escaped = 0, False, False
+        self._before = "{"
+        """What stands before the next pair of arguments."""
+        self._state = self._beginning
 
-    def feed(self, text: str, *, final: bool = False) -> list[Piece]:
+    def feed(self, text: str, *, final: bool = False) -> Sequence[Piece]:
         """What more text brings; what may be the beginning of a mark is held back unless it is `final`."""
-        if self._pin is None:
-            self._buffer, self._at = self._buffer[self._at :], 0
-        self._buffer, self._final = self._buffer + text, final
-        if not self._ended:
-            self._ended = next(self._reader, self) is self
-        if self._ended:
-            self._content(self._take())
+        self._text, self._final = self._text + text, final
+        while self._state():
+            pass
         pieces, self._pieces = self._pieces, []
         return pieces
 
-    # -- what forms are made of --------------------------------------------------------------------
-
-    def _take(self, end: int | None = None) -> str:
-        text = self._buffer[self._at : end]
-        self._at += len(text)
-        return text
-
-    def _rewind(self, mark: str = "") -> None:
-        """What was read since the pin is no call: it is content behind its mark."""
-        assert self._pin is not None
-        self._at, self._pin = self._pin, None
-        self._content(mark)
-
     def _content(self, text: str) -> None:
-        if text:
+        if text and not (self._tools.required or self._tools.named):
             self._pieces.append(Piece(text))
 
     def _begin(self, name: str) -> None:
         self._pieces.append(Piece("", self.calls, name))
-        self.calls, self._pin = self.calls + 1, None
+        self.calls, self._name, self._opening, self._before = self.calls + 1, name, None, "{"
 
     def _argue(self, text: str) -> None:
         if text:
             self._pieces.append(Piece(text, self.calls - 1))
 
-    def _more(self) -> Generator[None, None, bool]:
-        """Wait for text beyond what is left; False where none comes."""
-        left = len(self._buffer) - self._at
-        while len(self._buffer) - self._at <= left:
-            if self._final:
-                return False
-            yield
+    # -- states: each takes text and says whether to go on -------------------------------------------
+
+    def _beginning(self) -> bool:
+        """Where a call may stand without a mark: held by a grammar, or an object of Llama."""
+        if not self._text.strip():
+            return False
+        self._opening = ""
+        if self._tools.named is not None:
+            self._begin(self._tools.named)
+            self._text, self._state = self._text.lstrip(), self._value
+        elif self._tools.required or (self._form is LLAMA and self._text.lstrip()[0] == "{"):
+            self._state = self._inside
+        else:
+            self._state = self._outside
         return True
 
-    def _until(self, *marks: str, out: Callable[[str], None]) -> Generator[None, None, str | None]:
-        """Hand text to `out` up to the first mark, which is taken and returned; None at the end."""
-        while True:
-            found = [(at, mark) for mark in marks if (at := self._buffer.find(mark, self._at)) >= 0]
-            if found:
-                at, mark = min(found)
-                out(self._take(at))
-                self._at += len(mark)
-                return mark
-            rest = self._buffer[self._at :]
-            keep = 0 if self._final else max(tail_of(mark, rest) for mark in marks)
-            out(self._take(len(self._buffer) - keep))
-            if not (yield from self._more()):
-                out(self._take())
-                return None
+    def _outside(self) -> bool:
+        """Content up to an opening mark, without blanks behind a call."""
+        if self._behind_call:
+            self._text = self._text.lstrip()
+            self._behind_call = not self._text
+        content, mark, rest = self._text.partition(self._form.opening)
+        held = 0 if mark or self._final else tail_of(self._form.opening, content)
+        self._content(content[: len(content) - held])
+        self._text = rest if mark else content[len(content) - held :]
+        if mark:
+            self._opening, self._state = mark, self._inside
+        return bool(mark)
 
-    def _text_until(self, *marks: str) -> Generator[None, None, tuple[str, str | None]]:
-        parts: list[str] = []
-        mark = yield from self._until(*marks, out=parts.append)
-        return "".join(parts), mark
-
-    def _skip(self, characters: str = BLANK) -> Generator[None, None, str]:
-        """Pass over characters; the next one, empty at the end."""
-        while True:
-            while self._at < len(self._buffer) and self._buffer[self._at] in characters:
-                self._at += 1
-            if self._at < len(self._buffer):
-                return self._buffer[self._at]
-            if not (yield from self._more()):
-                return ""
-
-    def _value(self, out: Callable[[str], None]) -> Generator[None, None, bool]:
-        """Hand one JSON value to `out` as it comes; whether it is whole."""
-        depth, in_string, escaped, begun = 0, False, False, self._at
-        yield from self._skip()
-        begun = self._at
-        while True:
-            for at in range(begun, len(self._buffer)):
-                character = self._buffer[at]
-                if in_string:
-                    in_string = escaped or character != '"'
-                    escaped = not escaped and character == "\\"
-                    ended = not in_string and not depth
-                elif character in "]}" or (not depth and character in "," + BLANK):
-                    if not depth:  # the end of a bare value stands behind it
-                        out(self._take(at))
-                        return True
-                    depth -= 1
-                    ended = not depth
-                else:
-                    depth += character in "[{"
-                    in_string, ended = character == '"', False
-                if ended:
-                    out(self._take(at + 1))
-                    return True
-            out(self._take())
-            if not (yield from self._more()):
-                return False
-            begun = self._at
-
-    def _object(self, keys: tuple[str, ...], *, known: bool = False) -> Wait:
-        """One `{"name": …, "arguments": {…}}`; arguments go out as they come once the name is known.
-
-        Raises NotACall, having told nothing, for what is none; with `known` for a function that is not.
-        """
-        name: str | None = None
-        early: list[str] = []
-        if (yield from self._skip()) != "{":
-            raise NotACall
-        self._at += 1
-        while True:
-            if (yield from self._skip(BLANK + ",")) != '"':
-                break
-            parts: list[str] = []
-            if not (yield from self._value(parts.append)) or (yield from self._skip()) != ":":
-                break
-            self._at += 1
-            key = _loaded("".join(parts))
-            if key in keys:
-                if name is None:
-                    yield from self._value(early.append)
-                else:
-                    yield from self._arguments()
-                continue
-            parts = []
-            whole = yield from self._value(parts.append)
-            if key == "name" and name is None:
-                name = _loaded("".join(parts)) if whole else None
-                if not isinstance(name, str) or (known and name not in self._tools.functions):
-                    raise NotACall
-                self._begin(name)
-                self._argue(_as_object("".join(early)))
-        if (yield from self._skip()) == "}":
-            self._at += 1
-        if name is None:
-            raise NotACall
-
-    def _arguments(self) -> Wait:
-        """Arguments as they come; those that are an object written into a string at once, when whole."""
-        if (yield from self._skip()) == "{":
-            yield from self._value(self._argue)
+    def _inside(self) -> bool:
+        """The beginning of a call, or what shows that none comes."""
+        stop = self._stop.search(self._text)
+        part = self._text[: stop.end()] if stop else self._text
+        called = self._opening is None
+        found = self._head.search(part) if called else self._head.match(part)
+        if found and found.lastindex and self._may_be(found[found.lastindex]):
+            pairs = self._form is TAGGED and found.lastindex > 1
+            self._begin(found[found.lastindex])
+            self._text, self._state = self._text[found.end() :], self._pairs if pairs else self._value
+            return True
+        if (end := self._whole_call(part)) is not None:
+            self._text = self._text[end:]
+            return True
+        if not (stop or self._final or found or (not called and NO_CALL.match(part))):
+            return False
+        if not called:
+            self._content(self._opening or "")
+        elif stop is None:
+            self._text = "" if self._form.closing else self._text.lstrip(" \t\r\n,;]}")
         else:
-            parts: list[str] = []
-            if (yield from self._value(parts.append)):
-                self._argue(_as_object("".join(parts)))
+            self._text = self._text[stop.start() if stop[0] == self._form.opening else stop.end() :]
+        self._behind_call, self._state = called, self._outside
+        return True
 
-    # -- the forms -----------------------------------------------------------------------------------
+    def _may_be(self, name: str) -> bool:
+        """Whether a call can have this name: without marks, a known one only."""
+        return self._form is not LLAMA or name in self._tools.functions
 
-    def _tagged(self) -> Wait:
-        """Calls between tags: JSON of Hermes and Qwen, Qwen's functions, or GLM's keys and values."""
-        while (yield from self._until("<tool_call>", out=self._content)) is not None:
-            self._pin = self._at
-            first = yield from self._skip()
-            try:
-                if first == "{":
-                    yield from self._object(("arguments", "parameters"))
-                    yield from self._until("</tool_call>", out=_drop)
-                elif first == "<":
-                    yield from self._pairs("<parameter=", ">", "", "</parameter>", self._function_name())
-                else:
-                    yield from self._pairs("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", None)
-            except NotACall:
-                self._rewind("<tool_call>")
-            else:
-                yield from self._skip()
-
-    def _function_name(self) -> Generator[None, None, str]:
-        text, mark = yield from self._text_until("<function=", "</tool_call>")
-        if mark != "<function=" or text:
-            raise NotACall
-        name, mark = yield from self._text_until(">")
-        if mark is None:
-            raise NotACall
-        return name
-
-    def _pairs(
-        self, key: str, key_end: str, value: str, value_end: str, named: Generator[None, None, str] | None
-    ) -> Wait:
-        """Arguments as keys and values between tags, up to the end of the call; values by the schema."""
-        if named is None:
-            name, mark = yield from self._text_until(key, "</tool_call>")
-        else:
-            name = yield from named
-            _, mark = yield from self._text_until(key, "</tool_call>")
-        name = name.strip()
-        if mark is None or not re.fullmatch(r"[\w.-]{1,64}", name):
-            raise NotACall
-        self._begin(name)
-        before = "{"
-        while mark == key:
-            parameter, _ = yield from self._text_until(key_end)
-            if value:
-                yield from self._until(value, out=_drop)
-            said, mark = yield from self._text_until(value_end)
-            if mark is None:
-                return  # cut: what came stays without its end
-            parameter = parameter.strip()
-            said = said.removeprefix("\n").removesuffix("\n")
-            self._argue(f"{before}{json.dumps(parameter)}: {self._as_json(name, parameter, said)}")
-            before = ", "
-            _, mark = yield from self._text_until(key, "</tool_call>")
-        if mark is not None:
-            self._argue("{}" if before == "{" else "}")
-
-    def _as_json(self, name: str, parameter: str, said: str) -> str:
-        """A value as JSON: a string where the schema says so or the text is no JSON."""
-        properties = self._tools.functions.get(name, {}).get("properties")
-        schema = properties.get(parameter) if isinstance(properties, dict) else None
-        if isinstance(schema, dict) and schema.get("type") == "string":
-            return json.dumps(said, ensure_ascii=False)
+    def _whole_call(self, part: str) -> int | None:
+        """Tell a call whose object is complete, in whatever order its fields are; where it ends, if it is."""
+        begun = WHOLE.match(part)
         try:
-            json.loads(said)
+            value, end = json.JSONDecoder().raw_decode(part, begun.end()) if begun else (None, 0)
         except (ValueError, RecursionError):
-            return json.dumps(said, ensure_ascii=False)
-        return said
+            return None
+        if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
+            return None
+        if not self._may_be(name):
+            return None
+        arguments = value.get("arguments", value.get("parameters", {}))
+        self._begin(name)  # some models write the object of arguments into a string
+        self._argue(arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+        return end
 
-    def _llama3(self) -> Wait:
-        """A reply that is JSON objects of known functions and nothing else, behind a tag or without it."""
-        tag = "<|python_tag|>"
-        while True:
-            self._pin = self._at
-            first = yield from self._skip(BLANK + ";" if self.calls else BLANK)
-            try:
-                if first == "<":
-                    while len(self._buffer) - self._at < len(tag) and (yield from self._more()):
-                        pass
-                    if not self._buffer.startswith(tag, self._at):
-                        raise NotACall
-                    self._at += len(tag)
-                yield from self._object(("parameters", "arguments"), known=True)
-            except NotACall:
-                if first:
-                    self._rewind()
-                return
+    def _value(self) -> bool:
+        """One JSON value, handed on as it comes."""
+        for at, character in enumerate(self._text):
+            if self._quoted:
+                self._quoted = self._escaped or character != '"'
+                self._escaped = not self._escaped and character == "\\"
+            else:
+                self._quoted = character == '"'
+                self._depth += (character in "[{") - (character in "]}")
+            if not self._quoted and self._depth <= 0:
+                self._argue(self._text[: at + 1])
+                self._text, self._depth, self._state = self._text[at + 1 :], 0, self._inside
+                return True
+        self._argue(self._text)
+        self._text = ""
+        return False
 
-    def _mistral(self) -> Wait:
-        """Calls behind a tag: a JSON array, or each a name and its arguments."""
-        while (yield from self._until("[TOOL_CALLS]", out=self._content)) is not None:
-            self._pin = self._at
-            try:
-                if (yield from self._skip()) == "[":
-                    yield from self._array("arguments")
-                    continue
-                name, mark = yield from self._text_until("[CALL_ID]", "[ARGS]", "{")
-                if mark == "[CALL_ID]":
-                    yield from self._until("[ARGS]", out=_drop)
-                self._at -= mark == "{"
-                if mark is None or not name.strip():
-                    raise NotACall
-                self._begin(name.strip())
-                yield from self._arguments()
-                yield from self._skip()
-            except NotACall:
-                self._rewind("[TOOL_CALLS]")
+    def _pairs(self) -> bool:
+        """Keys and values between tags, as an object."""
+        found = PAIR.search(self._text)
+        if found is None:
+            return False
+        self._text = self._text[found.end() :]
+        if not found.lastindex:
+            self._argue("{}" if self._before == "{" else "}")
+            self._behind_call, self._state = True, self._outside
+            return True
+        key, text = found[found.lastindex - 1].strip(), found[found.lastindex]
+        value = self._as_json(key, text.removeprefix("\n").removesuffix("\n"))
+        self._argue(f"{self._before}{json.dumps(key, ensure_ascii=False)}: {value}")
+        self._before = ", "
+        return True
 
-    def _deepseek(self) -> Wait:
-        """Calls between tags, each with its name behind a separator (V3, R1) or before it (V3.1)."""
-        begin, end, separator = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
-        if (yield from self._until("<｜tool▁calls▁begin｜>", out=self._content)) is None:
-            return
-        while (yield from self._until(begin, "<｜tool▁calls▁end｜>", out=_drop)) == begin:
-            name, mark = yield from self._text_until(separator, end)
-            if mark != separator:
-                continue
-            if (yield from self._skip()) != "{":
-                name, mark = yield from self._text_until("{")
-                if mark is None:
-                    return
-                self._at -= 1
-            self._begin(name.strip().partition("\n")[0].strip())
-            yield from self._value(self._argue)
-
-    def _named(self) -> Wait:
-        """The arguments of the function that has to be called."""
-        if (yield from self._skip()):
-            self._begin(self._tools.named or "")
-            yield from self._value(self._argue)
-        yield from self._until("\0", out=_drop)
-
-    def _required(self) -> Wait:
-        """A JSON array of calls."""
-        if (yield from self._skip()) == "[":
-            with suppress(NotACall):  # cut
-                yield from self._array("parameters")
-        yield from self._until("\0", out=_drop)
-
-    def _array(self, key: str) -> Wait:
-        self._at += 1
-        while (yield from self._skip(BLANK + ",")) == "{":
-            self._pin = self._at if self._pin is None else self._pin
-            yield from self._object((key, "arguments", "parameters"))
-        if self._at < len(self._buffer) and self._buffer[self._at] == "]":
-            self._at += 1
-        yield from self._skip()
-
-
-def _drop(text: str) -> None:
-    """What stands between calls is nothing."""
-
-
-def _loaded(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _as_object(text: str) -> str:
-    """Arguments as the text of an object: some models write it into a string."""
-    inner = _loaded(text)
-    return inner if isinstance(inner, str) and isinstance(_loaded(inner), dict) else text
+    def _as_json(self, key: str, text: str) -> str:
+        """An argument as JSON: a string where the schema says so or the text is no JSON."""
+        properties = self._tools.functions.get(self._name, {}).get("properties")
+        schema = properties.get(key) if isinstance(properties, dict) else None
+        if isinstance(schema, dict) and schema.get("type") == "string":
+            return json.dumps(text, ensure_ascii=False)
+        try:
+            json.loads(text)
+        except (ValueError, RecursionError):
+            return json.dumps(text, ensure_ascii=False)
+        return text

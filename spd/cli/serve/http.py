@@ -4,226 +4,162 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+import re
+import time
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
-from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.routing import Route
+from starlette.responses import JSONResponse, PlainTextResponse
 
-from spd.cli.serve.answers import Answer, Gone, respond, unless_gone
-from spd.cli.serve.body import BODY_LIMIT, ApiError, Body, api_error, parse_body
-from spd.cli.serve.metrics import as_prometheus
-from spd.cli.serve.service import Service
+from spd.cli.serve.body import TEXT, ApiError, api_error, fields, listed, parse_body, whole
+from spd.cli.serve.service import Answer, Service
 from spd.cli.serve.wishes import Wish, read_chat, read_completion, read_tokenize
+from spd.cli.text.encode import encode_asked
 from spd.cli.text.sampling import check_ids
-from spd.errors import UsageError
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+BODY_LIMIT = 16 << 20
 BODY_SECONDS = 60.0
 """For which a client may take to send a body."""
-LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+SEND_SECONDS = 60.0
+"""For which a client may take nothing of what is sent to it."""
+OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?", re.IGNORECASE)
+MODEL = "/v1/models/"
+_detokenize = fields({"tokens": listed(whole(0, 2**31 - 1), 1 << 20), "model": TEXT}, "tokens")
 
 
-class Guard:
-    """Lets in what carries the key, and what a web page could not have sent.
+class App:
+    """What answers each path, as an ASGI application.
 
-    A page on the internet can have a browser send requests here: by a name of its own that leads to this
-    machine, which Host shows, or as what they are, which Origin shows.
+    It lets in what carries the key, and what a web page could not have sent: a page can have a browser send
+    requests by a name of its own that leads to this machine, which Host shows, or as what they are, which
+    Origin shows. Without `loopback` Host is not looked at, for a key guards the server.
     """
 
-    def __init__(self, app: ASGIApp, service: Service, *, key: str | None, loopback: bool) -> None:
-        self._app, self._service, self._loopback = app, service, loopback
+    def __init__(self, service: Service, *, key: str | None = None, loopback: bool = True) -> None:
+        self._service, self._loopback = service, loopback
         self._key = None if key is None else key.encode()
+        self._created = int(time.time())
+        self._paths: dict[str, tuple[str, Callable[[Request], Awaitable[ASGIApp]]]] = {
+            "/health": ("GET", self._health),
+            "/metrics": ("GET", self._metrics),
+            "/v1/models": ("GET", self._models),
+            MODEL: ("GET", self._model),
+            "/v1/chat/completions": ("POST", self._chat),
+            "/v1/completions": ("POST", self._completions),
+            "/tokenize": ("POST", self._tokenize),
+            "/detokenize": ("POST", self._detokenize),
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
+        async def patient(message: Message) -> None:
+            await asyncio.wait_for(send(message), SEND_SECONDS)
+
         try:
-            self._check(scope)
-        except ApiError as error:
-            self._service.refused(error.status)
-            await respond(send, error.status, error.body(), {**error.headers, "connection": "close"})
-        else:
-            await self._app(scope, receive, send)
-
-    def _check(self, scope: Scope) -> None:
-        fields: dict[bytes, list[bytes]] = {}
-        for name, value in scope["headers"]:
-            fields.setdefault(name.lower(), []).append(value)
-        hosts = fields.get(b"host", [])
-        host = hosts[0].decode("latin-1") if len(hosts) == 1 else ""
-        if self._loopback and _host_name(f"//{host}") not in LOOPBACK:
-            why = (
-                f"The host '{host[:100]}' is not this server's: it answers to {', '.join(sorted(LOOPBACK))}."
-            )
-            raise ApiError(403, why, code="host_not_allowed")
-        for origin in fields.get(b"origin", ()):
-            if origin.decode("latin-1") not in (f"http://{host}", f"https://{host}"):
-                raise ApiError(403, "Web pages are not answered.", code="origin_not_allowed")
-        if self._key is not None and scope["path"] != "/health":
-            given = b"".join(fields.get(b"authorization", []))
-            kind, _, key = given.partition(b" ")
-            if kind.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._key):
-                why = "Incorrect API key provided." if key else "You didn't provide an API key."
-                raise ApiError(
-                    401, f"{why} It is sent as: Authorization: Bearer KEY.", code="invalid_api_key"
-                )
-
-
-def _host_name(url: str) -> str | None:
-    """The host of a URL, without a port; None for one that is none."""
-    with suppress(ValueError):
-        parts = urlsplit(url)
-        if parts.port != 0 and not parts.username and not parts.path and not parts.query:
-            return parts.hostname
-    return None
-
-
-def build(service: Service, *, key: str | None = None, loopback: bool = True) -> ASGIApp:
-    """The application. Without `loopback` its Host is not looked at, for a key guards it."""
-    paths = Paths(service)
-    table: tuple[tuple[str, str, Callable[[Request], Awaitable[Any]]], ...] = (
-        ("/health", "GET", paths.health),
-        ("/metrics", "GET", paths.metrics),
-        ("/v1/models", "GET", paths.models),
-        ("/v1/models/{name:path}", "GET", paths.model),
-        ("/v1/chat/completions", "POST", paths.chat),
-        ("/v1/completions", "POST", paths.completions),
-        ("/tokenize", "POST", paths.tokenize),
-        ("/detokenize", "POST", paths.detokenize),
-    )
-    routes = [Route(path, _errors_said(end, service), methods=[method]) for path, method, end in table]
-    app = Starlette(routes=routes, exception_handlers={404: paths.unknown, 405: paths.unknown})
-    app.router.redirect_slashes = False
-    return Guard(app, service, key=key, loopback=loopback)
-
-
-class Sent:
-    """A JSON object as a response."""
-
-    def __init__(self, value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        self._value, self._status, self._headers = value, status, dict(headers or {})
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await respond(send, self._status, self._value, self._headers)
-
-
-def _errors_said(
-    endpoint: Callable[[Request], Awaitable[Any]], service: Service
-) -> Callable[[Request], Awaitable[Any]]:
-    """An endpoint whose refusals are answers."""
-
-    async def answer(request: Request) -> Any:
-        try:
-            return await endpoint(request)
-        except (Gone, ClientDisconnect):
-            return Sent({})  # goes nowhere
+            request = Request(scope, receive)
+            self._check(request)
+            response = await self._endpoint(request)(request)
+            await response(scope, receive, patient)
+        except (ClientDisconnect, OSError, asyncio.TimeoutError):
+            pass  # the client has gone, or takes nothing
         except Exception as error:
             refusal = api_error(error)
-            service.refused(refusal.status)
-            return Sent(refusal.body(), refusal.status, refusal.headers)
+            self._service.count(f'refused_total{{status="{refusal.status}"}}')
+            await refusal.response()(scope, receive, send)
 
-    return answer
+    def _check(self, request: Request) -> None:
+        """Raise ApiError for a request that is not let in."""
+        headers = request.headers
+        host = headers.get("host", "")
+        if self._loopback and not OWN_HOST.fullmatch(host):
+            why = f"The host '{host[:100]}' is not this server's: it answers to 127.0.0.1, localhost and ::1."
+            raise ApiError(403, why, code="host_not_allowed")
+        if headers.get("origin", f"http://{host}") not in (f"http://{host}", f"https://{host}"):
+            raise ApiError(403, "Web pages are not answered.", code="origin_not_allowed")
+        if self._key is not None and request.scope["path"] != "/health":
+            kind, _, key = headers.get("authorization", "").partition(" ")
+            if kind.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._key):
+                why = "Incorrect API key provided." if key else "You didn't provide an API key."
+                why += " It is sent as: Authorization: Bearer KEY."
+                raise ApiError(401, why, code="invalid_api_key")
 
+    def _endpoint(self, request: Request) -> Callable[[Request], Awaitable[ASGIApp]]:
+        """What answers the path. Raises ApiError where nothing does."""
+        path, method = request.scope["path"], request.method
+        known, endpoint = self._paths.get(MODEL if path.startswith(MODEL) else path, ("", self._model))
+        if method != known:
+            status, code = (405, "method_not_allowed") if known else (404, "unknown_url")
+            raise ApiError(status, f"Unknown request URL: {method} {path[:200]}.", code=code)
+        return endpoint
 
-class Paths:
-    """What answers each path."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    async def health(self, request: Request) -> Any:
+    async def _health(self, request: Request) -> ASGIApp:
         service = self._service
         status = "draining" if service.draining else "ok"
-        shown = {"status": status, "model": service.names[0], "running": service.open, "slots": service.slots}
-        return Sent(shown, 503 if service.draining else 200)
+        shown = {"status": status, "model": service.name, "running": service.open, "slots": service.slots}
+        return JSONResponse(shown, 503 if service.draining else 200)
 
-    async def metrics(self, request: Request) -> Any:
-        from starlette.responses import PlainTextResponse
-
+    async def _metrics(self, request: Request) -> ASGIApp:
         kind = "text/plain; version=0.0.4; charset=utf-8"
-        return PlainTextResponse(as_prometheus(self._service), media_type=kind)
+        return PlainTextResponse(self._service.prometheus(), media_type=kind)
 
     def _card(self) -> dict[str, Any]:
         service = self._service
-        card = {"id": service.names[0], "object": "model", "created": service.created, "owned_by": "spd"}
+        card = {"id": service.name, "object": "model", "created": self._created, "owned_by": "spd"}
         return {**card, "context_length": service.settings.context, "spec": service.plan.spec}
 
-    async def models(self, request: Request) -> Any:
-        return Sent({"object": "list", "data": [self._card()]})
+    async def _models(self, request: Request) -> ASGIApp:
+        return JSONResponse({"object": "list", "data": [self._card()]})
 
-    async def model(self, request: Request) -> Any:
-        name = request.path_params["name"]
-        if name not in self._service.names:
-            why = f"The model '{name[:200]}' does not exist: '{self._service.names[0]}' is served."
-            raise ApiError(404, why, param="model", code="model_not_found")
-        return Sent(self._card())
+    async def _model(self, request: Request) -> ASGIApp:
+        self._service.check_name(request.scope["path"].removeprefix(MODEL))
+        return JSONResponse(self._card())
 
-    async def chat(self, request: Request) -> Any:
-        return await self._complete(request, read_chat)
+    async def _chat(self, request: Request) -> ASGIApp:
+        return await self._complete(read_chat(await read_body(request), self._service))
 
-    async def completions(self, request: Request) -> Any:
-        return await self._complete(request, read_completion)
+    async def _completions(self, request: Request) -> ASGIApp:
+        return await self._complete(read_completion(await read_body(request), self._service))
 
-    async def _complete(self, request: Request, read: Callable[..., Wish]) -> Any:
-        service = self._service
-        value = await read_body(request)
-        wish = read(value, service.settings, service.names, service.plan.spec)
-        prepared = await unless_gone(request.receive, service.prepare(wish))
-        return Answer(service, wish, prepared)
+    async def _complete(self, wish: Wish) -> ASGIApp:
+        self._service.admit(len(wish.prompts) * wish.n)
+        return Answer(self._service, wish, await asyncio.to_thread(self._service.prepare, wish))
 
-    async def tokenize(self, request: Request) -> Any:
-        service = self._service
-        asked, special = read_tokenize(await read_body(request), service.settings, service.names)
-        ids = await asyncio.to_thread(service.encode, asked, special)
-        return Sent({"count": len(ids), "max_model_len": service.settings.context, "tokens": ids})
+    async def _tokenize(self, request: Request) -> ASGIApp:
+        asked, settings = read_tokenize(await read_body(request), self._service), self._service.settings
+        most = settings.vocabulary.config.max_positions
+        ids = await asyncio.to_thread(encode_asked, asked, settings.vocabulary, most)
+        return JSONResponse({"count": len(ids), "max_model_len": settings.context, "tokens": ids})
 
-    async def detokenize(self, request: Request) -> Any:
-        body, service = Body(await read_body(request), ("tokens", "model")), self._service
-        ids = body.items("tokens", 1 << 20) or []
-        if not all(type(one) is int for one in ids):
-            body.refuse("tokens", "expected token ids", "invalid_type")
-        try:
-            check_ids(ids, service.settings.usable_vocab, "tokens")
-        except UsageError as error:
-            raise api_error(error, param="tokens") from None
-        return Sent({"prompt": service.tokenizer.decode(ids, skip_special=False)})
-
-    async def unknown(self, request: Request, error: Exception) -> Any:
-        status = getattr(error, "status_code", 404)
-        why = f"Unknown request URL: {request.method} {request.url.path[:200]}."
-        code = "unknown_url" if status == 404 else "method_not_allowed"
-        self._service.refused(status)
-        return Sent(ApiError(status, why, code=code).body(), status, getattr(error, "headers", None))
+    async def _detokenize(self, request: Request) -> ASGIApp:
+        settings = self._service.settings
+        ids = _detokenize(await read_body(request), "")["tokens"]
+        check_ids(ids, settings.usable_vocab, "tokens")
+        text = settings.vocabulary.need_tokenizer().decode(ids, skip_special=False)
+        return JSONResponse({"prompt": text})
 
 
-async def read_body(request: Request) -> dict[str, Any]:
-    """A request's body. Raises ApiError for one that is too large, too slow or no JSON object."""
+async def read_body(request: Request) -> Any:
+    """A request's body. Raises ApiError for one that is too large, too slow or no JSON."""
     length = request.headers.get("content-length", "0")
     too_large = ApiError(413, f"The body is larger than {BODY_LIMIT >> 20} MiB.", code="body_too_large")
-    if not length.isascii() or not length.isdigit() or len(length) > 12 or int(length) > BODY_LIMIT:
+    if len(length) > 9 or int(length) > BODY_LIMIT:
         raise too_large
     if request.headers.get("content-encoding", "identity") != "identity":
-        raise ApiError(
-            415, "The body is compressed, and plain JSON is expected.", code="unsupported_encoding"
-        )
-    parts: list[bytes] = []
+        why = "The body is compressed, and plain JSON is expected."
+        raise ApiError(415, why, code="unsupported_encoding")
+    data = bytearray()
 
     async def read() -> None:
-        size = 0
         async for part in request.stream():
-            size += len(part)
-            if size > BODY_LIMIT:
+            data.extend(part)
+            if len(data) > BODY_LIMIT:
                 raise too_large
-            parts.append(part)
 
     try:
         await asyncio.wait_for(read(), BODY_SECONDS)
     except asyncio.TimeoutError:
         raise ApiError(408, f"The body took more than {BODY_SECONDS:g} s.", code="timeout") from None
-    return parse_body(b"".join(parts))
+    return parse_body(bytes(data))

@@ -1,7 +1,7 @@
-"""Servers of this machine's user: where their sockets are, what tells one from another, and what is said.
+"""Servers of this machine's user, from outside: found, asked by `spd generate`, told of, started and stopped.
 
-Each line is a JSON object. No torch here, nor anything else that takes time to import: `spd generate` asks
-through this.
+A reply through a server is the same bytes without loading. Each line on a socket is a JSON object. No torch
+here, nor anything else that takes time to import.
 """
 
 from __future__ import annotations
@@ -12,24 +12,32 @@ import json
 import os
 import socket
 import stat
+import sys
+import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from spd import __version__
-from spd.errors import EngineError, ResourceError
+from spd import __version__, errors
+from spd.cli.chat.view import Thoughts
+from spd.cli.text.output import Sink, tell
+from spd.cli.text.progress import clock, loading
+from spd.errors import EngineError, NotFoundError, ResourceError, SpdError
+from spd.formats.folder import ModelFolder
+from spd.runtime.engine.request import Event
 
 if TYPE_CHECKING:
-    from spd.formats.folder import ModelFolder
+    from spd.cli.commands.serve import ServeOptions
+    from spd.cli.options import GenerateOptions, Session
     from spd.runtime import EngineConfig
 
 LINE_LIMIT = 64 << 20
-CONNECT_SECONDS = 2.0
 ANSWER_SECONDS = 10.0
-"""For which a server may take to say whether it will serve, or how it is."""
-OF_ONE_RUN = ("slots",)
-"""Wishes that change neither a text nor a plan as a request sees it."""
+"""For which a server may take to let a client in, and to say how it is."""
+STOP_SECONDS = 60.0
+ABORT_SECONDS = 5.0
 
 
 def runtime_folder(folder: Path, *, create: bool = False) -> Path | None:
@@ -39,14 +47,11 @@ def runtime_folder(folder: Path, *, create: bool = False) -> Path | None:
     """
     try:
         if create:
-            with suppress(FileExistsError):
-                folder.mkdir(mode=0o700)
+            folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
-    except FileNotFoundError:
-        if not create:
-            return None
-        raise ResourceError(f"{folder.parent} is not there", fix=["set XDG_RUNTIME_DIR"]) from None
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and not create:
+            return None
         raise ResourceError(f"cannot use {folder}: {error.strerror}", fix=["set XDG_RUNTIME_DIR"]) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise ResourceError(
@@ -63,24 +68,19 @@ def socket_name(model: ModelFolder, process: int | str) -> str:
     return f"{hashlib.sha256(os.path.realpath(model.path).encode()).hexdigest()[:16]}-{process}.sock"
 
 
-def sockets(folder: Path, model: ModelFolder | None = None) -> list[Path]:
-    """Sockets of servers, of one model or of all; nothing is asked."""
-    return sorted(folder.glob("*.sock" if model is None else socket_name(model, "*")))
-
-
 def identity(config: EngineConfig) -> dict[str, Any]:
-    """What an engine is made of: this version, its wishes, and its folders' files by size and time."""
-    wishes = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    shown = {name: value for name, value in wishes.items() if name not in OF_ONE_RUN}
+    """What an engine is made of, as JSON: this version, its wishes but for slots, and its folders' files."""
+    shown = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    del shown["slots"]
     for name in ("model", "draft_model", "mtp"):
         if shown[name] is not None:
-            shown[name] = [os.path.realpath(shown[name]), *_files(Path(shown[name]))]
-    return {"version": __version__, **shown}
-
-
-def _files(folder: Path) -> list[list[Any]]:
-    found = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
-    return [[name, each.st_size, each.st_mtime_ns, each.st_ino] for name, each in found]
+            files = [
+                (path.name, path.stat()) for path in sorted(Path(shown[name]).iterdir()) if path.is_file()
+            ]
+            stamps = [[name, each.st_size, each.st_mtime_ns, each.st_ino] for name, each in files]
+            shown[name] = [os.path.realpath(shown[name]), *stamps]
+    made_of: dict[str, Any] = json.loads(json.dumps({"version": __version__, **shown}))
+    return made_of
 
 
 class Line:
@@ -89,7 +89,7 @@ class Line:
     def __init__(self, path: Path) -> None:
         """Connect. Raises OSError; a socket that no server listens at is removed."""
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.settimeout(CONNECT_SECONDS)
+        self._socket.settimeout(ANSWER_SECONDS)
         try:
             self._socket.connect(str(path))
         except OSError as error:
@@ -99,20 +99,18 @@ class Line:
             raise
         self._file = self._socket.makefile("rb")
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, **message: Any) -> None:
         """Send one object. Raises OSError."""
-        self._socket.sendall(json.dumps(message).encode() + b"\n")
+        self._socket.sendall(json.dumps(message, default=str).encode() + b"\n")
 
     def receive(self, seconds: float | None = None) -> dict[str, Any]:
         """The next object. Raises EngineError where the server has gone or takes longer."""
         self._socket.settimeout(seconds)
         try:
-            line = self._file.readline(LINE_LIMIT)
-            message: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {}
+            message: dict[str, Any] = json.loads(self._file.readline(LINE_LIMIT))
         except (OSError, ValueError):
-            message = {}
-        if not message:
-            raise EngineError("the server ended while it answered", fix=["run it again", "--no-server"])
+            lost = "the server ended while it answered"
+            raise EngineError(lost, fix=["run it again", "--no-server"]) from None
         return message
 
     def close(self) -> None:
@@ -121,13 +119,178 @@ class Line:
         self._socket.close()
 
 
-def statuses(folder: Path, model: ModelFolder | None = None) -> Iterator[tuple[Line, dict[str, Any]]]:
+def servers(session: Session, model: ModelFolder | None = None) -> Iterator[tuple[Line, dict[str, Any]]]:
     """A connection to each server, of one model or of all, and what it says of itself."""
-    for path in sockets(folder, model):
+    folder = runtime_folder(session.runtime_folder)
+    pattern = "*.sock" if model is None else socket_name(model, "*")
+    for path in [] if folder is None else sorted(folder.glob(pattern)):
         with suppress(OSError, EngineError):
             line = Line(path)
-            try:
-                line.send({"do": "status"})
-                yield line, line.receive(ANSWER_SECONDS)
-            finally:
-                line.close()
+            line.send(do="status")
+            yield line, line.receive(ANSWER_SECONDS)
+
+
+def find_server(session: Session, options: GenerateOptions) -> Line | None:
+    """A connection to a server whose engine is the one that these options ask for; None where none runs."""
+    if options.trace is not None or options.dry_run or options.jsonl:
+        return None
+    from spd.cli.text.job import engine_config
+
+    try:
+        model, made_of = ModelFolder.named(options.model), dict[str, Any]()
+    except NotFoundError:
+        return None  # and none serves it
+    for line, said in servers(session, model):
+        made_of = made_of or identity(engine_config(options, model))
+        other = [name for name, value in said["made_of"].items() if made_of.get(name) != value]
+        why = said["refuses"] or (f"another {', '.join(other)}" if other else None)
+        session.console.detail(f"server  {said['url']}" + (f": not used: {why}" if why else ""))
+        if why is None:
+            return line
+        line.close()
+    return None
+
+
+class WarmEngine:
+    """As much of an engine as a reply's delivery asks for, over a connection."""
+
+    tokenizer = True  # a server has one
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self.end: dict[str, Any] = {}
+        self._aborted = False
+
+    def add(self, request: Any) -> None:
+        """The request is on its way already."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the end has not come."""
+        return not self.end
+
+    def abort(self, request_id: str) -> None:
+        """Have it ended within a round."""
+        self._aborted = True
+        self._line.send(do="abort")
+
+    def step(self) -> list[Event]:
+        """What comes next; after `abort` all that does."""
+        events: list[Event] = []
+        while not self.end and (self._aborted or not events):
+            message = self._line.receive(ABORT_SECONDS if self._aborted else None)
+            if "text" in message:
+                events.append(Event("", (), message["text"]))
+            else:
+                self.end = message
+                events.append(Event("", (), "", message["finish_reason"], error=message["error"]))
+        return events
+
+
+def generate_warm(session: Session, options: GenerateOptions, sink: Sink, line: Line) -> int:
+    """Answer one prompt through a server; returns the exit status."""
+    from spd.cli.commands.generate import deliver, outcome
+    from spd.cli.text.prompt import gather
+    from spd.cli.text.reply import Delivery
+    from spd.cli.text.structured import read_grammar
+
+    with closing(line):
+        grammar = read_grammar(options)
+        line.send(
+            do="generate",
+            options=vars(options),
+            asked=dataclasses.asdict(gather(options)),
+            grammar=None if grammar is None else dataclasses.asdict(grammar),
+        )
+        begun = line.receive()
+        if name := begun.pop("refused", None):
+            raise getattr(errors, name, SpdError)(begun.pop("message"), **begun)
+        say = {
+            "note": session.console.note,
+            "detail": session.console.detail,
+            "tell": tell,
+            "out": sink.write,
+        }
+        for kind, text in begun["said"]:
+            say[kind](text)
+        thoughts = Thoughts(session.console, hidden=options.think == "hide")
+        engine: Any = WarmEngine(line)
+        request: Any = SimpleNamespace(id="")
+        delivery = Delivery(sink, engine, request, begun["inside"], thoughts, streaming=not options.json)
+
+        def finish() -> None:
+            """Print what remains to be printed, in the server's words."""
+            if not options.json:
+                delivery.finish_text()
+            for kind, text in engine.end.get("said", ()):
+                say[kind](text)
+
+        deliver(session, options, delivery, finish)
+        return outcome(session, options, delivery.reply, grammar is not None)
+
+
+def control(session: Session, options: ServeOptions) -> int:
+    """Carry out --status or --stop. Raises NotFoundError where no server runs."""
+    named = not {"model", "model_argument"}.isdisjoint(options.typed)
+    found = list(servers(session, ModelFolder.named(options.model) if named else None))
+    if not found:
+        raise NotFoundError("no server runs", fix=["spd serve --detach"], code="no_server")
+    for line, said in found:
+        if options.stop:
+            line.send(do="stop")
+        line.close()
+        if options.stop:
+            _await_end(session, said)
+        else:
+            Sink.stdout().write(_status_line(said) + "\n")
+    return 0
+
+
+def _status_line(said: dict[str, Any]) -> str:
+    from spd.runtime.plan.memory import show_size
+
+    state = f"{said['running']} running" if said["running"] else f"idle {clock(said['idle_seconds'])}"
+    parts = [said["model"], said["url"], f"pid {said['pid']}", show_size(said["memory_bytes"])]
+    return " · ".join([*parts, f"{said['requests']:,} requests", state, f"drafts {said['spec']}"])
+
+
+def _await_end(session: Session, said: dict[str, Any]) -> None:
+    """Wait until a server has ended, as it does when its replies have. Raises EngineError if it goes on."""
+    tell(f"stopping {said['model']} at {said['url']}")
+    ends, command_line = time.monotonic() + STOP_SECONDS, Path(f"/proc/{said['pid']}/cmdline")
+    with suppress(FileNotFoundError, ProcessLookupError):
+        while command_line.read_bytes():  # empty once it is a zombie
+            session.guard.check()
+            if time.monotonic() > ends:
+                raise EngineError(f"process {said['pid']} goes on", fix=[f"kill {said['pid']}"])
+            time.sleep(0.05)
+
+
+def detach(session: Session, options: ServeOptions) -> int:
+    """Start a server in the background, and return when it is ready. Raises EngineError where it ends."""
+    import subprocess
+
+    folder = runtime_folder(session.runtime_folder, create=True)
+    assert folder is not None
+    command = [sys.executable, "-m", "spd", *(word for word in sys.argv[1:] if word != "--detach")]
+    path = folder / f"serve-{os.getpid()}.log"
+    with path.open("wb") as log, loading(f"starting {options.model}", session.console):
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            while child.poll() is None and not any(folder.glob(f"*-{child.pid}.sock")):
+                session.guard.check()
+                time.sleep(0.05)
+        except BaseException:
+            child.terminate()
+            raise
+    said = path.read_text(encoding="utf-8", errors="replace").strip()
+    if child.poll() is not None:
+        path.unlink()
+        raise EngineError(
+            "the server ended at once", reason=said.splitlines(), fix=["spd serve, without --detach"]
+        )
+    if not session.console.quiet:
+        tell(f"{said}\npid {child.pid}, log {path}; spd serve --stop ends it")
+    return 0

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import errno
-import logging
 import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from spd.cli.serve.http import LOOPBACK, build
+from spd.cli.serve.http import App
 from spd.cli.serve.local import identity, runtime_folder, socket_name
 from spd.cli.serve.service import Service
 from spd.cli.serve.warm import WarmFront
@@ -36,8 +32,9 @@ if TYPE_CHECKING:
     from spd.cli.text.job import Settings
     from spd.runtime import Engine, Progress
 
-HEADER_SECONDS = 20.0
-"""For which a client may take to send a request's head."""
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+HEADER_SECONDS = 30.0
+"""For which a connection may stay without a request, or take to send its head."""
 HEADER_LIMIT = 32 << 10
 CONNECTIONS = 512
 DRAIN_SECONDS = 30
@@ -49,34 +46,29 @@ def run(session: Session, options: ServeOptions) -> int:
     from spd.runtime import make_plan
 
     check_address(options)
-    listener = listen(options.host, options.port)
-    with listener:
+    with listen(options.host, options.port) as listener:
         settings = plan_settings(options.as_generate())
         settings.vocabulary.need_tokenizer()
         folder = runtime_folder(session.runtime_folder, create=True)
-        assert folder is not None
+        assert folder is not None and isinstance(settings.config.model, ModelFolder)
+        path = folder / socket_name(settings.config.model, os.getpid())
         made_of = identity(settings.config)
         solo = make_plan(dataclasses.replace(settings.config, slots=1))
         thread = load(session, options, settings)
         try:
-            service = Service(settings, [options.model], thread)
-            loopback = options.host in LOOPBACK
-            app = build(service, key=options.api_key, loopback=loopback)
-            port = listener.getsockname()[1]
+            service = Service(settings, options.model, thread)
+            server = Server(service, options)
             host = f"[{options.host}]" if ":" in options.host else options.host
-            plan = service.plan
-            what = f"{service.slots} at once, context {plan.shape.ctx:,}, drafts: {plan.spec}"
-            words = f"serving {options.model} at http://{host}:{port}/v1 ({what})"
-            server = Server(app, service, options.idle)
-            server.warm = WarmFront(service, solo, made_of, server.drain, f"http://{host}:{port}/v1")
-            server.words = None if session.console.quiet else words
-            assert isinstance(settings.config.model, ModelFolder)
-            server.path = folder / socket_name(settings.config.model, os.getpid())
-            received = server.run_until_signal(listener)
+            url = f"http://{host}:{listener.getsockname()[1]}/v1"
+            server.warm = WarmFront(service, solo, made_of, server.drain, url), path
+            what = f"{service.slots} at once, context {service.plan.shape.ctx:,}, drafts: {service.plan.spec}"
+            server.words = "" if session.console.quiet else f"serving {options.model} at {url} ({what})"
+            asyncio.run(server.serve([listener]))
         finally:
+            path.unlink(missing_ok=True)
             thread.close(5.0)
-    if received == signal.SIGINT:
-        raise Interrupted(received)
+    if server.received == signal.SIGINT:
+        raise Interrupted(server.received)
     return 0
 
 
@@ -106,9 +98,9 @@ def listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
-        why = "another program listens there" if taken else error.strerror or str(error)
-        raise UsageError(f"cannot listen at {host}, port {port}: {why}", fix=["--port N"]) from None
+        raise UsageError(
+            f"cannot listen at {host}, port {port}: {error.strerror}", fix=["--port N"]
+        ) from None
     return listener
 
 
@@ -136,105 +128,57 @@ def load(session: Session, options: ServeOptions, settings: Settings) -> EngineT
     return thread
 
 
-class TimedProtocol(H11Protocol):
-    """HTTP whose heads have to come in time: a client that sends a byte a minute holds no connection."""
-
-    _timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)  # type: ignore[arg-type]
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._unwatch()
-
-    def _watch(self) -> None:
-        """Run the clock while a head is awaited or half there."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._unwatch()
-        elif self._timer is None and not self.transport.is_closing():
-            self._timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
-
-    def _unwatch(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-
 class Server(uvicorn.Server):
     """A server that ends as the rest of spd does: the first signal lets replies end, the second does not."""
 
-    def __init__(self, app: Any, service: Service, idle: float | None) -> None:
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # else every malformed request is told
+    def __init__(self, service: Service, options: ServeOptions) -> None:
+        app = App(service, key=options.api_key, loopback=options.host in LOOPBACK)
         config = uvicorn.Config(
             app,
-            http=TimedProtocol,
+            http="h11",
             ws="none",
             lifespan="off",
-            loop="asyncio",
             log_config=None,
+            log_level="error",  # else every malformed request is told
             access_log=False,
-            server_header=False,
-            proxy_headers=False,
             limit_concurrency=CONNECTIONS,
-            timeout_keep_alive=75,
+            timeout_keep_alive=round(HEADER_SECONDS),
             timeout_graceful_shutdown=DRAIN_SECONDS,
             h11_max_incomplete_event_size=HEADER_LIMIT,
         )
         super().__init__(config)
-        self._service, self._idle = service, idle
-        self._received: int | None = None
-        self.warm: WarmFront | None = None
-        self.path = Path()
-        """Where the command line finds it."""
-        self.words: str | None = None
+        self._service, self._idle = service, options.idle
+        self.received: int | None = None
+        """The signal that ended it."""
+        self.warm: tuple[WarmFront, Path] | None = None
+        """What answers the command line, and where."""
+        self.words = ""
         """Said when it listens."""
+        self._silent: dict[Any, float] = {}
+        """Connections without a whole head, and since when: a byte a minute holds none of them."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.warm is not None:
+            front, path = self.warm
             try:
-                self.servers.append(await self.warm.listen(self.path))
+                self.servers.append(await front.listen(path))
             except OSError as error:  # a path too long for a socket, for one
-                tell(f"spd generate will not find this server: {self.path}: {error.strerror or error}")
-        if self.words is not None:
+                tell(f"spd generate will not find this server: {path}: {error.strerror or error}")
+        if self.words:
             tell(self.words)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self.warm is not None:
-            self.path.unlink(missing_ok=True)
         await super().shutdown(sockets)
         ends = time.monotonic() + DRAIN_SECONDS
         while self._service.open and time.monotonic() < ends:  # those of the command line
             await asyncio.sleep(0.05)
 
-    def run_until_signal(self, *listeners: socket.socket) -> int | None:
-        """Serve; returns the signal that ended it, None where none did."""
-        asyncio.run(self.serve(sockets=list(listeners)))
-        return self._received
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Take the signals over while the loop runs."""
-        loop = asyncio.get_running_loop()
-        watched = [one for one in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(one) != signal.SIG_IGN]
-        for signum in watched:
-            loop.add_signal_handler(signum, self._end, signum, watched)
-        yield
-
-    def _end(self, signum: int, watched: list[signal.Signals]) -> None:
-        self._received = signum
-        loop = asyncio.get_running_loop()
-        for each in watched:
-            loop.remove_signal_handler(each)
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.received = sig
+        for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)
-        with contextlib.suppress(OSError):
-            os.write(2, "stopping…\n".encode())
+        tell("stopping…")
         self.drain()
 
     def drain(self) -> None:
@@ -242,7 +186,13 @@ class Server(uvicorn.Server):
         self._service.draining = self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        service, idle = self._service, self._idle
-        if idle is not None and not service.open and time.monotonic() - service.used_at > idle:
+        service, idle, now = self._service, self._idle, time.monotonic()
+        if idle is not None and not service.open and now - service.used_at > idle:
             self.drain()
+        connections: set[Any] = self.server_state.connections
+        silent = [one for one in connections if one.cycle is None or one.cycle.response_complete]
+        self._silent = {one: self._silent.get(one, now) for one in silent}
+        for one, since in self._silent.items():
+            if now - since > HEADER_SECONDS:
+                one.transport.close()
         return await super().on_tick(counter)

@@ -1,106 +1,66 @@
-"""The model behind a server: calls are prepared beside the engine's thread, admitted, and followed."""
+"""The model behind a server, and calls on their way through it: prepared, admitted, followed and answered."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from spd import __version__
-from spd.cli.serve.body import ApiError
-from spd.cli.serve.wishes import Wish
-from spd.cli.text.encode import encode_asked
-from spd.cli.text.prompt import Asked
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, StreamingResponse
+
+from spd.cli.serve.body import ApiError, api_error
+from spd.cli.serve.calls import MARKS, CallParser, Piece
+from spd.cli.text.report import logprob_entry
+from spd.cli.text.structured import ThinkingSplitter
+from spd.runtime.engine.request import derived_seed
 
 if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from spd.cli.serve.wishes import Wish
     from spd.cli.text.job import Settings
     from spd.formats.tokenizer import Tokenizer
     from spd.runtime import Engine, Event, Request, RequestMetrics
-    from spd.runtime.engine.driver import Answer, EngineThread, Listener
+    from spd.runtime.engine.driver import EngineThread, Listener
+    from spd.runtime.engine.request import TokenLogprob
 
+    Prepared = tuple[Request, bool | None]
+    """A request, and how its reply is parted: see `ThinkingSplitter`."""
+
+IMPOSSIBLE = -9999.0
+"""What the API says for the logarithm of nothing."""
 QUEUE = 64
 """Requests that may wait beyond those that decode."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """One request, and how its reply is parted: see `ThinkingSplitter`."""
-
-    request: Request
-    inside: bool | None
-
-
-@dataclass
-class Counters:
-    """What has been served so far."""
-
-    ended: dict[str, int] = field(default_factory=dict)
-    """Requests by how they ended."""
-    refused: dict[int, int] = field(default_factory=dict)
-    """HTTP calls by the status that refused them."""
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    draft_rounds: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    accepted_by_position: list[int] = field(default_factory=list)
-    first_token_seconds: float = 0.0
-    queue_seconds: float = 0.0
-
-    def add(self, metrics: RequestMetrics, reason: str) -> None:
-        """A request has ended."""
-        self.ended[reason] = self.ended.get(reason, 0) + 1
-        self.prompt_tokens += metrics.prompt_tokens
-        self.cached_tokens += metrics.cached_tokens
-        self.generated_tokens += metrics.completion_tokens
-        self.draft_rounds += metrics.num_drafts
-        self.draft_tokens += metrics.draft_n
-        self.accepted_tokens += metrics.draft_n_accepted
-        positions = metrics.accepted_per_position
-        missing = len(positions) - len(self.accepted_by_position)
-        self.accepted_by_position += [0] * missing
-        for position, count in enumerate(positions):
-            self.accepted_by_position[position] += count
-        self.first_token_seconds += metrics.first_token_ms / 1000
-        self.queue_seconds += metrics.queue_ms / 1000
 
 
 class Service:
     """One loaded model, and the calls on their way through it."""
 
-    def __init__(
-        self, settings: Settings, names: Sequence[str], thread: EngineThread, *, waiting: int = QUEUE
-    ) -> None:
+    def __init__(self, settings: Settings, name: str, thread: EngineThread, *, waiting: int = QUEUE) -> None:
         self.engine: Engine = thread.engine()
-        plan = self.engine.plan
-        self.settings = dataclasses.replace(settings, context=plan.shape.ctx)
-        self.names, self.thread, self.plan = tuple(names), thread, plan
-        self.slots, self.most = plan.shape.slots, plan.shape.slots + waiting
-        self.counters = Counters()
-        self.open = 0
-        """Requests that run or wait."""
+        self.plan = self.engine.plan
+        self.settings = dataclasses.replace(settings, context=self.plan.shape.ctx)
+        self.name, self.thread, self.slots = name, thread, self.plan.shape.slots
+        self._most = self.slots + waiting
+        self.counters: dict[str, float] = {}
+        """What has been served, by the names that `/metrics` shows."""
+        self.open = self.served = 0
+        """Requests that run or wait; those that have ended."""
         self.draining = False
         self.used_at = time.monotonic()
-        self.created = int(time.time())
-        said = json.dumps([__version__, plan.as_dict()], default=str)
-        self.fingerprint = f"spd-{__version__}-{hashlib.sha256(said.encode()).hexdigest()[:12]}"
-        """Of what the text depends on beside the request."""
-        self._prefix = secrets.token_hex(4)
-        self._calls = 0
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's own. Raises IncompatibleError where it has none."""
-        return self.settings.vocabulary.need_tokenizer()
+    def check_name(self, name: str) -> None:
+        """Raise ApiError for another model than the one that is served."""
+        if name != self.name:
+            why = f"The model '{name[:200]}' does not exist: '{self.name}' is served."
+            raise ApiError(404, why, param="model", code="model_not_found")
 
     def admit(self, wanted: int) -> None:
         """Raise ApiError where so many more requests cannot wait their turn."""
@@ -110,70 +70,88 @@ class Service:
         if wanted > self.slots:
             why = f"{wanted} replies at once, and this server decodes {self.slots} together"
             raise ApiError(400, f"Invalid 'n': {why}.", param="n", code="invalid_value")
-        if self.open + wanted > self.most:
-            why = f"{self.open} requests run or wait, and at most {self.most} may."
+        if self.open + wanted > self._most:
+            why = f"{self.open} requests run or wait, and at most {self._most} may."
             code, kind = "rate_limit_exceeded", "rate_limit_error"
             raise ApiError(429, why, kind=kind, code=code, retry_after=1 + self.open // self.slots)
 
-    async def prepare(self, wish: Wish) -> list[Prepared]:
+    def prepare(self, wish: Wish) -> list[Prepared]:
         """The requests of a call. Raises what encoding and compiling a grammar raise."""
-        self.admit(len(wish.prompts) * wish.n)
-        return await asyncio.to_thread(self._prepare, wish)
-
-    def _prepare(self, wish: Wish) -> list[Prepared]:
         prepared: list[Prepared] = []
         for asked in wish.prompts:
             ids = self.settings.fit(asked, wish.params)
             for choice in range(wish.n):
-                params = wish.params_of(choice)
-                request, inside = self.settings.request(self.name(), asked, ids, params, wish.grammar)
-                request = dataclasses.replace(request, draft_max=wish.draft_max)
-                prepared.append(Prepared(request, inside))
-        self.engine.check(prepared[0].request)
+                seed = derived_seed(wish.params.seed, choice) if choice else wish.params.seed
+                params = dataclasses.replace(wish.params, seed=seed)
+                request, inside = self.settings.request(
+                    secrets.token_hex(8), asked, ids, params, wish.grammar
+                )
+                prepared.append((dataclasses.replace(request, draft_max=wish.draft_max), inside))
+        self.engine.check(prepared[0][0])
         return prepared
 
-    def encode(self, asked: Asked, special: bool) -> list[int]:
-        """Token ids of a prompt; those that the tokenizer puts around a text with `special` only."""
-        vocabulary, most = self.settings.vocabulary, self.settings.vocabulary.config.max_positions
-        if asked.text is None:
-            return encode_asked(asked, vocabulary, most)
-        return self.tokenizer.encode(self.tokenizer.bounded(asked.text, most), add_special=special)
+    def count(self, name: str, more: float = 1) -> None:
+        """Add to a figure that `/metrics` shows."""
+        self.counters[name] = self.counters.get(name, 0) + more
 
-    def refused(self, status: int) -> None:
-        """Count a call that was refused."""
-        self.counters.refused[status] = self.counters.refused.get(status, 0) + 1
+    def ended(self, metrics: RequestMetrics, reason: str) -> None:
+        """Count a request that has ended."""
+        self.open, self.served, self.used_at = self.open - 1, self.served + 1, time.monotonic()
+        self.count(f'requests_total{{reason="{reason}"}}')
+        self.count("prompt_tokens_total", metrics.prompt_tokens)
+        self.count("cached_tokens_total", metrics.cached_tokens)
+        self.count("generation_tokens_total", metrics.completion_tokens)
+        self.count("spec_decode_num_drafts_total", metrics.num_drafts)
+        self.count("spec_decode_num_draft_tokens_total", metrics.draft_n)
+        self.count("spec_decode_num_accepted_tokens_total", metrics.draft_n_accepted)
+        for position, count in enumerate(metrics.accepted_per_position):
+            self.count(f'spec_decode_num_accepted_tokens_per_pos_total{{position="{position}"}}', count)
+        self.count("first_token_seconds_total", metrics.first_token_ms / 1000)
+        self.count("queue_seconds_total", metrics.queue_ms / 1000)
 
-    def name(self) -> str:
-        """An id that no other request has."""
-        self._calls += 1
-        return f"{self._prefix}-{self._calls}-{secrets.token_hex(2)}"
-
-    def start(self, prepared: Sequence[Prepared]) -> Call:
-        """Hand requests to the engine. Raises ApiError as `admit`, EngineError where there is no engine."""
-        self.admit(len(prepared))
-        return Call(self, [one.request for one in prepared])
+    def prometheus(self) -> str:
+        """Every figure, in the text format of version 0.0.4."""
+        waiting, (used, pages) = max(0, self.open - self.slots), self.engine.pages
+        figures = {
+            **self.counters,
+            "rounds_total": self.engine.totals.rounds,
+            "requests_running": self.open - waiting,
+            "requests_waiting": waiting,
+            "slots": self.slots,
+            "pages_used": used,
+            "pages": pages,
+        }
+        lines: list[str] = []
+        for name, value in sorted(figures.items()):
+            family = name.partition("{")[0]
+            kind = f"# TYPE spd_{family} {'counter' if family.endswith('_total') else 'gauge'}"
+            lines += [f"spd_{name} {value}"] if kind in lines else [kind, f"spd_{name} {value}"]
+        return "\n".join([*lines, ""])
 
 
 class Call:
-    """Requests that are answered together; `close` it whatever happens: what still runs is aborted then."""
+    """Requests that are answered together; `close` it whatever happens: what still runs is aborted then.
+
+    Raises ApiError as `Service.admit`, EngineError where there is no engine.
+    """
 
     def __init__(self, service: Service, requests: Sequence[Request]) -> None:
-        self._service, self._requests = service, list(requests)
+        service.admit(len(requests))
+        self._service, self._requests = service, requests
         self._loop = asyncio.get_running_loop()
-        self._answers: asyncio.Queue[tuple[int, Answer]] = asyncio.Queue()
-        self._listeners: list[Listener] = []
-        self._open = set(range(len(requests)))
-        service.open += len(requests)
+        self._answers: asyncio.Queue[tuple[int, Event | BaseException]] = asyncio.Queue()
+        self._open: dict[int, Listener] = {}
         try:
             for index, request in enumerate(requests):
                 listener = partial(self._hear, index)
-                self._listeners.append(listener)
                 service.thread.submit(request, listener)
+                self._open[index] = listener
+                service.open += 1
         except BaseException:
             self.close()
             raise
 
-    def _hear(self, index: int, answer: Answer) -> None:
+    def _hear(self, index: int, answer: Event | BaseException) -> None:
         with suppress(RuntimeError):  # the loop has ended: nothing listens any more
             self._loop.call_soon_threadsafe(self._answers.put_nowait, (index, answer))
 
@@ -192,15 +170,246 @@ class Call:
         return self._service.thread.metrics(self._requests[index].id)
 
     def _end(self, index: int, reason: str) -> None:
-        self._open.discard(index)
-        service = self._service
-        service.open -= 1
-        service.used_at = time.monotonic()
-        service.counters.add(self.metrics(index), reason)
+        del self._open[index]
+        self._service.ended(self.metrics(index), reason)
 
     def close(self) -> None:
         """Abort what still runs, within a round."""
-        for index in sorted(self._open):
-            if index < len(self._listeners):
-                self._service.thread.forget(self._requests[index], self._listeners[index])
+        for index, listener in list(self._open.items()):
+            self._service.thread.forget(self._requests[index], listener)
             self._end(index, "abort")
+
+
+class Choice:
+    """One reply while it grows."""
+
+    def __init__(self, index: int, inside: bool | None, wish: Wish, tokenizer: Tokenizer) -> None:
+        self._index, self._tokenizer, self._wish = index, tokenizer, wish
+        self._splitter = ThinkingSplitter(inside)
+        self._parser = None if wish.tools is None else CallParser(wish.tools)
+        names = tokenizer.special_tokens if self._parser is not None else {}
+        self._marks = {names[mark]: mark for mark in MARKS if mark in names}
+        self._text, self._reasoning = "", ""
+        self._calls: list[dict[str, Any]] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._reason: str | None = None
+        self.reasoning_tokens = 0
+        self.prompt = ""
+        """What `echo` puts before the text."""
+        if wish.echo:
+            asked = wish.prompts[index // wish.n]
+            self.prompt = tokenizer.decode(asked.ids or ()) if asked.text is None else asked.text
+
+    def first(self) -> dict[str, Any] | None:
+        """What a stream begins with."""
+        if self._wish.chat:
+            return self._shown(delta={"role": "assistant", "content": ""})
+        return self._shown(text=self.prompt) if self.prompt else None
+
+    def take(self, event: Event) -> dict[str, Any] | None:
+        """Add an event; returns what a stream shows of it."""
+        final, content, delta = event.finish_reason is not None, "", dict[str, Any]()
+        if self._splitter.thinking:
+            self.reasoning_tokens += len(event.token_ids)
+        offset = len(self.prompt) + len(self._text)
+        parts = self._splitter.feed(self._marked(event), final=final)
+        if thought := "".join(text for thinking, text in parts if thinking):
+            delta["reasoning_content"] = thought
+        said = "".join(text for thinking, text in parts if not thinking)
+        for piece in self._parser.feed(said, final=final) if self._parser else [Piece(said)]:
+            if piece.call is None:
+                content += piece.text
+            else:
+                delta.setdefault("tool_calls", []).append(self._call(piece.call, piece.name, piece.text))
+        if content:
+            delta["content"] = content
+        self._text += content
+        self._reasoning += thought
+        self._logprobs += event.logprobs
+        self._reason = event.finish_reason
+        if not (delta or final or event.logprobs):
+            return None
+        logprobs = self._shown_logprobs(event.logprobs, offset)
+        said_now = {"delta": delta} if self._wish.chat else {"text": content}
+        return self._shown(logprobs=logprobs, finish_reason=self._finish_reason, **said_now)
+
+    def _shown(self, **fields: Any) -> dict[str, Any]:
+        return {"index": self._index, "logprobs": None, "finish_reason": None, **fields}
+
+    def _marked(self, event: Event) -> str:
+        """An event's text, with the special tokens that calls are written with."""
+        text: str = event.text
+        ids = event.token_ids
+        for at in range(len(ids) - 1, -1, -1) if self._marks else ():
+            if mark := self._marks.get(ids[at]):
+                behind = self._tokenizer.bytes_of(ids[at + 1 :]).decode("utf-8", "ignore")
+                place = max(0, len(event.text) - len(behind))
+                text = f"{text[:place]}{mark}{text[place:]}"
+        return text
+
+    def _call(self, index: int, name: str | None, arguments: str) -> dict[str, Any]:
+        """Add to a call, which begins with its name; returns what a stream shows of it."""
+        if name is None:
+            self._calls[index]["function"]["arguments"] += arguments
+            return {"index": index, "function": {"arguments": arguments}}
+        call = {
+            "id": secrets.token_hex(5)[1:],
+            "type": "function",
+        }  # Mistral's templates want nine characters
+        self._calls.append({**call, "function": {"name": name, "arguments": ""}})
+        return {"index": index, **call, "function": {"name": name, "arguments": ""}}
+
+    @property
+    def _finish_reason(self) -> str | None:
+        """How it ended, as the API says it."""
+        tools = self._wish.tools
+        if self._reason == "stop" and self._calls and tools is not None and tools.named is None:
+            return "tool_calls"
+        return "stop" if self._reason == "abort" else self._reason
+
+    def whole(self) -> dict[str, Any]:
+        """All of it, as an answer that is not streamed shows it."""
+        logprobs = self._shown_logprobs(self._logprobs, len(self.prompt))
+        shown = self._shown(logprobs=logprobs, finish_reason=self._finish_reason)
+        if not self._wish.chat:
+            return {**shown, "text": self.prompt + self._text}
+        message: dict[str, Any] = {"role": "assistant", "content": self._text, "refusal": None}
+        if self._reasoning:
+            message["reasoning_content"] = self._reasoning.strip("\n")
+        if self._calls:
+            message |= {"content": self._text.strip() or None, "tool_calls": self._calls}
+        return {**shown, "message": message}
+
+    def _shown_logprobs(self, entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
+        """Log-probabilities in the API's form; `offset` is that of the first token's text."""
+        if self._wish.params.logprobs is None:
+            return None
+        named = [logprob_entry(entry, self._tokenizer) for entry in entries]
+        if self._wish.chat:
+            tops = [[_finite(one) for one in entry.pop("top")] for entry in named]
+            shown = [{**_finite(one), "top_logprobs": top} for one, top in zip(named, tops, strict=True)]
+            return {"content": shown, "refusal": None}
+        tokens = [entry["token"] for entry in named]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_finite(entry)["logprob"] for entry in named],
+            "top_logprobs": [
+                {one["token"]: _finite(one)["logprob"] for one in entry["top"]} for entry in named
+            ],
+            "text_offset": [offset + sum(map(len, tokens[:at])) for at in range(len(tokens))],
+        }
+
+
+def _finite(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry without its id, of a logarithm that JSON can hold."""
+    shown = {name: value for name, value in entry.items() if name != "token_id"}
+    return {**shown, "logprob": max(entry["logprob"], IMPOSSIBLE)}
+
+
+class Answer:
+    """One call's answer, as an ASGI application."""
+
+    def __init__(self, service: Service, wish: Wish, prepared: Sequence[Prepared]) -> None:
+        self._service, self._wish = service, wish
+        tokenizer = service.settings.vocabulary.need_tokenizer()
+        self._choices = [Choice(i, inside, wish, tokenizer) for i, (_, inside) in enumerate(prepared)]
+        self._call = Call(service, [request for request, _ in prepared])
+        kind = ("text_completion", "chat.completion")[wish.chat] + ".chunk" * (wish.chat and wish.stream)
+        self._head = {
+            "id": f"{'chatcmpl' if wish.chat else 'cmpl'}-{prepared[0][0].id}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": service.name,
+        }
+        self._metrics: dict[int, RequestMetrics] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response: JSONResponse | StreamingResponse
+        try:
+            if self._wish.stream:
+                headers = {"cache-control": "no-cache"}
+                response = StreamingResponse(self._stream(), 200, headers, "text/event-stream")
+            else:
+                response = JSONResponse(await unless_gone(receive, self._whole()))
+            await response(scope, receive, send)
+        finally:
+            self._call.close()
+
+    async def _shown(self) -> AsyncIterator[dict[str, Any]]:
+        """What each event brings, as a stream shows it."""
+        async for index, event in self._call.events():
+            shown = self._choices[index].take(event)
+            if event.finish_reason is not None:
+                self._metrics[index] = self._call.metrics(index)
+            if event.finish_reason == "error":
+                why = event.error or "the model failed while generating"
+                raise ApiError(500, why, kind="server_error", code="generation_failed")
+            if shown is not None:
+                yield shown
+
+    async def _whole(self) -> dict[str, Any]:
+        async for _ in self._shown():
+            pass
+        return {**self._head, "choices": [choice.whole() for choice in self._choices], **self._figures()}
+
+    async def _stream(self) -> AsyncIterator[bytes]:
+        usage: dict[str, Any] = {"usage": None} if self._wish.include_usage else {}
+        try:
+            for choice in self._choices:
+                if first := choice.first():
+                    yield _event({**self._head, "choices": [first], **usage})
+            async for shown in self._shown():
+                yield _event({**self._head, "choices": [shown], **usage})
+            if usage:
+                yield _event({**self._head, "choices": [], **self._figures()})
+        except Exception as error:
+            refusal = api_error(error)
+            self._service.count(f'refused_total{{status="{refusal.status}"}}')
+            yield _event(refusal.body)
+        yield b"data: [DONE]\n\n"
+
+    def _figures(self) -> dict[str, Any]:
+        """Tokens of a call, a prompt's once for all of its choices; times and acceptance of the first one."""
+        each, plan = [metrics for _, metrics in sorted(self._metrics.items())], self._service.plan
+        prompt = sum(one.prompt_tokens for one in each[:: self._wish.n])
+        completion = sum(one.completion_tokens for one in each)
+        speculation = each[0].speculative_decoding(plan.spec, plan.shape.draft_max)
+        return {
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": completion,
+                "total_tokens": prompt + completion,
+                "prompt_tokens_details": {
+                    "cached_tokens": sum(one.cached_tokens for one in each[:: self._wish.n])
+                },
+                "completion_tokens_details": {
+                    "reasoning_tokens": sum(one.reasoning_tokens for one in self._choices),
+                    "draft_tokens": sum(one.draft_n for one in each),
+                    "accepted_draft_tokens": sum(one.draft_n_accepted for one in each),
+                },
+            },
+            "timings": each[0].timings(),
+            "metrics": {"speculative_decoding": speculation},
+        }
+
+
+def _event(value: object) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    """What work returns. Raises ClientDisconnect, and cancels it, where the client goes first."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()

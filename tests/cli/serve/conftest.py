@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from spd.cli.commands.serve import ServeOptions
-from spd.cli.serve.http import build
 from spd.cli.serve.run import Server, listen
 from spd.cli.serve.service import Service
 from spd.cli.text.job import plan_settings
@@ -71,7 +70,8 @@ class Served:
 @contextmanager
 def serving(*, waiting: int = 64, key: str | None = None, **options: Any) -> Iterator[Served]:
     """A server of the demo."""
-    settings = plan_settings(ServeOptions(concurrency=SLOTS, threads=1, **options).as_generate())
+    wanted = ServeOptions(concurrency=SLOTS, threads=1, api_key=key, **options)
+    settings = plan_settings(wanted.as_generate())
 
     def load(progress: Any) -> Any:
         from spd.runtime import Engine
@@ -80,9 +80,9 @@ def serving(*, waiting: int = 64, key: str | None = None, **options: Any) -> Ite
 
     thread = EngineThread(load, lambda: (), goes_on=True, short=lambda error: None)
     thread.start()
-    service = Service(settings, ["demo"], thread, waiting=waiting)
+    service = Service(settings, "demo", thread, waiting=waiting)
     listener = listen("127.0.0.1", 0)
-    server = Server(build(service, key=key), service, None)
+    server = Server(service, wanted)
     loop = threading.Thread(target=lambda: asyncio.run(server._serve([listener])), daemon=True)
     loop.start()
     try:

@@ -1,9 +1,10 @@
-"""The official client, in an interpreter of its own: chat, streams, tools, structure, typed errors."""
+"""The official client, in an interpreter of its own, and what docs/serve.md shows: curl, Python, fields."""
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from spd.cli.serve.wishes import CHAT, IGNORED, UNSUPPORTED
 from tests.cli.serve.conftest import Served
+
+PAGE = (Path(__file__).parents[3] / "docs" / "serve.md").read_text(encoding="utf-8")
 
 SCRIPT = """
 import json, sys, openai
@@ -80,30 +84,35 @@ print("all held")
 """
 
 
-def interpreter() -> str | None:
-    """One that has the package: this, or the one that is named."""
-    named = os.environ.get("OPENAI_PYTHON", "")
-    if importlib.util.find_spec("openai"):
-        return sys.executable
-    if (
-        named
-        and Path(named).exists()
-        and not subprocess.run([named, "-c", "import openai"], check=False).returncode
-    ):
-        return named
-    return None
+def blocks(language: str) -> list[str]:
+    """The page's code of a language."""
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.mark.openai
 def test_the_official_client(served: Served) -> None:
-    python = interpreter()
-    if python is None:
+    """Everything above, then what the page shows."""
+    python = os.environ.get("OPENAI_PYTHON", sys.executable)
+    if subprocess.run([python, "-c", "import openai"], check=False, capture_output=True).returncode:
         pytest.skip("no interpreter has the openai package; OPENAI_PYTHON names one")
-    command = [python, "-c", SCRIPT, f"http://127.0.0.1:{served.port}/v1"]
+    code = SCRIPT + blocks("python")[0].replace("7373", str(served.port))
+    command = [python, "-c", code, f"http://127.0.0.1:{served.port}/v1"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert ran.stdout == "all held\n", ran.stderr
-    for _ in range(500):
-        if not served.service.open:
-            break
+    assert ran.stdout.startswith("all held\nJoin two or more"), ran.stderr
+    ends = time.monotonic() + 5
+    while served.service.open and time.monotonic() < ends:
         time.sleep(0.01)
     assert served.service.open == 0
+
+
+def test_curl(served: Served) -> None:
+    (command,) = (block for block in blocks("sh") if block.startswith("curl"))
+    command = command.replace("curl", "curl -s", 1).replace("7373", str(served.port))
+    ran = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(ran.stdout)["choices"][0]["message"]["content"].startswith("Join two or more")
+
+
+def test_every_field_is_listed() -> None:
+    beside = {"messages", "model", "stream", "speculative", "temperature", *IGNORED, *UNSUPPORTED}
+    penalties = {name for name in CHAT if name.endswith("_penalty")}
+    assert {name for name in CHAT.keys() - beside - penalties if f"`{name}`" not in PAGE} == set()
