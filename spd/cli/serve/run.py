@@ -154,8 +154,8 @@ class Server(uvicorn.Server):
         """What answers the command line, and where."""
         self.words = ""
         """Said when it listens."""
-        self._silent: dict[Any, float] = {}
-        """Connections without a whole head, and since when: a byte a minute holds none of them."""
+        self._silent: dict[tuple[Any, Any], float] = {}
+        """Connections without a whole head behind their last request, and since when they are so."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -190,9 +190,9 @@ class Server(uvicorn.Server):
         if idle is not None and not service.open and now - service.used_at > idle:
             self.drain()
         connections: set[Any] = self.server_state.connections
-        silent = [one for one in connections if one.cycle is None or one.cycle.response_complete]
-        self._silent = {one: self._silent.get(one, now) for one in silent}
-        for one, since in self._silent.items():
+        silent = [(one, one.cycle) for one in connections if not one.cycle or one.cycle.response_complete]
+        self._silent = {pair: self._silent.get(pair, now) for pair in silent}
+        for (one, _), since in self._silent.items():
             if now - since > HEADER_SECONDS:
                 one.transport.close()
         return await super().on_tick(counter)
