@@ -121,6 +121,7 @@ def test_arguments_stream_while_they_come() -> None:
     found = parser.feed('<tool_call>{"name": "get_weather", "arguments": {"city": "Par')
     assert [(piece.name, piece.text) for piece in found] == [("get_weather", ""), (None, '{"city": "Par')]
     assert [piece.text for piece in parser.feed("is")] == ["is"]
+    assert [piece.text for piece in CallParser(LLAMA).feed("{now} it")] == ["{now} it"]  # cannot be one
 
 
 def test_a_template_says_which_form() -> None:
