@@ -39,6 +39,7 @@ and so is a folder in which a tensor is missing or has another shape. Tensors th
 - **`--quantize int4`**: as int8 below, with a bfloat16 scale for 64 columns that is chosen to err least.
   Rows of another length stay as they are. The demo's logits move by 11 % of their own spread. Kept
   packed, but on a GPU in float16: there the rounded values are multiplied, which saves no memory.
+  `spd quantize MODEL DIR` writes it as compressed-tensors (`pack-quantized`), which other engines read too.
 - **`--quantize int8`**: the matrices of the layers, experts too, of the target, the draft model and the
   MTP layers; a scale a row, its largest magnitude over 127 rounded to bfloat16, so that each weight is
   off by at most half a step of its row. Embeddings, heads, routers, MTP projections and the matrix that

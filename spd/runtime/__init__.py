@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from spd.runtime.engine.request import TokenLogprob as TokenLogprob
     from spd.runtime.load.progress import LoadProgress as LoadProgress
     from spd.runtime.load.progress import Progress as Progress
+    from spd.runtime.load.quantize import quantization_config as quantization_config
+    from spd.runtime.load.quantize import rounded_names as rounded_names
+    from spd.runtime.load.quantize import rounded_outputs as rounded_outputs
     from spd.runtime.models import family_layout as family_layout
     from spd.runtime.models.eagle3 import check_eagle3 as check_eagle3
     from spd.runtime.models.eagle3 import shares_head as shares_head
@@ -43,6 +46,7 @@ _HOMES = {
     "engine.metrics": ("RequestMetrics", "RoundRecord"),
     "engine.request": ("Completion", "Event", "Request", "TokenLogprob"),
     "load.progress": ("LoadProgress", "Progress"),
+    "load.quantize": ("quantization_config", "rounded_names", "rounded_outputs"),
     "models": ("family_layout",),
     "models.eagle3": ("check_eagle3", "shares_head"),
     "models.mtp_weights": ("check_source", "module_position_size"),

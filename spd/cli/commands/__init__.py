@@ -89,6 +89,11 @@ COMMAND_TABLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "spd convert-mtp deepseek-ai/DeepSeek-V3.1 v31-mtp --attach my/DeepSeek-V3.1-AWQ",
             'spd generate -m my/DeepSeek-V3.1-AWQ --spec mtp --mtp v31-mtp "Hello"',
         ),
+        "quantize": (
+            "quantize",
+            "Write a model in four bits (compressed-tensors) as --quantize int4 rounds it; the text changes.",
+            "spd quantize Qwen/Qwen3-8B qwen3-8b-int4",
+        ),
         "pull": (
             "models",
             "Download a model's safetensors, configuration and tokenizer into the Hugging Face cache.",

@@ -1,0 +1,86 @@
+"""`spd quantize`: write a model with its matrices in four bits, for spd and for other engines."""
+
+from __future__ import annotations
+
+import json as json_module
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from spd.cli.options import CommonOptions, Session, argument, model_names, printed
+from spd.cli.text.output import Sink, check_folder, to_json
+from spd.cli.text.progress import Ticker
+from spd.errors import UsageError
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+COPIED = (".json", ".jinja", ".txt", ".model")
+"""Endings of the files beside the weights that go along."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class QuantizeOptions(CommonOptions):
+    """Everything `spd quantize` takes."""
+
+    model: str = argument("MODEL", "A folder, or org/name in the cache.", autocompletion=model_names)
+    destination: Path = argument("DIR", "Folder to write.")
+    revision: str | None = printed(None, "REV", "Branch, tag or commit in the cache.")
+    mtp_too: bool = printed(False, None, "Round MTP layers too. Default: they stay as they are.")
+    dry_run: bool = printed(False, None, "Read headers, write nothing.")
+    json: bool = printed(False, None, "One JSON object.")
+
+
+def quantize(session: Session, options: QuantizeOptions) -> None:
+    """Write a model in four bits (compressed-tensors) as --quantize int4 rounds it; the text changes."""
+    from spd.formats.folder import ModelFolder
+    from spd.formats.writer import open_stage, write_json, write_tensors
+    from spd.runtime import quantization_config, rounded_names, rounded_outputs
+
+    source, destination = ModelFolder.named(options.model, options.revision), options.destination.expanduser()
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise UsageError(f"{destination}: is there", fix=["name a new folder"])
+    check_folder(destination)
+    with source.checkpoint as checkpoint:
+        rounded = set(rounded_names(source, options.mtp_too))
+        if not rounded:
+            raise UsageError(f"{options.model}: no matrix has rows that groups of 64 divide")
+        outputs = rounded_outputs(checkpoint, rounded)
+        shown = {
+            "schema": "spd.quantize/1",
+            "model": options.model,
+            "destination": str(destination),
+            "written": not options.dry_run,
+            "rounded": len(rounded),
+            "kept": len(checkpoint.tensors) - len(rounded),
+            "bytes": {"before": checkpoint.total_bytes, "after": sum(each.nbytes for each in outputs)},
+        }
+        if not options.dry_run:
+            with (
+                Ticker(session.console) as ticker,
+                open_stage(destination, replaces=destination.exists()) as stage,
+            ):
+
+                def show(done: int, total: int, tensor: str) -> None:
+                    ticker.write(f"writing {done / 2**20:,.0f} of {total / 2**20:,.0f} MiB · {tensor}")
+
+                write_tensors(stage / WEIGHTS, outputs, show)
+                checkpoint.check_unchanged()
+                config = json_module.loads((source.path / CONFIG).read_text(encoding="utf-8"))
+                config["quantization_config"] = quantization_config(checkpoint, rounded)
+                write_json(stage / CONFIG, config)
+                for file in source.path.iterdir():
+                    if file.name.endswith(COPIED) and ".safetensors" not in file.name and file.name != CONFIG:
+                        shutil.copyfile(file, stage / file.name)
+    sink = Sink.stdout()
+    if options.json:
+        sink.write(to_json(shown) + "\n")
+        return
+    before, after = (shown["bytes"][when] / 2**20 for when in ("before", "after"))  # type: ignore[index]
+    sink.write_lines(
+        (
+            f"rounded   {shown['rounded']:,} matrices to int4, a scale for 64 columns",
+            f"kept      {shown['kept']:,} tensors as they were",
+            f"bytes     {before:,.1f} → {after:,.1f} MiB",
+            f"{'would be' if options.dry_run else 'wrote'}     {destination}",
+            f"use       spd generate -m {destination}",
+        )
+    )
