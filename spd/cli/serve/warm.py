@@ -120,7 +120,6 @@ class WarmFront:
     def _prepare(self, message: Message) -> tuple[Request, bool | None, list[tuple[str, str]]]:
         """A prompt with its parameters, as `spd generate` makes them, and what it says before."""
         from spd.cli.commands.generate import say_before
-        from spd.cli.text.job import Job
         from spd.cli.text.sampling import resolve_sampling
 
         said: list[tuple[str, str]] = []
@@ -135,10 +134,9 @@ class WarmFront:
         shape = None if message["grammar"] is None else GrammarText(**message["grammar"])
         asked = Asked(**message["asked"])
         settings = dataclasses.replace(settings, sampling=sampling, grammar=shape, think=options.think)
-        job = Job(**vars(settings), asked=asked, ids=settings.fit(asked, sampling.params))
-        request, inside = settings.request(secrets.token_hex(8), asked, job.ids, sampling.params, shape)
+        request, inside = settings.request(secrets.token_hex(8), asked)
         service.engine.check(request)
-        say_before(console, options, job, self._alone)
+        say_before(console, options, settings, self._alone, request)
         return request, inside, said
 
     def _end(
