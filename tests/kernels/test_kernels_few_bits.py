@@ -159,6 +159,25 @@ def test_tiled_experts(kind: str, device: str, dtypes: tuple[torch.dtype, ...]) 
 
 
 @needs_compiled
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_any_size(native: NativeLibrary, kind: str) -> None:
+    """Far from 1, zero, with elements far above the others: as exact as float32; infinity is not lost."""
+    weight = drawn(kind, 96, 128, 32, False)
+    x = noise(6, 128)
+    x[1] *= 2.0**-60
+    x[2] *= 2.0**60
+    x[3] = 0
+    x[4, ::7] *= 3000
+    x[5, 9] = math.inf
+    x = x.to(native.dtype)
+    found = native.linear(x, native.pack_codes(weight), None, Ending.FLOAT32).double()
+    numbers = weight.plain(torch.float64).t()
+    off, size = (found - x.double() @ numbers)[:5].abs(), (x.double().abs() @ numbers.abs())[:5]
+    assert (off <= 2.0**-19 * size).all()
+    assert not found[5].isfinite().any()
+
+
+@needs_compiled
 @pytest.mark.parametrize("kind", ["int4", "e2m1", "int8"])
 def test_experts(native: NativeLibrary, kind: str) -> None:
     """As experts of the same numbers would make it."""

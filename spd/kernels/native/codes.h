@@ -149,9 +149,24 @@ static void decode(const uint8_t *codes, int kind, const vec *zeros, int from, i
 #if SPD_PAIRS && !defined(SPD_AMX)
 #define SPD_FUSED 1
 #include "codes_avx512.h"
+#elif !SPD_WIDE
+#define SPD_FUSED 1
+#include "codes_avx2.h"
 #else
 #define SPD_FUSED 0
 #endif
+
+/* One row x [depth] into its place in what is multiplied by a weight; see place_row. */
+static void place_left(const Weight *w, const element *x, const float *norm, float epsilon, long depth, Left *left)
+{
+    place_row(x, norm, epsilon, depth, left);
+#if !SPD_WIDE
+    if (is_paired(w->kind))
+        for (long k = 0; k < w->steps; k++) into_digits(left + k * LEFT_STEP);
+#else
+    (void)w;
+#endif
+}
 
 /* Rows of a left side times block `index` of a weight in codes; `block` is its number among the columns'. */
 static void multiply_codes(
@@ -164,7 +179,8 @@ static void multiply_codes(
     for (long top = 0, count; top < rows; top += count) {
         count = rows - top < ROOM ? rows - top : ROOM;
 #if SPD_FUSED
-        if (is_paired(w->kind) && (halved || count <= SIDE)) { /* the same sums: many rows are worth decoding once */
+        /* the tiles' sums are the same: with pairs, many rows are worth decoding once */
+        if (is_paired(w->kind) && (!SPD_PAIRS || halved || count <= SIDE)) {
             codes_product(left, top, count, w, codes, index * groups, groups, total);
             finish(ending, total, block, top, count);
             continue;

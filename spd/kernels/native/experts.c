@@ -132,7 +132,7 @@ static void place_pairs(const void *work, Share *share, int member)
         int64_t e = o->ids[p], at = o->place[p] - o->start[e];
         Left *left = o->left + (o->start[e] / SIDE + e) * deep * TILE;
         const element *from = o->second ? o->made + o->place[p] * size : o->x + p / o->per_token * size;
-        place_row(from, 0, 0, size, left + left_row(at, deep));
+        place_left(o->second ? o->down : o->gate_up, from, 0, 0, size, left + left_row(at, deep));
     }
 }
 

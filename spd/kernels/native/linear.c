@@ -111,7 +111,7 @@ static void place_rows(const void *work, Share *share, int member)
     long steps = parts(p->depth, DEPTH), room = parts(p->rows, SIDE) * steps * TILE;
     for (long i; (i = take(share, member)) >= 0;) {
         long r = i / p->heads, h = i % p->heads;
-        place_row(p->x + r * p->x_row + h * p->x_head, p->norm, p->epsilon, p->depth,
+        place_left(p->weight, p->x + r * p->x_row + h * p->x_head, p->norm, p->epsilon, p->depth,
             p->scratch + h * room + left_row(r, steps));
     }
 }
