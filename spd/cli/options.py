@@ -143,7 +143,7 @@ class ModelOptions(CommonOptions):
     model: str = first(
         "demo",
         "MODEL",
-        "A folder, org/name in the Hugging Face cache, demo or demo-hybrid.",
+        "A folder, cached org/name, demo or demo-hybrid.",
         "-m",
         envvar="SPD_MODEL",
         autocompletion=model_names,
