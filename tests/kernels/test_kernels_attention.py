@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spd.kernels.attention import attention_chunks
 from spd.kernels.attention.paged_attention import (
     KV_BLOCK,
     AttentionHeads,
@@ -212,6 +213,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"SMALL_CHUNK": 32, "LARGE_CHUNK": 64, "LARGE_FROM": 128, "KEY_BLOCK": 32}
     for name, value in {**sizes, "COMBINED_CHUNKS": 4, "PLANNED_CHUNKS": 4}.items():
         monkeypatch.setattr(twin, name, value)
+        monkeypatch.setattr(attention_chunks, name, value, raising=False)
     few_programs(monkeypatch, 2)
 
 

@@ -277,4 +277,3 @@ def test_a_head_in_codes_goes_to_a_folder_of_its_own(tmp_path: Path) -> None:
     )
     assert_same(apart, own)
     assert accepted(apart) == accepted(own)
-    assert convert(twin, tmp_path / "cast", "--dtype", "bfloat16") == IncompatibleError.exit_code
