@@ -77,7 +77,8 @@ def test_logits_of_every_family(model: Callable[..., Path], shape: str) -> None:
         logits_of(make_engine(folder, **wishes), prompt)
         for wishes in ({}, {**BFLOAT16, "kernels": "torch"}, NATIVE["bfloat16"])
     )
-    off, allowed = ((each - exact).norm() / exact.norm() for each in (found, usual))
+    # Of most rows: an expert that is nearly another's equal may be chosen in its place.
+    off, allowed = (((each - exact).norm(dim=1) / exact.norm(dim=1)).median() for each in (found, usual))
     assert 0 < off <= 2 * allowed, (off, allowed)
     close = logits_of(make_engine(folder, **NATIVE["float32"]), prompt)
     assert 0 < (close - exact).norm() / exact.norm() < 5e-6
@@ -137,10 +138,10 @@ def test_texts_in_any_company(model: Callable[..., Path], shape: str, dtype: str
         {"slots": 5, "lag": 2, "cache_pages": 6, **looked_up},
         {"slots": 5, "cache_pages": 6, **drafted},
     ):
-        engine = make_engine(target, **wishes, **more)
-        assert company(engine, mixed_requests()) == expected, more
+        runs = run_requests(make_engine(target, **wishes, **more), mixed_requests())
+        assert [run.tokens for run in runs] == expected, more
         if "cache_pages" in more:
-            assert engine._scheduler.preemptions
+            assert sum(run.metrics.preemptions for run in runs)
 
 
 @needs_native

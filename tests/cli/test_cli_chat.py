@@ -215,7 +215,7 @@ def test_a_reload_that_fails_goes_back(talk: Callable, script: Any, saved: Calla
         ("/set warmth", "NAME=VALUE"),
         ("/set warmth=1", "no such parameter"),
         ("/set temperature=hot", "is not a number"),
-        ("/set temperature=-1", "--temperature -1.0 is out of range"),
+        ("/set temperature=-1", "temperature -1.0 is out of range"),
         ("/spec fast", "is not a method"),
         ("/model nowhere/nothing", "not in the local cache"),
         ("/think maybe", "fix: /think on|off|hide|N"),

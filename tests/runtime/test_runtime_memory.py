@@ -288,8 +288,8 @@ def test_every_figure_in_the_advice_is_true(free: int, draft: ModelConfig) -> No
             ),
             "--dtype": lambda value=value: dataclasses.replace(shape, dtype=value),
             "--graphs": lambda: dataclasses.replace(shape, graphs=False),
-            "--quantize": lambda: dataclasses.replace(
-                shape, form=WeightForm("int8"), draft_form=WeightForm("int8")
+            "--quantize": lambda value=value: dataclasses.replace(
+                shape, form=WeightForm(value), draft_form=WeightForm(value)
             ),
         }.get(flag, lambda r=remedy: dataclasses.replace(shape, slots=int(r.flag.split()[1])))()
         assert remedy.frees == measure(shape).total - measure(changed).total > 0, remedy
