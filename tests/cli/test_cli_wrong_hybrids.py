@@ -53,7 +53,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "a kind that slides": ({"layer_types": ["sliding_attention"] * 4}, "layer_types: 'sliding_attention'"),
     "too many layers": ({"layer_types": ["full_attention"] * 5}, "layer_types: is not a list of 4 names"),
     "no list": ({"layer_types": "linear_attention"}, "layer_types: is not a list of 4 names"),
-    "layers that are numbers": ({"layer_types": [1, 2, 3, 4]}, "layer_types: 1 is not supported"),
+    "layers that are numbers": ({"layer_types": [1, 2, 3, 4]}, "layer_types: 1 is not a string"),
     "only recurrent": ({"layer_types": ["linear_attention"] * 4}, "layer_types: no layer is full_attention"),
     "no interval": ({"layer_types": None, "full_attention_interval": 0}, "full_attention_interval: 0 is not"),
     "key heads": ({"linear_num_key_heads": 12}, "linear_num_key_heads: 12 does not divide 32 value heads"),
