@@ -93,6 +93,7 @@ W_JSON = json.dumps(W).encode()
             for offsets in ([4, 0], [-4, 0], [0, 4.0], [0], [0, 4, 8], None, "04", [0, True], [0, 2**64])
         ),
         (shard_bytes({"w": entry([2, 2**64 - 2], 0, 4)}, b"1234"), ("'w'", "4 bytes", "needs")),
+        (shard_bytes({"w": entry([2**63] * 200_000, 0, 4)}, b"1234"), ("'w'", "4 bytes", "needs")),
         (shard_bytes({"w": entry([1], 4, 0)}, b"1234"), ("'w'", "hold -4 bytes")),
         (shard_bytes({"w": entry([3], 0, 1, "F4")}, b"1"), ("'w'", "1.5")),
         (shard_bytes({"w": entry([2], 0, 4)}, b"1234"), ("'w'", "4 bytes", "8")),
