@@ -141,11 +141,13 @@ def read_sliding(fields: Fields, num_layers: int, slides: bool) -> tuple[int | N
     if switched and not fields.boolean("use_sliding_window", False):
         window = None  # transformers writes 0 for a window that is switched off
     fields.require(slides or window is None, "sliding_window", f"{window}: sliding windows are not supported")
-    if listed is None:
+    if listed is None or not (switched or "sliding_window_pattern" in fields):
         first = fields.integer("max_window_layers", 0, MAX_PERIOD, 0)
         period = fields.optional_integer("sliding_window_pattern", 1, MAX_PERIOD) or num_layers + 1
         layers = range(1, num_layers + 1)
-        listed = [bool(window) and layer > first and layer % period != 0 for layer in layers]
+        usual = [bool(window) and layer > first and layer % period != 0 for layer in layers]
+        fields.require(listed in (None, usual), "layer_types", "is not what this architecture does")
+        listed = usual
     known = bool(window) or not any(listed)
     fields.require(known, "layer_types", "names sliding_attention, but there is no sliding_window")
     return tuple(window if slide else None for slide in listed) if any(listed) else ()

@@ -266,11 +266,9 @@ def _decoder_config(fields: Fields) -> ModelConfig:
     num_heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
     vocab_size = fields.integer("vocab_size", 1, MAX_VOCAB)
     max_positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
-    mixed, sliding, delta = family.interleaved, tuple[int | None, ...](), None
-    if mixed is None:
-        sliding = blocks.read_sliding(fields, num_layers, "sliding_window" in family.absent)
-    else:
-        delta = blocks.read_delta(fields, num_layers, interleaved=mixed)
+    mixed, slides = family.interleaved, "sliding_window" in family.absent
+    delta = None if mixed is None else blocks.read_delta(fields, num_layers, interleaved=mixed)
+    sliding = () if delta else blocks.read_sliding(fields, num_layers, slides)
     latent = blocks.read_latent(fields) if family.latent else None
     experts = blocks.read_experts(fields, num_layers, family.experts) if family.experts else None
     inner = experts.intermediate_size if experts else None  # where every layer has experts

@@ -238,6 +238,7 @@ def test_which_layers_slide(
         (QWEN2, {"layer_types": ["full_attention", "chunked_attention"]}, ("layer_types", "chunked")),
         (QWEN2, {"layer_types": ["full_attention", "sliding_attention"]}, ("no sliding_window",)),
         (QWEN2, {"layer_types": ["full_attention"]}, ("layer_types", "2 names")),
+        (MISTRAL, {"layer_types": ["full_attention", "sliding_attention"]}, ("layer_types", "architecture")),
         (GEMMA3, {"sliding_window_pattern": 0}, ("sliding_window_pattern",)),
         (GEMMA2, {"hidden_activation": "gelu"}, ("hidden_activation", "gelu_pytorch_tanh")),
         (GEMMA2, {"attn_logit_softcapping": 0}, ("attn_logit_softcapping",)),
