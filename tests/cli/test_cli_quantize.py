@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from spd.formats.demo import demo_folder
 from spd.formats.folder import ModelFolder
@@ -71,6 +71,16 @@ def test_every_tensor_is_there_rounded_or_as_it_was(spd_run: Callable, tmp_path:
         assert rounded & heads == (heads if more else set())
         listed = json.loads((written.path / "config.json").read_text())["quantization_config"]["ignore"]
         assert not {name.removesuffix(".weight") for name in rounded} & set(listed)
+
+
+def test_a_tensor_of_another_shape_in_a_head_stays(spd_run: Callable, tmp_path: Path) -> None:
+    source = write_tiny_hybrid(tmp_path / "source", mtp=True, hidden_size=64, intermediate_size=128)
+    before = load_file(source / "model.safetensors")
+    name = next(each for each in before if each.startswith("mtp.") and each.endswith("up_proj.weight"))
+    save_file({**before, name: before[name].flatten()}, source / "model.safetensors")
+    spd_run("quantize", source, tmp_path / "written", "--mtp-too")
+    written = load_file(tmp_path / "written" / "model.safetensors")
+    assert torch.equal(written[name], before[name].flatten())
 
 
 def test_what_is_refused(spd_run: Callable, tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ def rounded_names(folder: ModelFolder, mtp_too: bool) -> list[str]:
     names, own = {prefix + name for prefix, name in found}, tuple({f".{name}" for _, name in found})
     tensors = folder.checkpoint.tensors
     if mtp_too:
-        heads = (name for name in tensors if is_mtp_tensor(name, config.num_layers))
-        names |= {n for n in heads if n.endswith(own) and tensors[n].shape[1] % INT4_GROUP == 0}
+        heads = (n for n in tensors if n.endswith(own) and is_mtp_tensor(n, config.num_layers))
+        names |= {n for n in heads if len(size := tensors[n].shape) == 2 and size[1] % INT4_GROUP == 0}
     return [name for name, meta in tensors.items() if name in names and meta.dtype in FLOAT_DTYPES]
 
 
