@@ -42,6 +42,13 @@ def test_groups_do_not_depend_on_their_neighbours() -> None:
         assert torch.equal(found.plain(torch.float32), whole.plain(torch.float32)[part][:, columns])
 
 
+def test_a_value_that_is_not_finite_is_not_rounded_away() -> None:
+    weight = torch.randn(3, 128, generator=torch.Generator().manual_seed(3))
+    weight[0, 3], weight[1, 70], weight[2, 1] = float("nan"), float("inf"), float("-inf")
+    found = int4_groups(weight).plain(torch.float32).view(3, 2, INT4_GROUP).isnan()
+    assert found.all(-1).tolist() == found.any(-1).tolist() == [[True, False], [False, True], [True, False]]
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("spec", ["ngram", "mtp", "draft"])
 def test_speculation_is_invisible(spec: str, kernels: str) -> None:

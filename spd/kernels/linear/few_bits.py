@@ -188,7 +188,8 @@ def int4_groups(weight: Tensor) -> GroupedWeight:
         most, least = groups.amax(0), groups.amin(0)
         # -8 lies furthest from the middle: a negative scale gives it to the larger side.
         reach = torch.where(most > -least, most, least) / -8
-        best, error = torch.ones_like(reach), torch.full_like(reach, float("inf"))
+        # A group that holds a value that is not finite has a scale of NaN, so that a run says so.
+        best, error = reach - reach + 1, torch.full_like(reach, float("inf"))
         for share in INT4_SHARES:
             scale = (reach * share).bfloat16().float()
             scale = torch.where(scale == 0, torch.ones_like(scale), scale)
