@@ -175,8 +175,8 @@ def values(kind: CodeKind, codes: Tensor, scales: Tensor, zeros: Tensor | None, 
 def int4_groups(weight: Tensor) -> GroupedWeight:
     """weight [..., N, K] as symmetric codes of four bits, a bfloat16 scale for each `INT4_GROUP` columns.
 
-    Of several scales that is taken whose rounding errs least, by squares. Equal groups give equal bits: their
-    squares are added in pairs, whatever stands beside them.
+    Of several scales that is taken whose rounding errs least, by squares; where a value is not finite it is
+    NaN. Equal groups give equal bits: their squares are added in pairs, whatever stands beside them.
     """
     (*_, columns), rows = weight.shape, weight.flatten(0, -2)
     codes = torch.empty(rows.shape[0], columns // 2, dtype=torch.uint8, device=weight.device)
@@ -188,7 +188,6 @@ def int4_groups(weight: Tensor) -> GroupedWeight:
         most, least = groups.amax(0), groups.amin(0)
         # -8 lies furthest from the middle: a negative scale gives it to the larger side.
         reach = torch.where(most > -least, most, least) / -8
-        # A group that holds a value that is not finite has a scale of NaN, so that a run says so.
         best, error = reach - reach + 1, torch.full_like(reach, float("inf"))
         for share in INT4_SHARES:
             scale = (reach * share).bfloat16().float()
