@@ -6,7 +6,7 @@ the configurations of `deepseek_v3`, `qwen3_moe`, `ernie4_5_moe` and others in H
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -129,14 +129,15 @@ class ExpertKeys:
     clamped: bool = False
 
 
-def read_sliding(fields: Fields, num_layers: int, slides: bool) -> tuple[int | None, ...]:
+def read_sliding(fields: Fields, num_layers: int, known: Container[str]) -> tuple[int | None, ...]:
     """Each layer's window, None where it sees everything; empty where no layer slides.
 
-    slides: False refuses windows. Raises CheckpointError for kinds of layers that are unknown, and for lists
-    that contradict the rest.
+    known: the family's keys; without a window's own it is refused. Raises CheckpointError for kinds of layers
+    that are unknown, and for lists that contradict the rest.
     """
+    slides = "sliding_window" in known
     listed = _listed(fields, num_layers, KINDS if slides else KINDS[:1])
-    switched = "use_sliding_window" in fields
+    switched = "use_sliding_window" in (known if slides else fields)
     window = fields.optional_integer("sliding_window", 0 if switched else 1, MAX_POSITIONS)
     if switched and not fields.boolean("use_sliding_window", False):
         window = None  # transformers writes 0 for a window that is switched off
@@ -148,8 +149,11 @@ def read_sliding(fields: Fields, num_layers: int, slides: bool) -> tuple[int | N
         usual = [bool(window) and layer > first and layer % period != 0 for layer in layers]
         fields.require(listed in (None, usual), "layer_types", "is not what this architecture does")
         listed = usual
-    known = bool(window) or not any(listed)
-    fields.require(known, "layer_types", "names sliding_attention, but there is no sliding_window")
+    fields.require(
+        bool(window) or not any(listed),
+        "layer_types",
+        "names sliding_attention, but there is no sliding_window",
+    )
     return tuple(window if slide else None for slide in listed) if any(listed) else ()
 
 

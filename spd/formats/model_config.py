@@ -104,20 +104,23 @@ _SLIDES, _LOCAL = {"sliding_window": 4096}, "rope_local_base_freq"
 _SWITCHED = {**_QWEN, **_SLIDES, "use_sliding_window": False, "max_window_layers": 28}
 _FOURTH = {**_SLIDES, "sliding_window_pattern": 4}  # of so many layers the last one sees everything
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "tie_word_embeddings": True}
-_GEMMA3 = {**_GEMMA, **_LONG, "rope_theta": 1e6, _LOCAL: 1e4, "sliding_window_pattern": 6}
 _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+_UNCAPPED = {**_GEMMA, **dict.fromkeys(_CAPS)}
+_GEMMA3 = {**_UNCAPPED, **_LONG, "rope_theta": 1e6, _LOCAL: 1e4, "sliding_window_pattern": 6}
 _QUARTER = {**_QWEN, "partial_rotary_factor": 0.25}
-_GRANITE, _ERNIE = {**_SHORT, "attention_multiplier": 1.0}, {**_LONG, **_EPS, "rope_theta": 5e5}
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+_GRANITE, _ERNIE = {**_SHORT, **dict.fromkeys(_MULTIPLIERS, 1.0)}, {**_LONG, **_EPS, "rope_theta": 5e5}
+_PHI3 = {**_EPS, "max_position_embeddings": 4096, "partial_rotary_factor": 1.0, "sliding_window": None}
+_DEEPSEEK3 = {"max_position_embeddings": 4096, "first_k_dense_replace": 3}
+_STILL = {"no_rope_layers": None, "no_rope_layer_interval": 4}
+_SMOLLM3 = {**_QWEN, **_STILL, "rope_theta": 2e6, "tie_word_embeddings": True}
+_MIXTRAL = {**_LONG, **_EPS, "rope_theta": 1e6, "sliding_window": None}
 _GLM4_MOE = {**_LONG, **_EPS, "partial_rotary_factor": 0.5, "first_k_dense_replace": 1}
 _GLM4 = {**_GLM4_MOE, "rms_norm_eps": 1.5625e-7, "attention_bias": True, "head_dim": 128}
 _FAMILIES = {
     "LlamaForCausalLM": _Family("llama", _SHORT, mlp_bias="mlp_bias"),
     "MistralForCausalLM": _Family("mistral", {**_LONG, **_SLIDES}, bias=None),
-    "Phi3ForCausalLM": _Family(
-        "phi3",
-        {**_EPS, "max_position_embeddings": 4096, "partial_rotary_factor": 1.0, "sliding_window": None},
-        bias=None,
-    ),
+    "Phi3ForCausalLM": _Family("phi3", _PHI3, bias=None),
     "Qwen2ForCausalLM": _Family("qwen2", _SWITCHED, bias=None),
     "Qwen3ForCausalLM": _Family("qwen3", _SWITCHED),
     "Qwen3MoeForCausalLM": _Family("qwen3_moe", _QWEN, experts=blocks.QWEN3),
@@ -126,12 +129,7 @@ _FAMILIES = {
     ),
     "Gemma3ForCausalLM": _Family("gemma3_text", {**_GEMMA3, **_SLIDES}, local_base=_LOCAL),
     "DeepseekV2ForCausalLM": _Family("deepseek_v2", _SHORT, latent=True, experts=blocks.DEEPSEEK2),
-    "DeepseekV3ForCausalLM": _Family(
-        "deepseek_v3",
-        {"max_position_embeddings": 4096, "first_k_dense_replace": 3},
-        latent=True,
-        experts=blocks.DEEPSEEK3,
-    ),
+    "DeepseekV3ForCausalLM": _Family("deepseek_v3", _DEEPSEEK3, latent=True, experts=blocks.DEEPSEEK3),
     "Glm4MoeForCausalLM": _Family("glm4_moe", _GLM4_MOE, experts=blocks.DEEPSEEK3),
     "MiMoForCausalLM": _Family("mimo", _QWEN),
     "Qwen3NextForCausalLM": _Family("qwen3_next", _QUARTER, experts=blocks.HYBRID, interleaved=True),
@@ -139,11 +137,7 @@ _FAMILIES = {
     "Qwen3_5MoeForCausalLM": _Family("qwen3_5_moe_text", _QUARTER, experts=blocks.HYBRID, interleaved=False),
     "Ernie4_5ForCausalLM": _Family("ernie4_5", _ERNIE, bias="use_bias", mlp_bias="use_bias"),
     "Ernie4_5_MoeForCausalLM": _Family("ernie4_5_moe", _ERNIE, bias="use_bias", experts=blocks.ERNIE),
-    "SmolLM3ForCausalLM": _Family(
-        "smollm3",
-        {**_QWEN, "rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
-        mlp_bias="mlp_bias",
-    ),
+    "SmolLM3ForCausalLM": _Family("smollm3", _SMOLLM3, mlp_bias="mlp_bias"),
     "Olmo3ForCausalLM": _Family(
         "olmo3", {**_SHORT, **_EPS, **_FOURTH, "rope_theta": 5e5}, local_base="rope_theta"
     ),
@@ -186,17 +180,15 @@ _FAMILIES = {
         },
         experts=blocks.GPT_OSS,
     ),
-    "HunYuanDenseV1ForCausalLM": _Family("hunyuan_v1_dense", {**_SHORT, **_EPS}),
-    "MixtralForCausalLM": _Family(
-        "mixtral",
-        {**_LONG, **_EPS, "rope_theta": 1e6, "sliding_window": None},
-        bias=None,
-        experts=blocks.MIXTRAL,
-    ),
+    "HunYuanDenseV1ForCausalLM": _Family("hunyuan_v1_dense", {**_SHORT, **_EPS, "alpha": None}),
+    "MixtralForCausalLM": _Family("mixtral", _MIXTRAL, bias=None, experts=blocks.MIXTRAL),
     "Qwen2MoeForCausalLM": _Family(
         "qwen2_moe", {**_SWITCHED, "qkv_bias": True}, bias="qkv_bias", experts=blocks.QWEN2
     ),
 }
+_OWN = {*_GEMMA, *_CAPS, *_MULTIPLIERS, *_STILL, "logit_scale", "sliding_window_pattern", "max_window_layers"}
+_OWN -= {"tie_word_embeddings"}
+"""Keys that only the code of families reads in whose table they are."""
 _NULL_IS_NONE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 """Keys of which null says that there is none; elsewhere it counts as absent."""
 WRAPPERS = {
@@ -258,7 +250,8 @@ def model_config_of(fields: Fields) -> ModelConfig:
 def _decoder_config(fields: Fields) -> ModelConfig:
     architecture = _architecture(fields)
     family = _FAMILIES[architecture]
-    said = {key: value for key, value in fields.values.items() if value is not None or key in _NULL_IS_NONE}
+    known = fields.values.keys() - (_OWN - family.absent.keys())
+    said = {key: fields.get(key) for key in known if key in fields or key in _NULL_IS_NONE}
     fields = Fields(fields.where, {**_COMMON, **family.absent, **said})
     fp8_block, quantization = blocks.read_fp8_block(fields), read_quantization(fields)
     _refuse_unsupported(fields)
@@ -266,17 +259,20 @@ def _decoder_config(fields: Fields) -> ModelConfig:
     num_heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
     vocab_size = fields.integer("vocab_size", 1, MAX_VOCAB)
     max_positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
-    mixed, slides = family.interleaved, "sliding_window" in family.absent
+    mixed = family.interleaved
     delta = None if mixed is None else blocks.read_delta(fields, num_layers, interleaved=mixed)
-    sliding = () if delta else blocks.read_sliding(fields, num_layers, slides)
+    sliding = () if delta else blocks.read_sliding(fields, num_layers, family.absent)
     latent = blocks.read_latent(fields) if family.latent else None
     experts = blocks.read_experts(fields, num_layers, family.experts) if family.experts else None
     inner = experts.intermediate_size if experts else None  # where every layer has experts
     head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(fields, num_heads)
-    turning, partly = rope_fields(fields), "partial_rotary_factor" in family.absent
+    base, partly = family.local_base, "partial_rotary_factor" in family.absent
+    turning = rope_fields(fields, by_kind=base is not None)
+    fixed = "alpha" not in turning or "alpha" in family.absent
+    turning.require(fixed, "'alpha'", "is not a known rope parameter")
     rotary_dim = read_rotary_dim(turning, head_dim) if partly else None
     dims = rotary_dim or (latent.rope_dim if latent else head_dim)
-    rope, base = read_rope(turning, max_positions, dims, partly=partly), family.local_base
+    rope = read_rope(turning, max_positions, dims, partly=partly)
     num_kv_heads = fields.integer("num_key_value_heads", 1, MAX_HEADS, num_heads)
     why = f"{num_kv_heads} does not divide {num_heads} attention heads"
     fields.require(num_heads % num_kv_heads == 0, "num_key_value_heads", why)

@@ -61,16 +61,16 @@ _KNOWN_KEYS = {
 }
 
 
-def rope_fields(fields: Fields, kind: str = KINDS[0]) -> Fields:
-    """How layers of a kind turn, in one spelling, with what is said beside it.
+def rope_fields(fields: Fields, by_kind: bool) -> Fields:
+    """How layers that see everything turn, in one spelling, with what is said beside it.
 
-    Version 5 writes `rope_parameters`, perhaps for each kind; version 4 `rope_theta` and `rope_scaling`.
+    Version 5 writes `rope_parameters`, perhaps `by_kind`; version 4 `rope_theta` and `rope_scaling`.
     """
     found, old = fields.fields("rope_parameters"), fields.fields("rope_scaling")
     if found is None or not found.values:
         found = old or Fields(fields.where, {})
-    if kind in found and set(found.values) <= set(KINDS):
-        found = found.nested(kind)
+    if by_kind and KINDS[0] in found and set(found.values) <= set(KINDS):
+        found = found.nested(KINDS[0])
     said = {
         key: value for key, value in (old.values if old else {}).items() if key not in ("type", "rope_type")
     }

@@ -239,6 +239,9 @@ def test_which_layers_slide(
         (QWEN2, {"layer_types": ["full_attention", "sliding_attention"]}, ("no sliding_window",)),
         (QWEN2, {"layer_types": ["full_attention"]}, ("layer_types", "2 names")),
         (MISTRAL, {"layer_types": ["full_attention", "sliding_attention"]}, ("layer_types", "architecture")),
+        (MISTRAL, {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, ("rope_parameters", "full_")),
+        (MISTRAL, {"rope_scaling": {"type": "dynamic", "alpha": 1e3}}, ("rope_scaling", "alpha")),
+        (LLAMA, {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}, ("hidden_act", "gelu")),
         (GEMMA3, {"sliding_window_pattern": 0}, ("sliding_window_pattern",)),
         (GEMMA2, {"hidden_activation": "gelu"}, ("hidden_activation", "gelu_pytorch_tanh")),
         (GEMMA2, {"attn_logit_softcapping": 0}, ("attn_logit_softcapping",)),
@@ -250,6 +253,24 @@ def test_which_layers_slide(
 def test_families_whose_values_are_refused(tmp_path: Path, base: dict, change: dict, words: tuple) -> None:
     with refused(CheckpointError, "config.json", *words):
         read(tmp_path, {**base, **change})
+
+
+def test_keys_of_another_family_change_nothing(tmp_path: Path) -> None:
+    foreign = {
+        **{"attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0, "query_pre_attn_scalar": 64},
+        **{"no_rope_layers": [0, 1], "no_rope_layer_interval": 2, "embedding_multiplier": 3.0},
+        **{
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.5,
+            "logits_scaling": 2.0,
+            "logit_scale": 0.5,
+        },
+        **{"sliding_window_pattern": "LG", "max_window_layers": 1, "hidden_activation": "gelu_pytorch_tanh"},
+    }
+    for base in (LLAMA, MISTRAL):
+        assert read(tmp_path, {**base, **foreign}) == read(tmp_path, base)
+    slides = {**MISTRAL, "sliding_window": 64}
+    assert read(tmp_path, {**slides, "use_sliding_window": False}) == read(tmp_path, slides)
 
 
 PHI3 = {**LLAMA, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
