@@ -187,7 +187,6 @@ _FAMILIES = {
     ),
 }
 _OWN = {*_GEMMA, *_CAPS, *_MULTIPLIERS, *_STILL, "logit_scale", "sliding_window_pattern", "max_window_layers"}
-_OWN -= {"tie_word_embeddings"}
 """Keys that only the code of families reads in whose table they are."""
 _NULL_IS_NONE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 """Keys of which null says that there is none; elsewhere it counts as absent."""
@@ -250,7 +249,7 @@ def model_config_of(fields: Fields) -> ModelConfig:
 def _decoder_config(fields: Fields) -> ModelConfig:
     architecture = _architecture(fields)
     family = _FAMILIES[architecture]
-    known = fields.values.keys() - (_OWN - family.absent.keys())
+    known = fields.values.keys() - (_OWN - family.absent.keys() - _COMMON.keys())
     said = {key: fields.get(key) for key in known if key in fields or key in _NULL_IS_NONE}
     fields = Fields(fields.where, {**_COMMON, **family.absent, **said})
     fp8_block, quantization = blocks.read_fp8_block(fields), read_quantization(fields)

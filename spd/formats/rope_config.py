@@ -71,10 +71,8 @@ def rope_fields(fields: Fields, by_kind: bool) -> Fields:
         found = old or Fields(fields.where, {})
     if by_kind and KINDS[0] in found and set(found.values) <= set(KINDS):
         found = found.nested(KINDS[0])
-    said = {
-        key: value for key, value in (old.values if old else {}).items() if key not in ("type", "rope_type")
-    }
-    agrees = all(found.get(key) == value for key, value in said.items())
+    said = old.values if old else {}
+    agrees = all(found.get(key) == value for key, value in said.items() if key not in ("type", "rope_type"))
     fields.require(agrees, "rope_scaling", "disagrees with rope_parameters")
     beside = {key: fields.get(key) for key in _BESIDE if key in fields and key not in found}
     return Fields(found.where, {**found.values, **beside})

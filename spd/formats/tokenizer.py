@@ -299,7 +299,10 @@ def _check_content(where: str, file: Any) -> int:
         model = file["model"]
         ids = model["vocab"]
         ids = ids if isinstance(ids, dict) else {pair[0]: at for at, pair in enumerate(ids)}
+        added = sum(len(token["content"]) for token in file.get("added_tokens") or ())
+        longer = added * _growth(file.get("normalizer")) > MAX_CHARACTERS
         faults = [
+            ("added_tokens", longer, f"come to over {MAX_CHARACTERS:,} characters"),
             ("model: vocab", sum(map(len, ids)) > MAX_CHARACTERS, f"has over {MAX_CHARACTERS:,} characters"),
             ("model: dropout", bool(model.get("dropout")), "makes encoding random, null is expected"),
         ]

@@ -41,6 +41,10 @@ BOMBS: dict[str, Callable[[Any], object]] = {
             "invert": False,
         }
     ),
+    "added tokens that grow": lambda c: (
+        c["added_tokens"].append({**c["added_tokens"][0], "id": 999, "content": "a" * 20_000}),
+        c.update(normalizer={"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 900}),
+    ),
     "tokens around": lambda c: c.update(post_processor=around(100_000)),
     "a long word": lambda c: c["model"]["vocab"].update({"x" * 5_000_000: 1}),
     "a long pattern": lambda c: c.update(pre_tokenizer={"type": "Split", "pattern": {"Regex": "x" * 30_000}}),
