@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.experts import moe
+from spd.kernels.linear import few_bits
 from spd.kernels.linear import skinny_linear as reference
 from spd.kernels.linear.few_bits import GroupedWeight, decoded, grouped_linear, paired, tiled, unpaired
 from spd.kernels.linear.skinny_config import LinearConfig
@@ -142,6 +143,14 @@ def test_tiled_products(case: tuple, device: str, dtypes: tuple[torch.dtype, ...
         y, _ = twin.linear(o.x, bare, o.bias, residual=o.residual, config=split)
         right = o.residual.double().cpu() + o.x.double().cpu() @ plain.T + o.bias.double().cpu()
         near(y.cpu(), right, reference.linear(o.x, bare, o.bias, residual=o.residual)[0].cpu())
+
+
+def test_codes_are_laid_out_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = drawn("int4", 40, 96, 32, False, count=3)
+    whole, made = tiled(kept), []
+    monkeypatch.setattr(few_bits, "STRIP", 700)
+    monkeypatch.setattr(few_bits, "unpaired", lambda codes: made.append(codes.shape[0]) or unpaired(codes))
+    assert torch.equal(tiled(kept).codes, whole.codes) and max(made) == 7 and sum(made) == 120
 
 
 @pytest.mark.parametrize("kind", ["int4", "e2m1"])
