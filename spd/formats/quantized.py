@@ -47,6 +47,8 @@ PACKED = dict.fromkeys(("pack", "nvfp4", "mxfp4"), "weight_packed")
 PACKED |= dict.fromkeys(("gptq", "awq"), "qweight")
 """By layout the tensor that holds the codes, where it is not `weight`."""
 CODES = frozenset({"weight", *PACKED.values()})
+_NESTED = re.compile(r"[*+}]\)*[*+{]|\([^()]*[*+{|][^()]*\)[*+{]")
+"""Repetitions of repetitions, which can take for ever to match."""
 Shape = tuple[int, ...]
 StoredTensor = tuple[tuple[Shape, ...], tuple[str, ...]]
 """The shapes that a tensor may have, and dtypes."""
@@ -233,11 +235,12 @@ def _strings(fields: Fields, key: str) -> tuple[str, ...]:
 
 
 def _pattern(fields: Fields, key: str, text: str) -> str:
-    """A regular expression. Raises CheckpointError for what is none."""
+    """A regular expression that can be matched in little time. Raises CheckpointError for what is none."""
     try:
         re.compile(text)
     except (re.error, RecursionError, OverflowError):
         raise fields.refused(key, f"{shown(text)} is no pattern") from None
+    fields.require(not _NESTED.search(text), key, f"{shown(text)} may take for ever to match")
     return text
 
 
@@ -250,17 +253,14 @@ def _named(fields: Fields, key: str, scheme: Scheme | None) -> Rule:
 
 def _compressed(fields: Fields) -> Iterator[Rule]:
     for key, what in (("transform_config", "rotations of weights"), ("sparsity_config", "sparse weights")):
-        inner = fields.fields(key)
-        used = inner is not None and (
-            inner.get("config_groups") or inner.get("format") not in (None, "dense")
-        )
+        inner = fields.fields(key) or Fields(fields.where, {})
+        used = inner.get("config_groups") or inner.get("format") not in (None, "dense")
         fields.require(not used, key, f"{what} are not supported: use a copy without them")
     fields.choice("quantization_status", ("compressed",), "compressed")
     yield _named(fields, "ignore", None)
     groups = fields.nested("config_groups")
     rules = [_group(groups.nested(name), fields) for name in groups.values]
-    for rule in rules:
-        yield rule._replace(every=False)
+    yield from (rule._replace(every=False) for rule in rules)
     yield from (rule for rule in rules if rule.every)
 
 
