@@ -252,10 +252,7 @@ class Choice:
         if name is None:
             self._calls[index]["function"]["arguments"] += arguments
             return {"index": index, "function": {"arguments": arguments}}
-        call = {
-            "id": secrets.token_hex(5)[1:],
-            "type": "function",
-        }  # Mistral's templates want nine characters
+        call = {"id": secrets.token_hex(5)[1:], "type": "function"}  # nine characters are what Mistral wants
         self._calls.append({**call, "function": {"name": name, "arguments": ""}})
         return {"index": index, **call, "function": {"name": name, "arguments": ""}}
 

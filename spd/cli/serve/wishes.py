@@ -153,13 +153,8 @@ SAMPLING = {
     "logit_bias": _logit_bias,
 }
 """Those that `SamplingParams` knows by the same names; it checks their ranges."""
-IGNORED = dict.fromkeys(
-    (
-        *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier"),
-        *("store", "user", "prediction"),
-    ),
-    anything,
-)
+IGNORED = dict.fromkeys(("metadata", "prediction", "service_tier", "store", "user"), anything)
+IGNORED |= dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "safety_identifier"), anything)
 """Fields that change no text."""
 UNSUPPORTED = {
     "audio": unsupported("replies are text"),
@@ -196,12 +191,7 @@ CHAT = {
     "tool_choice": anything,
     "parallel_tool_calls": FLAG,
 }
-COMPLETION = {
-    **SHARED,
-    "prompt": _prompts,
-    "logprobs": whole(0, MAX_LOGPROBS),
-    "echo": FLAG,
-}
+COMPLETION = {**SHARED, "prompt": _prompts, "logprobs": whole(0, MAX_LOGPROBS), "echo": FLAG}
 _chat, _completion = fields(CHAT), fields(COMPLETION, "prompt")
 _tokenize = fields({"model": TEXT, "prompt": TEXT, "messages": CHAT["messages"]})
 
