@@ -107,7 +107,8 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Let an option with a [VALUE] stand alone. Raises what `refuse_by_name` raises."""
-        alone = {n for p in self.params if (getattr(p, "metavar", "") or "")[:1] == "[" for n in p.opts}
+        valued = [p for p in self.params if p.param_type_name == "option" and (p.metavar or "")[:1] == "["]
+        alone = {name for param in valued for name in param.opts}
         words: list[str] = []
         for word, after in zip(args, [*args[1:], "-"], strict=False):
             words.append(word)

@@ -82,6 +82,7 @@ def test_refused_by_name(flag: str, spd_run: Callable) -> None:
         (["chat", "-c", "org/name"], "model_argument", "org/name"),
         (["chat", "-c", "notes"], "continue_", "notes"),
         (["serve", "--stop", "demo"], "model_argument", "demo"),
+        (["convert-mtp", "demo", "destination"], "destination", "destination"),
     ],
 )
 def test_a_value_is_never_taken_for_an_option(argv: list[str], name: str, value: object) -> None:
