@@ -197,6 +197,17 @@ class EngineOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
+class RunOptions(EngineOptions):
+    """What `generate`, `chat` and `serve` share."""
+
+    ctx: int | None = _model(
+        None, "N", "Context in tokens, such as 8k. Default: the model's.", parser=parse_size
+    )
+    pull: bool = _model(False, None, "Download org/name if it is not in the cache.")
+    memory_fraction: float = advanced(0.9, "F", "Share of device memory to use, above 0 to 1. Default: 0.9.")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
 class SamplingOptions:
     """How tokens are drawn; what is not given comes from the model's generation_config.json.
 
@@ -223,14 +234,9 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
-class ReplyOptions(SamplingOptions, EngineOptions):
+class ReplyOptions(SamplingOptions, RunOptions):
     """What `generate` and `chat` share."""
 
-    ctx: int | None = _model(
-        None, "N", "Context in tokens, such as 8k. Default: the model's.", parser=parse_size
-    )
-    pull: bool = _model(False, None, "Download org/name if it is not in the cache.")
-    memory_fraction: float = advanced(0.9, "F", "Share of device memory to use, above 0 to 1. Default: 0.9.")
     template_arg: list[str] | None = inputs(None, "K=V", "A variable for the chat template. Repeatable.")
     think: str = first(
         "auto",

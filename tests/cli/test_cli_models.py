@@ -322,6 +322,14 @@ def test_pull_is_consent(argv: list[str], hub: Hub, cache: Path, spd_run: Callab
     assert "model.safetensors" in hub.fetched(), ran
 
 
+def test_a_server_pulls_too(hub: Hub, cache: Path, spd_run: Callable, monkeypatch: Any) -> None:
+    from spd.cli.serve import run
+
+    monkeypatch.setattr(run, "load", lambda *_: 1 / 0)
+    ran = spd_run("serve", NAME, "--pull", "--port", "0")
+    assert "ZeroDivisionError" in ran.err and "model.safetensors" in hub.fetched(), ran
+
+
 @pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 3), ("\n", 3), ("", 3)])
 def test_a_person_is_asked(
     answer: str, code: int, hub: Hub, cache: Path, spd_run: Callable, script: Any, monkeypatch: Any

@@ -116,7 +116,7 @@ class ChatModel:
             return
         with loading(f"loading {self.name}", self._console) as display:
             while not self.thread.ready.wait(0.1) and go_on():
-                if display is not None and self.thread.progress is not None:
+                if self.thread.progress is not None:
                     display(self.thread.progress)
 
     # -- what is said about it -----------------------------------------------------------------------

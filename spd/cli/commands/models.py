@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.options import CommonOptions, ReplyOptions, Session, argument, cached_names, printed
+from spd.cli.options import CommonOptions, RunOptions, Session, argument, cached_names, printed
 from spd.cli.text.output import Sink, as_line, is_terminal, tell, to_json, write_stderr
 from spd.cli.text.progress import loading
 from spd.cli.text.table import table_lines
@@ -70,7 +70,7 @@ def pull(session: Session, options: PullOptions) -> None:
         sink.write(shown["folder"] + "\n")
 
 
-def ensure_models(session: Session, options: ReplyOptions) -> None:
+def ensure_models(session: Session, options: RunOptions) -> None:
     """Download the model and the draft model that are named and not there, with consent.
 
     Consent is --pull, or the answer of a person at a terminal; without it resolving raises as ever.
@@ -111,8 +111,7 @@ def _download(session: Session, model: RemoteModel) -> Path:
         def report(count: int) -> None:
             nonlocal done
             done += count
-            if display is not None:
-                display(LoadProgress("download", done, max(model.missing_bytes, done)))
+            display(LoadProgress("download", done, max(model.missing_bytes, done)))
 
         return download(model, report)
 

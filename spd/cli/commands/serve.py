@@ -9,17 +9,7 @@ from functools import partial
 
 import typer
 
-from spd.cli.options import (
-    EngineOptions,
-    GenerateOptions,
-    Session,
-    advanced,
-    argument,
-    first,
-    model_names,
-    option,
-    parse_size,
-)
+from spd.cli.options import GenerateOptions, RunOptions, Session, argument, first, model_names, option
 from spd.errors import UsageError
 
 _server = partial(option, "Server")
@@ -35,7 +25,7 @@ def parse_seconds(text: str) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class ServeOptions(EngineOptions):
+class ServeOptions(RunOptions):
     """Everything `spd serve` takes."""
 
     model_argument: str | None = argument(
@@ -53,15 +43,6 @@ class ServeOptions(EngineOptions):
     )
     status: bool = _server(False, None, "Tell which servers run, and end.")
     stop: bool = _server(False, None, "Stop servers: of MODEL, or all of yours.")
-    ctx: int | None = option(
-        "Model and drafts",
-        None,
-        "N",
-        "Context in tokens, such as 8k. Default: the model's.",
-        parser=parse_size,
-    )
-    pull: bool = option("Model and drafts", False, None, "Download org/name if it is not in the cache.")
-    memory_fraction: float = advanced(0.9, "F", "Share of device memory to use, above 0 to 1. Default: 0.9.")
     typed: frozenset[str] = frozenset()
     """Names of these fields that stood on the command line."""
 
@@ -73,7 +54,7 @@ class ServeOptions(EngineOptions):
 
 
 def serve(session: Session, options: ServeOptions) -> int:
-    """Serve a model over HTTP on this machine, and keep it warm for spd generate and spd chat."""
+    """Serve a model over HTTP on this machine, and keep it warm for spd generate."""
     if {"model_argument", "model"} <= options.typed and options.model_argument != options.model:
         raise UsageError(
             "the model is given twice: as an argument and with --model",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from spd.cli.commands.models import ensure_models
 from spd.cli.serve.http import App
 from spd.cli.serve.local import identity, runtime_folder, socket_name
 from spd.cli.serve.service import Service
@@ -47,6 +48,7 @@ def run(session: Session, options: ServeOptions) -> int:
 
     check_address(options)
     with listen(options.host, options.port) as listener:
+        ensure_models(session, options)
         settings = plan_settings(options.as_generate())
         settings.vocabulary.need_tokenizer()
         folder = runtime_folder(session.runtime_folder, create=True)
@@ -119,7 +121,7 @@ def load(session: Session, options: ServeOptions, settings: Settings) -> EngineT
         with loading(f"loading {options.model}", session.console) as display:
             while not thread.ready.wait(0.05):
                 session.guard.check()
-                if display is not None and thread.progress is not None:
+                if thread.progress is not None:
                     display(thread.progress)
         thread.engine()
     except BaseException:
