@@ -71,7 +71,7 @@ def _content(value: Any, name: str) -> str:
 
 def _prompts(value: Any, name: str) -> tuple[Asked, ...]:
     """One prompt or several, as text or as token ids."""
-    several = isinstance(value, list) and not (value and isinstance(value[0], int))
+    several = isinstance(value, list) and value and not isinstance(value[0], int)
     return tuple(listed(_prompt, 128)(value if several else [value], name))
 
 
