@@ -100,8 +100,11 @@ class Line:
         self._file = self._socket.makefile("rb")
 
     def send(self, **message: Any) -> None:
-        """Send one object. Raises OSError."""
-        self._socket.sendall(json.dumps(message, default=str).encode() + b"\n")
+        """Send one object. Raises EngineError where the server has gone."""
+        try:
+            self._socket.sendall(json.dumps(message, default=str).encode() + b"\n")
+        except OSError:
+            raise _lost() from None
 
     def receive(self, seconds: float | None = None) -> dict[str, Any]:
         """The next object. Raises EngineError where the server has gone or takes longer."""
@@ -109,14 +112,17 @@ class Line:
         try:
             message: dict[str, Any] = json.loads(self._file.readline(LINE_LIMIT))
         except (OSError, ValueError):
-            lost = "the server ended while it answered"
-            raise EngineError(lost, fix=["run it again", "--no-server"]) from None
+            raise _lost() from None
         return message
 
     def close(self) -> None:
         """Hang up; the server aborts what is under way."""
         self._file.close()
         self._socket.close()
+
+
+def _lost() -> EngineError:
+    return EngineError("the server ended while it answered", fix=["run it again", "--no-server"])
 
 
 def servers(session: Session, model: ModelFolder | None = None) -> Iterator[tuple[Line, dict[str, Any]]]:
@@ -136,8 +142,9 @@ def find_server(session: Session, options: GenerateOptions) -> Line | None:
         return None
     from spd.cli.text.job import engine_config
 
+    named, made_of = (options.model, options.draft_model, options.mtp), dict[str, Any]()
     try:
-        model, made_of = ModelFolder.named(options.model), dict[str, Any]()
+        model, *_ = [ModelFolder.named(name) for name in named if name is not None]
     except NotFoundError:
         return None  # and none serves it
     for line, said in servers(session, model):
@@ -205,15 +212,11 @@ def generate_warm(session: Session, options: GenerateOptions, sink: Sink, line: 
         begun = line.receive()
         if name := begun.pop("refused", None):
             raise getattr(errors, name, SpdError)(begun.pop("message"), **begun)
-        say = {
-            "note": session.console.note,
-            "detail": session.console.detail,
-            "tell": tell,
-            "out": sink.write,
-        }
+        console = session.console
+        say = {"note": console.note, "detail": console.detail, "tell": tell, "out": sink.write}
         for kind, text in begun["said"]:
             say[kind](text)
-        thoughts = Thoughts(session.console, hidden=options.think == "hide")
+        thoughts = Thoughts(console, hidden=options.think == "hide")
         engine: Any = WarmEngine(line)
         request: Any = SimpleNamespace(id="")
         delivery = Delivery(sink, engine, request, begun["inside"], thoughts, streaming=not options.json)
@@ -279,7 +282,10 @@ def detach(session: Session, options: ServeOptions) -> int:
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
         try:
-            while child.poll() is None and not any(folder.glob(f"*-{child.pid}.sock")):
+            quiet, name = session.console.quiet, f"*-{child.pid}.sock"
+            while child.poll() is None:  # it says last that it serves, unless it is quiet
+                if any(folder.glob(name)) if quiet else b"/v1 (" in path.read_bytes():
+                    break
                 session.guard.check()
                 time.sleep(0.05)
         except BaseException:

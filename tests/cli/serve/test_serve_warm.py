@@ -13,10 +13,14 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from spd.cli.serve.local import Line
+from spd.errors import EngineError
 
 QUESTION = "What does os.path.join do?"
 
@@ -152,6 +156,24 @@ def test_status(home: Path, server: int) -> None:
     assert ran.returncode == 0
     assert ran.stdout.startswith(f"demo · http://127.0.0.1:{server}/v1 · pid ")
     assert spd(home, "serve", "--status", "demo-hybrid").returncode == 3
+
+
+def test_a_drafter_that_is_not_there_yet_is_asked_for(
+    home: Path, server: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert spd(home, "generate", "--draft-model", "org/none", "--pull", QUESTION).returncode == 8
+
+
+def test_a_server_that_has_gone(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "x.sock"))
+        listener.listen()
+        line = Line(tmp_path / "x.sock")
+        listener.accept()[0].close()
+    with closing(line), pytest.raises(EngineError, match="the server ended"):
+        line.send(do="generate")
 
 
 def test_a_folder_that_others_can_reach_is_refused(home: Path, tmp_path: Path) -> None:
