@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as json_module
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +64,7 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
 
                 write_tensors(stage / WEIGHTS, outputs, show)
                 checkpoint.check_unchanged()
-                config = json_module.loads((source.path / CONFIG).read_text(encoding="utf-8"))
+                config = json.loads((source.path / CONFIG).read_text(encoding="utf-8"))
                 config["quantization_config"] = quantization_config(checkpoint, rounded)
                 write_json(stage / CONFIG, config)
                 for file in source.path.iterdir():

@@ -96,17 +96,16 @@ class LoadingStopped(Exception):
 class EngineThread:
     """An engine in a thread of its own: everything that touches the device happens there.
 
-    `build` makes the engine in the thread and tells how far it is; `on_ready` is called there too, before
-    others learn that loading has ended. While idle the thread captures rounds that requests with the
-    `expected` parameters will run; an order waits for one capture at most. Where a step fails all that run
-    are told, and the thread ends, or `goes_on` with the next request; `short`: see `drive`.
+    `build` makes the engine in the thread and tells how far it is. While idle the thread captures rounds
+    that requests with the `expected` parameters will run; an order waits for one capture at most. Where a
+    step fails all that run are told, and the thread ends, or `goes_on` with the next request; `short`: see
+    `drive`.
     """
 
     def __init__(
         self,
         build: Callable[[Progress], Engine],
         expected: Callable[[], Collection[SamplingParams]],
-        on_ready: Callable[[], None] = lambda: None,
         *,
         goes_on: bool,
         short: Callable[[ResourceError], None] | None = None,
@@ -114,7 +113,7 @@ class EngineThread:
         self.progress: LoadProgress | None = None
         self.failure: BaseException | None = None
         """Why there is no engine."""
-        self._build, self._expected, self._on_ready, self._goes_on = build, expected, on_ready, goes_on
+        self._build, self._expected, self._goes_on = build, expected, goes_on
         self._short = short
         self._engine: Engine | None = None
         self.ready, self._leave = threading.Event(), threading.Event()
@@ -230,7 +229,6 @@ class EngineThread:
             self._engine = self._build(self._report)
         except BaseException as error:
             self.failure = error
-        self._on_ready()
         self.ready.set()
         ended = EngineError(f"there is no engine: {self.failure}")
         if self._engine is not None:

@@ -96,7 +96,7 @@ def _read(path: Path) -> Trace:
 
 SCHEMA = "spd.explain/1"
 NGRAM_LENGTHS = (3, 8)
-"""Shortest and longest match of the simulated lookup, where the trace does not say."""
+"""Shortest and longest match of the simulated lookup: those of an engine that drafts by lookup alone."""
 BEYOND = 2
 """Drafts a round that are weighed beyond the most that a trace held: of more it knows nothing."""
 
@@ -254,19 +254,13 @@ def _lookup_prospects(traces: Sequence[Trace], costs: CostModel, plain_ms: float
     return tuple(found)
 
 
-def simulate_lookup(
-    prompt: Sequence[int],
-    generated: Sequence[int],
-    k: int,
-    shortest: int = NGRAM_LENGTHS[0],
-    longest: int = NGRAM_LENGTHS[1],
-) -> list[int]:
+def simulate_lookup(prompt: Sequence[int], generated: Sequence[int], k: int) -> list[int]:
     """Accepted drafts of every round that lookup would have taken over a text, the first token given.
 
     The drafts follow the latest earlier occurrence of the longest suffix that has one, and go on with the
     period where less than k tokens followed it.
     """
-    text = [*prompt, *generated]
+    (shortest, longest), text = NGRAM_LENGTHS, [*prompt, *generated]
     seen: dict[tuple[int, ...], int] = {}
     indexed, at, accepted = 0, len(prompt) + 1, []
     while at < len(text):

@@ -45,7 +45,7 @@ WINSORIZED = 7
 """Values from which on the extremes of a sample are drawn in."""
 
 
-def repeat_interval(values: Sequence[float], confidence: float = 0.95) -> Spread:
+def repeat_interval(values: Sequence[float]) -> Spread:
     """The median of repeated positive measurements and where the median of as many new ones will lie.
 
     Student's t on the logarithms: both medians vary, each with pi / 2 times the variance of a mean. From
@@ -64,7 +64,7 @@ def repeat_interval(values: Sequence[float], confidence: float = 0.95) -> Spread
         logarithms[0], logarithms[-1] = logarithms[1], logarithms[-2]
     deviation = stdev(logarithms) / (1 - 2 * drawn_in / n)
     freedom = n - 1 - 2 * drawn_in
-    reach = student_quantile(freedom, (1 + confidence) / 2) * deviation * sqrt(pi / n)
+    reach = student_quantile(freedom, 0.975) * deviation * sqrt(pi / n)
     return Spread(middle, middle * exp(-reach), middle * exp(reach), tuple(values))
 
 

@@ -68,10 +68,10 @@ class Sweep:
         settings: Settings,
         *,
         check: Callable[[], None] = lambda: None,
-        report: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
         self.configs, self.questions, self.settings = tuple(configs), tuple(questions), settings
-        self.check, self.report = check, report
+        self.check = check
+        self.report: Callable[[Progress], None] = lambda progress: None
         self.samples: list[Sample] = []
         self.plans: list[dict[str, Any]] = []
         """One a configuration; of the first load."""
