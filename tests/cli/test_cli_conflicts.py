@@ -71,10 +71,14 @@ def test_refused_in_other_words(
     refused(spd_run("generate", "-m", model, *argv.split(), stdin=b"x"), 2, words)
 
 
+@pytest.mark.parametrize("command", ["chat", "bench", "serve"])
+def test_a_model_is_named_once(command: str, spd_run: Callable) -> None:
+    refused(spd_run(command, "demo", "-m", "demo-hybrid", stdin=b"Hi\n"), 2, "the model is given twice")
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("-m demo", "the model is given twice"),
         ("--show-drafts --markdown on", "--show-drafts and --markdown"),
         ("-qv", "--quiet and --verbose contradict"),
         ("--draft-max 0 --adaptive", "--adaptive fits the number of drafts"),

@@ -17,6 +17,7 @@ import typer
 from spd import __version__
 from spd.cli.options import Session, read_settings
 from spd.cli.parser import Command
+from spd.errors import UsageError
 
 ROOT_HELP = """Run a language model from its Hugging Face folder, faster, without changing a token.
 
@@ -166,11 +167,17 @@ def load_command(name: str) -> Callable[..., int | None]:
         session: Session = context.obj
         session.listen(values)
         values |= read_settings(values.get("set") or ())
+        sources = {name: str(context.get_parameter_source(name)) for name in values}
+        typed = frozenset(name for name in values if "COMMANDLINE" in sources[name])
+        if (model := values.get("model_argument")) is not None:
+            if "model" in typed and values["model"] != model:
+                words = "the model is given twice: as an argument and with --model"
+                raise UsageError(words, fix=["use one of them"], code="conflict")
+            values["model"] = model
         if "rendezvous" in hints:
             values["rendezvous"] = session.rendezvous
         if "typed" in hints:
-            sources = {name: context.get_parameter_source(name) for name in values}
-            values["typed"] = frozenset(name for name in sources if "COMMANDLINE" in str(sources[name]))
+            values["typed"] = typed
         return cast("int | None", body(session, options(**values)))
 
     parameters = [Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]

@@ -144,7 +144,7 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
     from spd.runtime import EngineConfig
 
     base = EngineConfig(
-        model=ModelFolder.named(options.model_argument or options.model),
+        model=ModelFolder.named(options.model),
         prefix_sharing=False,  # a repeated prompt would be no prompt
         spec="off",
         **{name: getattr(options, name) for name in ALIKE},
@@ -240,7 +240,7 @@ def bench_result(options: BenchOptions, sweep: Sweep, *, interrupted: bool) -> d
 
     return {
         "schema": SCHEMA,
-        "model": options.model_argument or options.model,
+        "model": options.model,
         "versions": versions(),
         "machine": describe_machine(),
         "settings": {**asdict(sweep.settings), "draft_model": options.draft_model},

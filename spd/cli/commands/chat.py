@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -45,7 +44,6 @@ class ChatOptions(ReplyOptions):
 def chat(session: Session, options: ChatOptions) -> int:
     """Talk with a model; what is said is saved, and -c continues it."""
     check_chat_conflicts(options)
-    options = dataclasses.replace(options, model=options.model_argument or options.model)
     sink = Sink.stdout()
     interactive = is_terminal(sys.stdin)
     if interactive and not sink.is_terminal:

@@ -10,7 +10,6 @@ from functools import partial
 import typer
 
 from spd.cli.options import GenerateOptions, RunOptions, Session, argument, first, model_names, option
-from spd.errors import UsageError
 
 _server = partial(option, "Server")
 PORT = 7373
@@ -55,13 +54,6 @@ class ServeOptions(RunOptions):
 
 def serve(session: Session, options: ServeOptions) -> int:
     """Serve a model over HTTP on this machine, and keep it warm for spd generate."""
-    if {"model_argument", "model"} <= options.typed and options.model_argument != options.model:
-        raise UsageError(
-            "the model is given twice: as an argument and with --model",
-            fix=["use one of them"],
-            code="conflict_two_models",
-        )
-    options = dataclasses.replace(options, model=options.model_argument or options.model)
     if options.status or options.stop or options.detach:
         from spd.cli.serve import local
 

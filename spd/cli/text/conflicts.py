@@ -70,9 +70,6 @@ def check_chat_conflicts(options: ChatOptions) -> None:
     _check_shared(options)
     if options.show_drafts and options.markdown == "on":
         raise _refusal("--show-drafts and --markdown: drafts are shown in the text as it was drawn")
-    if {"model_argument", "model"} <= options.typed and options.model_argument != options.model:
-        words = "the model is given twice: as an argument and with --model"
-        raise _refusal(words, "use one of them")
 
 
 def _check_shared(options: GenerateOptions | ChatOptions) -> None:

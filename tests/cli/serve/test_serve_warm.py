@@ -225,7 +225,6 @@ def test_a_detached_server_ends_after_idle_time(tmp_path: Path) -> None:
         (["--port", "-1"], "out of range"),
         (["--idle", "soon"], "not a time"),
         (["--host", "192.0.2.1", "--api-key", "k"], "cannot listen"),
-        (["demo", "-m", "demo-hybrid"], "given twice"),
     ],
 )
 def test_what_is_refused_before_loading(home: Path, words: list[str], why: str) -> None:
