@@ -54,6 +54,7 @@ def test_what_is_typed_wins_then_the_environment_then_the_file(
     assert script.engine.config.adaptive
     monkeypatch.setenv("SPD_MODEL", str(model.parent / "none"))
     assert spd_run("generate", "Hi").code == 3
+    assert spd_run("inspect", "demo", "--json").json["target"]["model"] == "demo"
 
 
 def test_a_named_file_stands_for_the_persons_and_a_verbose_run_says_so(

@@ -36,15 +36,11 @@ Lines = Iterator[tuple[str, str]]
 class InspectOptions(CommonOptions):
     """Everything `spd inspect` takes."""
 
-    model: str = argument(
-        "MODEL",
-        "A folder, org/name, demo or demo-hybrid.",
-        "demo",
-        envvar="SPD_MODEL",
-        autocompletion=model_names,
+    model_argument: str | None = argument(
+        "MODEL", "A folder, org/name, demo or demo-hybrid.", None, autocompletion=model_names
     )
-    model_option: str | None = printed(
-        None, "MODEL", "As the MODEL argument.", "-m", "--model", autocompletion=model_names
+    model: str = printed(
+        "demo", "MODEL", "As the argument.", "-m", envvar="SPD_MODEL", autocompletion=model_names
     )
     draft: str | None = printed(
         None, "MODEL", "Check it as a draft model.", "--draft", "--draft-model", autocompletion=model_names
@@ -62,7 +58,7 @@ def inspect(session: Session, options: InspectOptions) -> None:
     """Show what a model is and needs, and whether a draft model fits it; loads no weights."""
     from spd.formats.folder import ModelFolder
 
-    sink, draft, name = Sink.stdout(), None, options.model_option or options.model
+    sink, draft, name = Sink.stdout(), None, options.model
     folder = ModelFolder.named(name, options.revision)
     target = describe(name, folder)
     shown: Facts = {"schema": "spd.inspect/1", "target": target}
