@@ -281,8 +281,8 @@ def detach(session: Session, options: ServeOptions) -> int:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
+        quiet, name = session.console.quiet, f"*-{child.pid}.sock"
         try:
-            quiet, name = session.console.quiet, f"*-{child.pid}.sock"
             while child.poll() is None:  # it says last that it serves, unless it is quiet
                 if any(folder.glob(name)) if quiet else b"/v1 (" in path.read_bytes():
                     break
@@ -291,12 +291,10 @@ def detach(session: Session, options: ServeOptions) -> int:
         except BaseException:
             child.terminate()
             raise
-    said = path.read_text(encoding="utf-8", errors="replace").strip()
+    said = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     if child.poll() is not None:
         path.unlink()
-        raise EngineError(
-            "the server ended at once", reason=said.splitlines(), fix=["spd serve, without --detach"]
-        )
-    if not session.console.quiet:
-        tell(f"{said}\npid {child.pid}, log {path}; spd serve --stop ends it")
+        raise EngineError("the server ended at once", reason=said, fix=["spd serve, without --detach"])
+    for line in () if quiet else (*said, f"pid {child.pid}, log {path}; spd serve --stop ends it"):
+        tell(line)
     return 0

@@ -210,6 +210,7 @@ def test_a_detached_server_ends_after_idle_time(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     ran = spd(tmp_path, "serve", "--detach", "--idle", "1s", "--port", "0", "--threads", "1")
     assert ran.returncode == 0 and "serving demo at http://127.0.0.1:" in ran.stderr
+    assert "\npid " in ran.stderr
     ends = time.monotonic() + 30
     while list((tmp_path / "spd").glob("*.sock")) and time.monotonic() < ends:
         time.sleep(0.05)
