@@ -267,7 +267,7 @@ class Sink:
                 raise OutputClosed from error
             if self._path is not None and self._made and not os.fstat(descriptor).st_size:
                 self._path.unlink(missing_ok=True)
-            raise cannot_write(self._path or "standard output", error) from error
+            raise cannot_write(self._path or "standard output", error, opened=True) from error
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
@@ -313,10 +313,10 @@ def _is_there(path: Path) -> bool:
         return False
 
 
-def cannot_write(path: Path | str, error: OSError) -> SpdError:
-    """The error for a file that cannot be opened for writing, or not filled."""
+def cannot_write(path: Path | str, error: OSError, *, opened: bool = False) -> SpdError:
+    """The error for a file that cannot be opened for writing, or that was `opened` and takes no more."""
     words = f"cannot write to {path}: {error.strerror}"
-    if error.errno in DISK_FULL:
+    if opened or error.errno in DISK_FULL:
         return ResourceError(words, fix=["free some space, or name another file"], code="write_failed")
     return UsageError(words, fix=["name a file in a folder you can write to"])
 
