@@ -241,7 +241,7 @@ def test_commands_refuse_in_words(line: str, words: str, talk: Callable) -> None
         (["-c", ".x"], b"Hi\n", 2, "not a name"),
         (["-f", "/nowhere"], b"Hi\n", 3, "no file"),
         ([], b"\xff\n", 2, "line 1 of stdin is not UTF-8"),
-        (["--temperature", "-1"], b"Hi\n", 2, "--temperature"),
+        (["--temperature", "-1"], b"Hi\n", 2, "temperature -1"),
     ],
 )
 def test_refused(
