@@ -162,7 +162,9 @@ def fields(table: Mapping[str, Check], *needed: str) -> Check:
 
     def check(value: Any, name: str) -> dict[str, Any]:
         where = f"{name}." if name else ""
-        for key in OBJECT(value, name or "the body"):
+        if not (name or isinstance(value, dict)):
+            raise ApiError(400, "The body is not an object.")
+        for key in OBJECT(value, name):
             if key not in table:
                 param = f"{where}{key}"[:100]
                 raise ApiError(400, f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
