@@ -147,6 +147,8 @@ def test_lines_are_broken_between_words() -> None:
     ]
     command = "  fix: spd generate --draft-model org/name-of-a-model --temperature 0"
     assert fit_lines(command, 40) == command
+    told = "  /regen     reply to the last message once more"  # a line of /help is not to be pasted
+    assert fit_lines(told, 40).split("\n") == [told[:38], " " * 13 + "once more"]
 
 
 def test_a_table_on_a_narrow_terminal_goes_without_its_last_columns() -> None:
