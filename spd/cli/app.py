@@ -109,7 +109,7 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
             prog_name="spd",
             standalone_mode=False,
             obj=session,
-            default_map={argv[0]: defaults},
+            default_map={argv[0]: defaults} if defaults else None,  # `help` is a name of a flag, too
         )
         return result if isinstance(result, int) else 0
     except SystemExit as stop:  # how Typer ends when standard output breaks under its help
@@ -161,7 +161,7 @@ def _explain(error: Exception, console: Console) -> SpdError:
     if isinstance(error, SpdError):
         return error
     if isinstance(error, typer.TyperException):
-        message = error.format_message()
+        message = " ".join(error.format_message().split())
         unquoted = "unexpected extra" in message and console.help == "spd generate --help"
         fix = ['quote the prompt: spd generate "several words"', console.help] if unquoted else []
         return UsageError(message[:1].lower() + message[1:].rstrip("."), fix=fix)

@@ -150,10 +150,11 @@ def test_help_cuts_no_name_at_any_width(
         (["generate", "--json=1", "x"], "--json"),
         (["generate", "a", "b"], "quote the prompt"),
         (["generate", "-m"], "requires an argument"),
-        (["completions"], "SHELL"),
+        (["completions"], "'SHELL'. Choose from: bash, zsh,"),
         (["completions", "tcsh"], "'bash'"),
         (["--nonsense"], "--nonsense"),
         (["chatt"], "No such command 'chatt'".lower()),
+        (["help"], "no such command 'help'"),
     ],
 )
 def test_words_that_are_off(argv: list[str], words: str, spd_run: Callable) -> None:
