@@ -382,9 +382,9 @@ def _calling(where: str, kind: type[SpdError] = CheckpointError) -> Iterator[Non
         os.dup2(caught.fileno(), 2)
         try:
             yield
-        except (KeyboardInterrupt, SystemExit):
-            raise
         except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise  # a signal
             caught.truncate(0)
             message = one_line(error).removeprefix("Cannot instantiate Tokenizer from buffer: ")
             raise kind(f"{where}: {message}") from None

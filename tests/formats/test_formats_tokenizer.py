@@ -369,3 +369,11 @@ def test_a_template_processor_with_its_tokens(tmp_path: Path) -> None:
     )
     tokenizer = Tokenizer.open(write(tmp_path, library, bos_token="<|endoftext|>"))
     assert tokenizer.encode("x", add_special=True) == [end, *tokenizer.encode("x"), end]
+
+
+def test_a_signal_is_no_fault_of_the_tokenizer() -> None:
+    class Stop(BaseException):
+        """As the command line raises it, at any moment."""
+
+    with pytest.raises(Stop), module._calling("tokenizer.json"):
+        raise Stop
