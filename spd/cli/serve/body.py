@@ -61,8 +61,8 @@ def api_error(error: BaseException, *, param: str | None = None) -> ApiError:
 
 
 def refuse(name: str, why: str, code: str = "invalid_value") -> NoReturn:
-    """Raise ApiError about a field."""
-    raise ApiError(400, f"Invalid '{name}': {why}.", param=name, code=code)
+    """Raise ApiError about a field, or about the body, which has no name."""
+    raise ApiError(400, f"Invalid {repr(name) if name else 'body'}: {why}.", param=name or None, code=code)
 
 
 def parse_body(data: bytes) -> Any:
@@ -162,8 +162,6 @@ def fields(table: Mapping[str, Check], *needed: str) -> Check:
 
     def check(value: Any, name: str) -> dict[str, Any]:
         where = f"{name}." if name else ""
-        if not (name or isinstance(value, dict)):
-            raise ApiError(400, "The body is not an object.")
         for key in OBJECT(value, name):
             if key not in table:
                 param = f"{where}{key}"[:100]
