@@ -135,10 +135,9 @@ def tiled(weight: GroupedWeight) -> TiledWeight:
     width, codes = weight.shape[-1], weight.codes
     group = weight.group if weight.group < width else -(-width // 128) * 128
     if weight.kind in ("int4", "e2m1"):
-        step = tile_step(weight.kind, group)
-        parts = torch.split(codes.flatten(0, -2), max(1, STRIP // width))
+        step, parts = tile_step(weight.kind, group), torch.split(codes.flatten(0, -2), max(1, STRIP // width))
         strips = (F.pad(unpaired(part), (0, -width % step)) for part in parts)
-        halves = (strip.view(len(strip), -1, 2, step // 2).unbind(-2) for strip in strips)
+        halves = (strip.view(strip.shape[0], -1, 2, step // 2).unbind(-2) for strip in strips)
         codes = torch.cat([(low | high << 4).flatten(-2) for low, high in halves]).view(*codes.shape[:-1], -1)
     return TiledWeight(weight.kind, codes, weight.scales, weight.zeros, group, weight.columns, weight.shape)
 
