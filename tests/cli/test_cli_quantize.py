@@ -35,8 +35,8 @@ def test_the_folder_speaks_as_the_model_rounded_at_load(spd_run: Callable, tmp_p
     written = tmp_path / "int4"
     planned = spd_run("quantize", "demo", written, "--dry-run", "--json")
     assert not written.exists()
-    told = json.loads(planned.out)
-    ran = json.loads(spd_run("quantize", "demo", written, "--json").out)
+    told = planned.json
+    ran = spd_run("quantize", "demo", written, "--json").json
     assert ran == told | {"written": True}
     assert (written / "model.safetensors").stat().st_size >= ran["bytes"]["after"]
     assert 2 * ran["bytes"]["before"] > 3 * ran["bytes"]["after"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,8 @@ def shifted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
             positions = batch.positions + (batch.states.depth > 1)
             return honest(ids, table, replace(batch, positions=positions), *rest)  # noqa: B023
 
-        module.kernels = replace(module.kernels, head_input=later)
+        module.kernels = copy(module.kernels)
+        module.kernels.head_input = later
 
 
 def turned_by_slots(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
