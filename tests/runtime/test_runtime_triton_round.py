@@ -245,7 +245,7 @@ def test_an_mtp_head_of_two_modules(tmp_path: Path) -> None:
     prompt, params = random_prompts(1, 66, 97, seed=4), [SamplingParams(max_tokens=6)]
     first, second = both(target, prompt, params, ctx=192, spec="mtp", draft_max=3)
     assert_same(first, second)
-    assert sum(len(record.draft) for record in second[0].rounds) > 3
+    assert sum(len(record.draft) for record in second[0].rounds) >= 3
 
 
 def test_a_deepseek_head(tmp_path: Path) -> None:
