@@ -5,8 +5,8 @@ Usage, from the repository's root: python docs/supported_models.py > docs/suppor
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import get_args
 
 from spd.formats import eagle3, mtp
@@ -74,9 +74,10 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]
         yield f"| {' | '.join(row)} |"
 
 
-def meaning(module: str) -> str:
-    """The first sentence of a family's file, which may take two lines."""
-    words = " ".join((importlib.import_module(module).__doc__ or "").split("\n\n")[0].split())
+def meaning(layout: Callable[..., object]) -> str:
+    """The first sentence of a family's file, or of its function, which may take two lines."""
+    told = sys.modules[layout.__module__] if layout.__name__ == "layout" else layout
+    words = " ".join((told.__doc__ or "").split("\n\n")[0].split())
     return words.split(". ")[0].rstrip(".")
 
 

@@ -178,7 +178,7 @@ def run_again(engine: Engine) -> bool:
 
 LOST = """
 import sys, threading, time, tty
-from spd.cli.lost import end_when_lost
+from spd.cli.signals import end_when_lost
 from spd.errors import EngineError
 def fail():
     raise EngineError("rank 3: has not answered")
