@@ -70,6 +70,8 @@ class Chat:
         self.model = ChatModel(options, session.console)
         system = options.system if saved is None or "system" in options.typed else None
         seed = options.seed if saved is None or "seed" in options.typed else None
+        if saved is not None and seed == saved.seed:
+            seed = None  # the next reply's, not the first one's again
         conversation = (saved or Conversation(self.model.name)).with_wishes(system_text(system), seed)
         self.conversation = conversation.for_model(self.model.name, self.model.fingerprint)
         self.attached = [(path, read_text(path)) for path in options.file or ()]
