@@ -105,7 +105,7 @@ def test_kernels_say_what_the_oldest_triton_knows(path: Path) -> None:
 
 
 def test_products_and_sums_fuse_whatever_triton_does_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.10 stops fusing, and 3.9 warns of it in everybody's terminal where nothing was said."""
+    """Triton 3.10 stops fusing, and 3.9 warns of it on stderr where nothing was said."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
     load_kernels("triton")
     assert triton.knobs.language.default_fp_fusion
