@@ -73,7 +73,7 @@ def test_interrupted_texts_are_the_same(
 
 
 @pytest.mark.parametrize("lag", [0, 2])
-def test_long_prompts_do_not_stall_who_decodes(target: Path, lag: int) -> None:
+def test_long_prompts_do_not_stall_what_decodes(target: Path, lag: int) -> None:
     """Few passes over prompts come between two rounds: every step brings the others a token."""
     engine = squeezed(target, "off", slots=3, lag=lag)
     engine.add(Request("a", PROMPTS[2], SamplingParams(max_tokens=40)))
@@ -115,6 +115,17 @@ def test_passes_over_prompts_between_two_rounds(target: Path, arriving: int, mos
         counts.append((joining, len(passes)))
     assert counts[0] == (arriving > 1, most)
     assert all(count == (most if joining else 1) or count == 1 for joining, count in counts), counts
+
+
+def test_an_abort_waits_for_one_pass_over_a_prompt(target: Path) -> None:
+    engine = squeezed(target, "off", slots=2, lag=0)
+    engine.add(Request("a", random_prompts(1, 300, 256, seed=9)[0], SamplingParams(max_tokens=4)))
+    assert engine.step() == []
+    held = engine._scheduler.prefilling
+    assert held is not None and 0 < held.prefilled <= engine.plan.shape.chunk
+    engine.abort("a")
+    assert [event.finish_reason for event in engine.step()] == ["abort"]
+    assert not engine.has_work
 
 
 def test_requests_choose_how_many_drafts(target: Path) -> None:

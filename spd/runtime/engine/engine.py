@@ -242,7 +242,7 @@ class Engine:
             self._scheduler.round_over()
 
     def _prefill(self) -> None:
-        """Write prompts: one pass where others decode, a few where more wait; else until one can."""
+        """Write prompts: one pass, or a few where more wait."""
         scheduler, stalls, began = self._scheduler, self._scheduler.busy, time.perf_counter()
         passes, most = 0.0, BUSY_PASSES if stalls else IDLE_PASSES
         written: list[tuple[Sequence, int]] = []
@@ -255,7 +255,8 @@ class Engine:
                 self._arm(sequence)
             # A pass, or a part of one that others share.
             passes += rows / self.plan.shape.chunk if self._device.runner.merges else rows > 0
-            if scheduler.busy and passes >= (most if scheduler.more_could_join or not stalls else 1):
+            several = scheduler.busy and (scheduler.more_could_join or not stalls)
+            if passes >= (most if several else 1):  # alone one: an abort waits for no whole prompt
                 break
         if rows := sum(count for _, count in written):
             self._device.flush()
