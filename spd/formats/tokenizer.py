@@ -3,9 +3,9 @@
 Plain text never becomes a special token unless asked, and every token's exact bytes are known, so that
 text can be put together incrementally. Byte-level and SentencePiece-style vocabularies are supported.
 
-The file is untrusted. What takes much time or memory is refused before the library sees it: merges may make
-the library panic, regular expressions may never end, replacements may double a text again and again. Panics
-become errors. Classes that `tokenizer_config.json` names are never imported.
+The file is untrusted. What takes much time or memory is refused before the library sees it: replacements may
+double a text again and again. Merges and regular expressions may make the library panic, which becomes an
+error. Classes that `tokenizer_config.json` names are never imported.
 """
 
 from __future__ import annotations
@@ -36,20 +36,14 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 _FLAGS = ("add_bos_token", "add_eos_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 MAX_ID = (1 << 24) - 1
-PIECE = 1 << 16
-"""Characters that are encoded at a time to see how long a text is."""
+SHORT = 1 << 16
+"""Characters of a text that is encoded to see how long it is, whatever the context."""
 FILE_LIMIT = 64_000_000  # bytes; the largest published ones have about 35 million
 MAX_CHARACTERS = 4_000_000  # of a vocabulary; published: 2 million. The library takes up to 250 bytes for one
 MAX_PART = 20_000  # characters of JSON of a normalizer and so on; published: 3,000
 MAX_GROWTH = 1000  # of a text by one part; published: T5's map of characters and a pattern, 33 x 4
 _GROWTH = {"BertNormalizer": 18, "ByteLevel": 3, "Lowercase": 2, "Metaspace": 5, "Precompiled": 33}
 _GROWTH |= {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11}
-PROBE_SECONDS = 3.0
-MAX_AROUND = 1000  # tokens around a text; published post-processors put one or two there
-# Runs of one kind of character ended by another: what makes a careless pattern backtrack.
-_PROBES = tuple(
-    unit * 192 + end for unit in ("a", "A", " ", "1", "\n", "é", "中", "a ", "!") for end in ("", "?", "x")
-)
 # Descriptor 2 belongs to the whole process: one thread at a time may borrow it.
 _STDERR_LOCK = threading.Lock()
 
@@ -129,10 +123,7 @@ class Tokenizer:
 
     @classmethod
     def open(cls, folder: Path, config: TokenizerConfig | None = None) -> Tokenizer:
-        """Load a folder's tokenizer, probed with texts that expose bad patterns; `config` where it was read.
-
-        Raises `CheckpointError` naming the file.
-        """
+        """Load a folder's tokenizer; `config` where it was read. Raises `CheckpointError` naming the file."""
         config, names = config or read_tokenizer_config(folder), names_in(folder)
         path = folder / FILE_NAME
         if FILE_NAME not in names:
@@ -147,11 +138,6 @@ class Tokenizer:
             # Truncation would cut prompts in silence, padding would lengthen them.
             library.no_truncation()
             library.no_padding()
-        with _calling(f"{path}: pre_tokenizer"):
-            _probe(library)
-        with _calling(f"{path}: post_processor"):
-            _check_post_processor(library)
-            library.encode("a")
         return cls(library, highest, config, str(path))
 
     def encode(self, text: str, *, parse_special: bool = False, add_special: bool = False) -> list[int]:
@@ -167,23 +153,19 @@ class Tokenizer:
         return [*self._prefix, *ids, *self._suffix] if add_special else ids
 
     def bounded(self, text: str, context: int, *, cut: bool = False) -> str:
-        """A text that may fit a context of so many tokens; with `cut` the end of one that is far longer.
+        """A text that may fit a context of so many tokens; with `cut` the end of one that cannot.
 
-        Raises IncompatibleError for such a text without. Pieces are encoded from the end until they have
-        twice as many tokens, less what a cut may have made of the token at either end of a piece.
+        Raises IncompatibleError for such a text without. It is not encoded: it has more characters than as
+        many of the longest tokens.
         """
-        if len(text) <= 8 * context + PIECE:
+        if len(text) <= SHORT:
             return text
         longest = max(map(len, self._library.get_vocab(with_added_tokens=True)), default=0)
-        start, count = len(text), 0
-        while start > 0 and count <= 2 * context:
-            ids = self._encode(text[max(0, start - PIECE) : start], parse_special=True)
-            count += max(0, len(ids) - 2 * longest)
-            start -= PIECE
-        if start <= 0 or cut:
-            return text[max(0, start) :]
-        why = f"{len(text):,} characters, far more than {context:,} tokens, which is the context"
-        raise IncompatibleError(f"the prompt is {why}", fix=["a shorter prompt"], code="context_overflow")
+        most = max(SHORT, longest * context)
+        if len(text) > most and not cut:
+            why = f"{len(text):,} characters, far more than {context:,} tokens, which is the context"
+            raise IncompatibleError(f"the prompt is {why}", fix=["a shorter prompt"], code="context_overflow")
+        return text[-most:]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of token ids: their bytes as UTF-8, U+FFFD for what is none."""
@@ -221,12 +203,16 @@ class Tokenizer:
 
     def _read_surroundings(self, config: TokenizerConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What the post-processor puts before and after a text, corrected by what the config says."""
-        whole = self._library.encode("a")
+        with _calling(f"{self._where}: post_processor"):
+            whole = self._library.encode("a")
         if not all(self._token(token_id) for token_id in whole.ids):
             raise CheckpointError(f"{self._where}: post_processor: adds token ids that do not exist")
         own = [position for position, added in enumerate(whole.special_tokens_mask) if not added]
         first, last = (own[0], own[-1] + 1) if own else (len(whole.ids), len(whole.ids))
         prefix, suffix = tuple(whole.ids[:first]), tuple(whole.ids[last:])
+        self._library.post_processor = None  # from here on both are put there by `encode`
+        if whole.ids[first:last] != self._library.encode("a").ids:
+            raise CheckpointError(f"{self._where}: post_processor: repeats the text")
         ends = (config.add_bos, self.bos_id, "bos_token"), (config.add_eos, self.eos_id, "eos_token")
         for flag, token_id, name in ends:
             if flag and token_id is None:
@@ -325,46 +311,13 @@ def _check_content(where: str, file: Any) -> int:
 
 
 def _growth(step: Any) -> float:
-    """How many times as long a normalizer, pre-tokenizer or decoder may make a text."""
+    """How many times as long a normalizer, pre-tokenizer, decoder or post-processor may make a text."""
     if step is None:
         return 1.0
     growth = _GROWTH.get(step["type"], 1.0) + sum(len(step.get(key, "")) for key in ("content", "prepend"))
-    inner = (step.get(name, ()) for name in ("normalizers", "pretokenizers", "decoders"))
+    growth *= max(1, sum("Sequence" in piece for piece in step.get("single", ())))
+    inner = (step.get(name, ()) for name in ("normalizers", "pretokenizers", "decoders", "processors"))
     return math.prod(map(_growth, chain.from_iterable(inner)), start=growth)
-
-
-def _probe(library: tokenizers.Tokenizer) -> None:
-    """Encode texts that expose careless patterns, for a few seconds at most."""
-    panics: list[BaseException] = []
-
-    def run() -> None:
-        for probe in _PROBES:
-            try:
-                library.encode_batch_fast([probe], add_special_tokens=False)
-            except Exception:
-                pass  # a character outside the vocabulary is no fault of the file
-            except BaseException as panic:
-                panics.append(panic)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(PROBE_SECONDS)
-    if thread.is_alive():
-        raise ValueError(f"needs more than {PROBE_SECONDS:g} s for a short text")
-    if panics:
-        raise panics[0]
-
-
-def _check_post_processor(tokenizer: tokenizers.Tokenizer) -> None:
-    """Refuse one that repeats a text, or puts so much around it that it would take all memory."""
-    added = tokenizer.num_special_tokens_to_add(False)
-    if added > MAX_AROUND:
-        raise ValueError(f"adds {added:,} tokens to a text, at most {MAX_AROUND:,} are supported")
-    steps = [] if tokenizer.post_processor is None else [json.loads(tokenizer.post_processor.__getstate__())]
-    for step in steps:  # and those inside of it, which are put behind it
-        steps += step.get("processors", ())
-        if sum("Sequence" in piece for piece in step.get("single", ())) > 1:
-            raise ValueError("repeats the text")
 
 
 @contextmanager

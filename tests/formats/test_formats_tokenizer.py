@@ -330,8 +330,6 @@ MANY = {**BOS_TEMPLATE, "special_tokens": {"<s>": {"id": "<s>", "ids": [1] * 999
         (lambda content: content.update(post_processor=MANY), "post_processor"),
         (set_regex("("), ""),
         (set_regex("(" * 10_000), "depth"),
-        (set_regex("(a+)+$"), "pre_tokenizer"),
-        (set_regex("(\\s+)+$"), "pre_tokenizer"),
     ],
 )  # fmt: skip
 def test_files_that_are_refused(tmp_path: Path, capfd, change: Any, word: str) -> None:
