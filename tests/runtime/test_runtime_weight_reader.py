@@ -1,4 +1,4 @@
-"""The threaded reader against plain reads: dtypes, odd offsets, cut tensors, faults, and the rings' order."""
+"""The threaded reader against plain reads: dtypes, odd offsets, cut tensors, faults, and the buffers' order."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from spd.formats.checkpoint import Checkpoint
 from spd.runtime.load.weight_reader import (
     BUFFERS,
     DTYPES,
+    Buffer,
     Chunk,
-    Lane,
     plan_chunks,
     read_tensors,
 )
@@ -138,39 +138,33 @@ def test_chunks_cover_every_element_once_in_the_order_of_the_files(
     assert all(bool((view == 1).all()) for view in views.values())
 
 
-class LateLane(Lane):
+class LateBuffer(Buffer):
     """Copies nothing before it must: a buffer read into too early would be seen in the result."""
 
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(nbytes)
-        self.due: dict[int, Chunk] = {}
-        self.used: set[int] = set()
+    due: Chunk | None = None
+    used = False
 
-    def wait(self, index: int) -> None:
-        if index in self.due:
-            super().copy(index, self.due.pop(index))
+    def wait(self) -> None:
+        if self.due is not None:
+            super().copy(self.due)
+        self.due = None
 
-    def copy(self, index: int, chunk: Chunk) -> None:
-        assert index not in self.due
-        self.due[index] = chunk
-        self.used.add(index)
-
-    def finish(self) -> None:
-        for index in range(BUFFERS):
-            self.wait(index)
+    def copy(self, chunk: Chunk) -> None:
+        assert self.due is None
+        self.due, self.used = chunk, True
 
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_a_buffer_is_reused_only_after_its_copies(mixed: Checkpoint, threads: int) -> None:
-    views, lanes = destinations(mixed, torch.float32), []
+    views, buffers = destinations(mixed, torch.float32), list[LateBuffer]()
 
-    def lane(nbytes: int) -> Lane:
-        lanes.append(LateLane(nbytes))
-        return lanes[-1]
+    def make(nbytes: int) -> Buffer:
+        buffers.append(LateBuffer(nbytes))
+        return buffers[-1]
 
-    read_tensors(mixed, views, threads=threads, chunk_bytes=128, lane=lane)
+    read_tensors(mixed, views, threads=threads, chunk_bytes=128, buffer=make)
     assert all(torch.equal(view, mixed.read(name).float()) for name, view in views.items())
-    assert max(len(lane.used) for lane in lanes) == BUFFERS and len(lanes) == threads
+    assert [buffer.used for buffer in buffers] == [True] * (threads * BUFFERS)
 
 
 def test_progress_is_told_in_the_callers_thread_and_adds_up(mixed: Checkpoint) -> None:
@@ -221,7 +215,7 @@ def test_an_error_of_the_disk_names_the_file_and_stops_every_thread(
     with pytest.raises(CheckpointError, match=r"model-\d\.safetensors: Input/output error"):
         read_tensors(mixed, destinations(mixed, torch.float32), threads=threads, chunk_bytes=64)
     chunks = plan_chunks(mixed.tensors, destinations(mixed, torch.float32), 64)
-    assert not reading_threads() and len(calls) < len(chunks) / 2 and (threads > 1 or len(calls) == failing)
+    assert not reading_threads() and len(calls) < len(chunks) / 2
 
 
 @pytest.mark.parametrize("how", ["truncate", "replace", "touch"])
@@ -264,11 +258,13 @@ def test_a_file_that_changed_since_its_header_was_read(
         read_tensors(mixed, destinations(mixed, torch.float32))
 
 
-@pytest.mark.parametrize(("at", "error"), [("advance", KeyboardInterrupt), ("lane", torch.OutOfMemoryError)])
-def test_no_thread_outlives_an_interrupt_or_a_ring_without_memory(
+@pytest.mark.parametrize(
+    ("at", "error"), [("advance", KeyboardInterrupt), ("buffer", torch.OutOfMemoryError)]
+)
+def test_no_thread_outlives_an_interrupt_or_a_buffer_without_memory(
     mixed: Checkpoint, at: str, error: type[BaseException]
 ) -> None:
-    def end(nbytes: int) -> Lane:
+    def end(nbytes: int) -> Buffer:
         raise error
 
     how: dict[str, Any] = {at: end}
