@@ -211,7 +211,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         self._check_identity(meta.shard)
         if meta.shard not in self._files:
             self._files[meta.shard] = self.open_shard(meta.shard)
-        read_exactly(self._files[meta.shard].fileno(), [memory], meta.offset + offset, meta.shard)
+        read_exactly(self._files[meta.shard].fileno(), memory, meta.offset + offset, meta.shard)
         self._check_identity(meta.shard)
 
     def open_shard(self, shard: Path) -> BinaryIO:
@@ -249,21 +249,17 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             raise CheckpointError(f"{shard}: changed while in use: {what}")
 
 
-def read_exactly(descriptor: int, views: list[memoryview], offset: int, path: Path) -> None:
-    """Fill the views in order from a file's bytes at `offset`; `path` is for messages.
+def read_exactly(descriptor: int, view: memoryview, offset: int, path: Path) -> None:
+    """Fill a view from a file's bytes at `offset`; `path` is for messages.
 
     Raises CheckpointError when the file ends early or cannot be read.
     """
-    while views:
+    while view:
         with os_errors(path):
-            count = os.preadv(descriptor, views, offset)
+            count = os.preadv(descriptor, [view], offset)
         if not count:
             raise CheckpointError(f"{path}: was truncated while it was read")
-        offset += count
-        while views and count >= len(views[0]):
-            count -= len(views.pop(0))
-        if count:
-            views[0] = views[0][count:]
+        offset, view = offset + count, view[count:]
 
 
 def read_weight_map(path: Path) -> dict[str, str]:

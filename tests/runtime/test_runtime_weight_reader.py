@@ -1,4 +1,4 @@
-"""The threaded reader against plain reads: dtypes, odd offsets, cut tensors, faults, and the buffers' order."""
+"""The threaded reader against plain reads: dtypes, odd offsets, cut tensors, faults, and when buffers are reused."""
 
 from __future__ import annotations
 

@@ -146,8 +146,7 @@ def read_tensors(
         try:
             with torch.inference_mode(), where:
                 own.wait()
-                shard = chunk.shard
-                read_exactly(files[shard], [own.view[: chunk.nbytes]], chunk.offset, shard)
+                read_exactly(files[chunk.shard], own.view[: chunk.nbytes], chunk.offset, chunk.shard)
                 own.copy(chunk)
         finally:
             free.put(own)
