@@ -21,7 +21,7 @@ Source: compressed-tensors 0.20, AutoAWQ 0.2, AutoGPTQ and gptqmodel 7, NVIDIA M
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -118,11 +118,14 @@ class Rule(NamedTuple):
     scheme: Scheme | None
     names: frozenset[str] = frozenset()
     patterns: tuple[str, ...] = ()
+    starts: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
     every: bool = False
 
     def holds(self, module: str) -> bool:
         if self.every or not self.names.isdisjoint(called := _spellings(module)):
+            return True
+        if any(name.startswith(self.starts) for name in called):
             return True
         if any(part in name for part in self.parts for name in called):
             return True
@@ -351,7 +354,7 @@ def _modelopt(fields: Fields) -> Iterator[Rule]:
     known = (*_ALGORITHMS, "MIXED_PRECISION")
     algorithm = fields.choice("quant_algo", known)
     skipped = (*_strings(fields, "exclude_modules"), *_strings(fields, "ignore"))
-    yield Rule(None, patterns=tuple(map(_glob, skipped)))
+    yield _globs(None, skipped)
     if algorithm != "MIXED_PRECISION":
         yield Rule(_ALGORITHMS[algorithm], every=True)
         return
@@ -361,12 +364,21 @@ def _modelopt(fields: Fields) -> Iterator[Rule]:
         own = layers.nested(module).choice("quant_algo", tuple(_ALGORITHMS))
         by_algorithm.setdefault(own, set()).add(text_name(f"{module}.").rstrip("."))
     for each, names in by_algorithm.items():
-        yield Rule(_ALGORITHMS[each], frozenset(names))
+        yield _globs(_ALGORITHMS[each], names)
 
 
-def _glob(text: str) -> str:
-    """A name with * for anything, and all below it, as a pattern."""
-    return ".*".join(map(re.escape, text.split("*"))) + r"(\..*|$)"
+def _globs(scheme: Scheme | None, texts: Collection[str]) -> Rule:
+    """A rule for names with * for anything, and all below them.
+
+    Lists name hundreds of modules, and a model of experts asks for tens of thousands: a pattern is only
+    made where a * stands within a name.
+    """
+    inner = [text for text in texts if "*" in text[:-1]]
+    plain = [text for text in texts if "*" not in text]
+    starts = [text[:-1] for text in texts if text.endswith("*") and text not in inner]
+    patterns = (".*".join(map(re.escape, text.split("*"))) + r"(\..*|$)" for text in inner)
+    below = (*starts, *(f"{text}." for text in plain))
+    return Rule(scheme, frozenset(plain), tuple(patterns), below)
 
 
 _READERS = {"compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq, "modelopt": _modelopt}

@@ -39,6 +39,8 @@ class Release:
     """As Qwen3-Next: no wrapper, projections by key head."""
     gate_type: bool = False
     """As Qwen3.8: the configuration names the gate behind the recurrence."""
+    apart: tuple[str, ...] = ()
+    """Below which prefixes experts stand one by one; everywhere in FP8 and in Qwen3-Next."""
 
 
 RELEASES = {
@@ -266,7 +268,7 @@ def _experts(row: Release, prefix: str) -> Iterator[Entry]:
     yield f"{prefix}gate.weight", "BF16", (count, row.hidden)
     yield f"{prefix}shared_expert_gate.weight", "BF16", (1, row.hidden)
     yield from _mlp(row, f"{prefix}shared_expert.", inner)
-    if row.fp8 or row.fused:
+    if row.fp8 or row.fused or prefix.startswith(row.apart):
         for expert in range(count):
             yield from _mlp(row, f"{prefix}experts.{expert}.", inner)
         return

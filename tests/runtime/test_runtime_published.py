@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from spd.runtime.plan.memory import page_bytes, slot_bytes, state_bytes, tensor_
 from spd.runtime.plan.plan import EnginePlan, outline
 from spd.runtime.plan.rank_choice import possible_sizes
 from spd.runtime.round.limits import PAGE_SIZE, ring_depth
+from tests.recipes.mtp_folders import SIZES
 from tests.recipes.published_hybrids import (
     COUNTED,
     DELTA_HEAD,
@@ -31,9 +34,9 @@ from tests.recipes.published_hybrids import (
     vision_tensors,
     write_published,
 )
+from tests.recipes.published_quantized import QUANTIZED, parts_of, write_quantized
 
 CARD = Machine("cuda", 80 * 2**30, (9, 0), foreseen=True)
-BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +109,7 @@ def test_memory_is_planned(name: str, shelf: Callable[[str], ModelFolder]) -> No
     assert page_bytes(config, "bfloat16") == PAGE_SIZE * row.layers // 4 * keys
     # Stored A_log and norms widen to float32 wherever they are read; the rest stays as stored.
     kept = tensor_bytes(config, "bfloat16", plan.shape.form)
-    stored = sum(BYTES[dtype] * torch.Size(shape).numel() for _, dtype, shape in text_tensors(row))
+    stored = sum(SIZES[dtype] * torch.Size(shape).numel() for _, dtype, shape in text_tensors(row))
     assert stored <= kept < 1.01 * stored
     assert plan.need.weights >= kept and plan.need.total > plan.need.weights
     source = folder.mtp_source()
@@ -115,6 +118,36 @@ def test_memory_is_planned(name: str, shelf: Callable[[str], ModelFolder]) -> No
     assert plan.need.draft_weights == head
     if not row.fp8:
         assert head == pytest.approx(2 * elements(mtp_tensors(row)), rel=1e-3)
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_releases_in_few_bits(name: str, whole: bool, tmp_path: Path) -> None:
+    """As many tensors as published, each used or named; the MTP layer is found; codes stay as they are."""
+    release = QUANTIZED[name]
+    if not whole:
+        release = replace(release, base=replace(release.base, layers=4), tensors=None)
+    parts = parts_of(release)
+    text, draft, seen = parts
+    assert release.tensors in (None, sum(map(len, parts)))
+    folder = ModelFolder(write_quantized(tmp_path, release))
+    unused = check_weights(folder.checkpoint, folder.config, family_layout(folder.config))
+    assert unused == [entry[0] for entry in seen]
+    source = folder.mtp_source()
+    assert (source is not None) == release.drafts
+    if source is not None:
+        assert check_source(source, folder.checkpoint)
+    plan = outline(EngineConfig(model=folder), replace(CARD, free=180 * 2**30))
+    assert plan.spec == ("mtp" if release.drafts else "ngram")
+    stored = sum(SIZES[dtype] * torch.Size(shape).numel() for _, dtype, shape in text)
+    # Scales of NVFP4 are kept in float32, one a group of 16: 6 bits a weight in place of 4.5.
+    if whole or "NVFP4" not in name:  # a head in NVFP4 is multiplied out
+        assert stored <= plan.need.weights < (1.34 if "NVFP4" in name else 1.01) * stored
+    if not release.base.fp8 and draft:
+        assert plan.need.draft_weights == pytest.approx(2 * elements(draft), rel=1e-3)
+    if whole and "w4a16" in name:  # its two files have 10,952 and 486.58 million bytes
+        assert stored + 2 * elements(seen) == pytest.approx(10_952e6, rel=3e-4)
+        assert 2 * elements(draft) == pytest.approx(486_582_848, abs=4096)
 
 
 RANKS = {

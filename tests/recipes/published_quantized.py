@@ -1,0 +1,291 @@
+"""Tensor lists of published hybrids in few bits: which matrices are packed, in which layout; no weights.
+
+Names, shapes, dtypes and counts are those that readers of the releases' safetensors headers wrote down (the
+revision stands beside each row); RedHatAI's 9B is known by the sizes of its two files. The configurations
+are the releases' own, their ignore lists expanded by the rule that they follow.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tests.recipes.mtp_folders import write_hollow
+from tests.recipes.published_hybrids import (
+    RELEASES,
+    Entry,
+    Release,
+    config_of,
+    mtp_tensors,
+    text_tensors,
+    vision_tensors,
+)
+
+Json = dict[str, Any]
+SHARDS = 10
+TEXT, LAYER = r"model\.(language_model\.)?", r"model\.(language_model\.)?layers\.\d+\."
+EXPERTS = LAYER + r"mlp\.experts\.\d+\.\w+"
+SHARED = LAYER + r"mlp\.shared_expert\.\w+"
+ATTENTION, DELTA = LAYER + r"self_attn\.[qkvo]_proj", LAYER + r"linear_attn\."
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One release: `stored` says which matrices are in which layout, the first match counts."""
+
+    base: Release
+    stored: dict[str, str]
+    quantization: Json
+    tensors: int | None = None
+    """All of them, the vision tower's too."""
+    drafts: bool = True
+    """Whether the MTP layer was kept."""
+
+
+def _float_group(bits: int, **more: Any) -> Json:
+    return {"dynamic": False, "num_bits": bits, "type": "float", **more}
+
+
+def _modelopt(groups: dict[str, int], ignore: list[str], **more: Any) -> Json:
+    """groups: bits of each by targets, as ModelOpt writes them."""
+    return {
+        "config_groups": {
+            f"group_{number}": {
+                "input_activations": _float_group(bits, **({"group_size": 16} if bits == 4 else {})),
+                "weights": _float_group(bits, **({"group_size": 16} if bits == 4 else {})),
+                "targets": [target],
+            }
+            for number, (target, bits) in enumerate(groups.items())
+        },
+        "ignore": ignore,
+        "quant_method": "modelopt",
+        **more,
+    }
+
+
+def _compressed(layout: str, weights: Json, ignore: list[str]) -> Json:
+    group = {"format": layout, "targets": ["Linear"], "weights": {"symmetric": True, **weights}}
+    status = {"quantization_status": "compressed", "sparsity_config": {}, "transform_config": {}}
+    config = {"config_groups": {"group_0": group}, "format": layout, "ignore": ignore}
+    return config | status | {"quant_method": "compressed-tensors", "kv_cache_scheme": None}
+
+
+def _by_layer(layers: int, delta: str, attending: str, *both: str, prefix: str = "model.") -> list[str]:
+    """An ignore list that names modules layer by layer."""
+    names = []
+    for layer in range(layers):
+        own = attending if (layer + 1) % 4 == 0 else delta
+        names += [f"{prefix}layers.{layer}.{name}" for name in (*own.split(), *both)]
+    return names
+
+
+SEEING = "model.language_model."
+NEXT, BIG = RELEASES["Qwen3-Next-80B-A3B-Instruct"], RELEASES["Qwen3.5-122B-A10B"]
+NVFP4 = {**_float_group(4, group_size=16), "strategy": "tensor_group"}
+GATES = ("mlp.gate", "mlp.shared_expert_gate")
+EXPERT_MODULES = ("mlp.experts", *(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")))
+SPLIT = " ".join(f"linear_attn.{name}" for name in ("in_proj_a", "in_proj_b", "in_proj_qkv", "in_proj_z"))
+QUANTIZED = {
+    # @ 8fb2682f
+    "nvidia/Qwen3-Next-80B-A3B-Instruct-NVFP4": Packed(
+        NEXT,
+        {
+            rf"{EXPERTS}|{SHARED}|{DELTA}out_proj|{LAYER}self_attn\.o_proj": "modelopt-nvfp4",
+            rf"{LAYER}self_attn\.k_proj": "k_scale",
+            rf"{LAYER}self_attn\.v_proj": "v_scale",
+        },
+        _modelopt(
+            {"Linear": 4},
+            [
+                *_by_layer(
+                    48,
+                    "linear_attn.in_proj_qkvz linear_attn.in_proj_ba linear_attn.conv1d",
+                    "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+                    *GATES,
+                ),
+                "lm_head",
+                "mtp*",
+            ],
+            quant_algo="NVFP4",
+        ),
+        tensors=297_728,
+    ),
+    # @ 27a8f16f
+    "RedHatAI/Qwen3-Coder-Next-NVFP4": Packed(
+        NEXT,
+        {rf"{EXPERTS}|{SHARED}|{ATTENTION}": "nvfp4"},
+        _compressed(
+            "nvfp4-pack-quantized",
+            NVFP4,
+            [
+                *_by_layer(
+                    48,
+                    "linear_attn.in_proj_qkvz linear_attn.in_proj_ba linear_attn.out_proj",
+                    "",
+                    *GATES,
+                ),
+                "lm_head",
+            ],
+        ),
+        tensors=296_151,
+        drafts=False,
+    ),
+    # @ 1355db6a; the MTP layer's experts are stacked
+    "nvidia/Qwen3.6-35B-A3B-NVFP4": Packed(
+        replace(RELEASES["Qwen3.6-35B-A3B"], apart=("model.",)),
+        {
+            rf"{EXPERTS}|{SHARED}|lm_head": "modelopt-nvfp4",
+            rf"{DELTA}(in_proj_qkv|in_proj_z|out_proj)|{ATTENTION}": "modelopt-fp8",
+        },
+        {
+            "quant_algo": "MIXED_PRECISION",
+            "quant_method": "modelopt",
+            "ignore": ["mtp.layers.0*", "mtp*"],
+            "quantized_layers": {
+                "lm_head": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
+                **{
+                    module: {"quant_algo": "FP8"}
+                    for module in _by_layer(
+                        40,
+                        "linear_attn.in_proj_qkv linear_attn.in_proj_z linear_attn.out_proj",
+                        "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj",
+                        prefix=SEEING,
+                    )
+                },
+                **{
+                    module: {"quant_algo": "NVFP4", "group_size": 16}
+                    for module in _by_layer(40, "", "", *EXPERT_MODULES, prefix=SEEING)
+                },
+            },
+        },
+        tensors=124_468,
+    ),
+    # @ 98915d83
+    "nvidia/Qwen3.5-122B-A10B-NVFP4": Packed(
+        replace(BIG, float32=False, apart=("model.", "mtp.")),
+        {EXPERTS: "modelopt-nvfp4"},
+        _modelopt(
+            {"Linear": 4},
+            [
+                "lm_head",
+                *_by_layer(
+                    48,
+                    "linear_attn*",
+                    "self_attn*",
+                    "mlp.shared_expert*",
+                    "mlp.shared_expert_gate",
+                    prefix=SEEING,
+                ),
+                "model.visual*",
+                "mtp.layers.0*",
+                "mtp*",
+            ],
+            quant_algo="NVFP4",
+        ),
+        tensors=149_309,
+    ),
+    # @ 56a6bdda; of the MTP layer the list names nothing but `fc`
+    "Sehyo/Qwen3.5-122B-A10B-NVFP4": Packed(
+        replace(BIG, float32=False, apart=("model.", "mtp.")),
+        {rf"{EXPERTS}|{SHARED}|{ATTENTION}": "nvfp4"},
+        _compressed(
+            "nvfp4-pack-quantized",
+            NVFP4,
+            [
+                "model.fc",
+                "lm_head",
+                *_by_layer(48, f"{SPLIT} linear_attn.out_proj", "", *GATES, prefix=SEEING),
+                "mtp.fc",
+            ],
+        ),
+        tensors=149_885,
+    ),
+    # @ a099dee7
+    "Qwen/Qwen3.5-122B-A10B-FP8": Packed(replace(BIG, fp8=True), {}, {}, tensors=76_656),
+    # @ a398088c: files of 10,952 and 486.58 million bytes
+    "RedHatAI/Qwen3.5-9B-quantized.w4a16": Packed(
+        replace(RELEASES["Qwen3.5-9B"], float32=False),
+        {rf"{ATTENTION}|{LAYER}mlp\.\w+_proj": "w4a16"},
+        _compressed(
+            "pack-quantized",
+            {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128},
+            [
+                "lm_head",
+                "re:.*visual.*",
+                *_by_layer(32, f"{SPLIT} linear_attn.out_proj", "", prefix=SEEING),
+                "re:^mtp.*",
+            ],
+        ),
+    ),
+}
+
+
+def _stored(module: str, layout: str, shape: tuple[int, ...]) -> Iterator[Entry]:
+    """What stores a matrix of a shape [out, in] in a layout."""
+    rows, columns = shape
+    codes = "U8", (rows, columns // 2)
+    scales = "F8_E4M3", (rows, columns // 16)
+    found: dict[str, tuple[str, tuple[int, ...]]] = {
+        "modelopt-nvfp4": {
+            "weight": codes,
+            "weight_scale": scales,
+            "weight_scale_2": ("F32", ()),
+            "input_scale": ("F32", ()),
+        },
+        "nvfp4": {
+            "weight_packed": codes,
+            "weight_scale": scales,
+            "weight_global_scale": ("F32", (1,)),
+            "input_global_scale": ("F32", (1,)),
+        },
+        "modelopt-fp8": {
+            "weight": ("F8_E4M3", shape),
+            "weight_scale": ("F32", ()),
+            "input_scale": ("F32", ()),
+        },
+        "w4a16": {
+            "weight_packed": ("I32", (rows, columns // 8)),
+            "weight_scale": ("BF16", (rows, columns // 128)),
+            "weight_shape": ("I64", (2,)),
+        },
+        "k_scale": {"weight": ("BF16", shape), "k_scale": ("F32", ())},
+        "v_scale": {"weight": ("BF16", shape), "v_scale": ("F32", ())},
+    }[layout]
+    for last, (dtype, size) in found.items():
+        yield f"{module}.{last}", dtype, size
+
+
+def parts_of(release: Packed) -> list[list[Entry]]:
+    """The tensors of the text model, the MTP layer and the vision tower; the latter two may be none."""
+    row, patterns = release.base, {re.compile(key): value for key, value in release.stored.items()}
+    seen = [] if row.fused else list(vision_tensors(row))
+    whole = [list(text_tensors(row)), list(mtp_tensors(row)) if release.drafts else [], seen]
+    parts: list[list[Entry]] = []
+    for entries in whole:
+        part: list[Entry] = []
+        for name, dtype, shape in entries:
+            module = name.removesuffix(".weight")
+            layout = next((way for pattern, way in patterns.items() if pattern.fullmatch(module)), None)
+            part += [(name, dtype, shape)] if layout is None else _stored(module, layout, shape)
+        parts.append(part)
+    return parts
+
+
+def write_quantized(folder: Path, release: Packed) -> Path:
+    """A release's folder, all data a hole."""
+    weight_map: dict[str, str] = {}
+    text, *others = parts_of(release)
+    shards = [text[start::SHARDS] for start in range(SHARDS)] + others
+    for number, part in enumerate(shards):
+        write_hollow(folder / f"model-{number}.safetensors", part)
+        weight_map |= {name: f"model-{number}.safetensors" for name, _, _ in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    config = config_of(release.base)
+    if release.quantization:
+        config["quantization_config"] = release.quantization
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
