@@ -205,7 +205,7 @@ def test_why_not(model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(IncompatibleError, match="--kernels native") as refused:
             make_engine(folder, **wishes, kernels="native")
         assert why in refused.value.reason[0]
-    monkeypatch.setattr(build, "find_compiler", lambda: None)
+    monkeypatch.setattr(build, "find_compiler", tuple)
     plan = make_engine(dense, **BFLOAT16).plan
     assert plan.shape.kernels == "torch" and plan.kernels_reason.startswith("not the C kernels: ")
 
@@ -224,7 +224,7 @@ def test_the_dtype_follows_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         why = f"compiled for this processor's {instructions('float32')}"
         assert planned(dtype="float32") == ("float32", "native", why)
     assert planned(kernels="torch") == (of_torch, "torch", "asked for")
-    monkeypatch.setattr(build, "find_compiler", lambda: None)
+    monkeypatch.setattr(build, "find_compiler", tuple)
     assert planned() == (of_torch, "torch", f"not the C kernels: {obstacle()}")
 
 

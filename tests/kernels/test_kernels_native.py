@@ -78,8 +78,8 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     broken.write_text("#!/bin/sh\necho 'x.c:1: error: no such luck' >&2\nexit 1\n")
     broken.chmod(0o755)
     for name, value, words in (
-        ("find_compiler", lambda: str(broken), "no such luck"),
-        ("find_compiler", lambda: None, "compiler"),
+        ("find_compiler", lambda: (str(broken),), "no such luck"),
+        ("find_compiler", tuple, "compiler"),
         ("processor_features", lambda: frozenset({"avx2"}), "no AVX2 with FMA"),
         ("tempfile.tempdir", str(tmp_path / "none"), "cannot be compiled"),
     ):
@@ -90,6 +90,24 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             assert not (tmp_path / "cache").exists()
     with pytest.raises(NativeUnavailable, match="cannot be loaded"):
         NativeLibrary(broken)
+
+
+def test_the_compiler_of_a_package_is_the_last_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ziglang holds one as a file; what it keeps lies beside what is made."""
+    (tmp_path / "ziglang").mkdir()
+    (tmp_path / "ziglang" / "__init__.py").touch()
+    zig = tmp_path / "ziglang" / "zig"
+    zig.write_text(
+        '#!/bin/sh\n[ "$1" = cc ] && [ -d "$ZIG_LOCAL_CACHE_DIR" ] && echo 1: error: fine >&2; exit 1\n'
+    )
+    zig.chmod(0o755)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(build, "COMPILERS", ())
+    assert build.find_compiler() == (str(zig), "cc")
+    with pytest.raises(NativeUnavailable, match=f"{zig} does not compile them: 1: error: fine"):
+        library_path(lambda: tmp_path / "cache")
 
 
 compiled_once = cache(build._compile)
@@ -223,9 +241,8 @@ GIVEN = {
 def test_every_form_compiles(dtype: str, name: str) -> None:
     """Also those whose instructions this processor lacks, without a warning."""
     compiler = build.find_compiler()
-    assert compiler is not None
     sources = [str(Path(build.__file__).with_name(source)) for source in build.SOURCES]
     checks = ("-Wall", "-Wextra", "-Werror", "-fsyntax-only")
-    command = [compiler, *build.FLAGS, *GIVEN[name], *build.OWN_FLAGS[name], *build.DTYPE_FLAGS[dtype]]
+    command = [*compiler, *build.FLAGS, *GIVEN[name], *build.OWN_FLAGS[name], *build.DTYPE_FLAGS[dtype]]
     command += [*checks, *sources]
     assert subprocess.run(command, capture_output=True, text=True, check=False).stderr == ""

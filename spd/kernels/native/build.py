@@ -16,13 +16,14 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 SOURCES = ("linear.c", "attention.c", "experts.c", "sample.c", "lookup.c", "recurrent.c", "pool.c", "init.c")
 COMPILERS = ("gcc", "cc")
-"""The first that is found."""
+"""The first that is found; else the one that the package ziglang holds."""
 LARGEST_HEAD = 576
 """Elements of a head that attention has room for: a latent of 512 with 64 rotated."""
 FLAGS = (
@@ -67,9 +68,14 @@ def processor_features(source: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     return frozenset(line.partition(":")[2].split())
 
 
-def find_compiler() -> str | None:
-    """The path of a C compiler."""
-    return next(filter(None, map(shutil.which, COMPILERS)), None)
+def find_compiler() -> tuple[str, ...]:
+    """The command of a C compiler; empty without one."""
+    if found := next(filter(None, map(shutil.which, COMPILERS)), None):
+        return (found,)
+    package = find_spec("ziglang")
+    return (
+        () if package is None or package.origin is None else (str(Path(package.origin).parent / "zig"), "cc")
+    )
 
 
 def instructions(dtype: str = "bfloat16") -> str | None:
@@ -87,7 +93,7 @@ def obstacle() -> str | None:
     """What keeps this machine from having the kernels, as far as that shows before they are built."""
     if instructions() is None:
         return "this processor has no AVX2 with FMA"
-    return None if find_compiler() else "no C compiler (gcc) is installed"
+    return None if find_compiler() else "no C compiler is installed (gcc, or pip install 'spd[compiler]')"
 
 
 def library_path(folder: Callable[[], Path], chosen: str | None = None, *, dtype: str = "bfloat16") -> Path:
@@ -100,7 +106,6 @@ def library_path(folder: Callable[[], Path], chosen: str | None = None, *, dtype
     if (why := obstacle()) is not None:
         raise NativeUnavailable(why)
     compiler = find_compiler()
-    assert compiler is not None
     flags = (*FLAGS, *OWN_FLAGS[chosen or instructions(dtype) or ""], *DTYPE_FLAGS[dtype])
     try:
         name = f"native-{_key(compiler, flags)}.so"
@@ -153,9 +158,9 @@ def _in_memory(made: bytes) -> Path:
     return Path(f"/proc/self/fd/{descriptor}")
 
 
-def _key(compiler: str, flags: Sequence[str]) -> str:
+def _key(compiler: Sequence[str], flags: Sequence[str]) -> str:
     """Names what a library is made of."""
-    found = os.stat(compiler)
+    found = os.stat(compiler[0])
     made_of = hashlib.sha256(f"{compiler} {found.st_mtime_ns} {found.st_size} {flags} ".encode())
     made_of.update(" ".join(sorted(processor_features())).encode())
     for path in sorted(Path(__file__).parent.glob("*.[ch]")):
@@ -163,16 +168,17 @@ def _key(compiler: str, flags: Sequence[str]) -> str:
     return made_of.hexdigest()[:20]
 
 
-def _compile(compiler: str, flags: Sequence[str]) -> bytes:
+def _compile(compiler: Sequence[str], flags: Sequence[str]) -> bytes:
     """Make the library in a folder of its own, where relative paths in the environment lead to nothing."""
     sources = [str(Path(__file__).with_name(name)) for name in SOURCES]
     with tempfile.TemporaryDirectory(prefix="spd-kernels-") as folder:
         made = Path(folder, "native.so")
-        command = ["env", f"TMPDIR={folder}", compiler, *flags, *sources, "-o", str(made), *LIBRARIES]
+        places = (f"{name}={folder}" for name in ("TMPDIR", "ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"))
+        command = ["env", *places, *compiler, *flags, *sources, "-o", str(made), *LIBRARIES]
         done = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE, check=False
         )
         if done.returncode:
             said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
-            raise NativeUnavailable(f"{compiler} does not compile them: {said.strip()}")
+            raise NativeUnavailable(f"{compiler[0]} does not compile them: {said.strip()}")
         return made.read_bytes()
