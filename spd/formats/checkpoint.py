@@ -16,7 +16,8 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
+from operator import eq
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
@@ -168,8 +169,13 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def meta(self, name: str) -> TensorMeta:
         """What the header says of a tensor. Raises `CheckpointError` for one that is not there."""
         if name not in self.tensors:
-            raise CheckpointError(f"{self.folder}: tensor {shown(name)}: is not in this checkpoint")
+            raise self.refused(name, "is not in this checkpoint")
         return self.tensors[name]
+
+    def refused(self, name: str, why: str) -> CheckpointError:
+        """The error for a tensor: its file, its name, the reason."""
+        where = self.tensors[name].shard if name in self.tensors else self.folder
+        return CheckpointError(f"{where}: tensor {shown(name)}: {why}")
 
     def read(
         self, name: str, rows: tuple[int, int] | None = None, into: torch.Tensor | None = None
@@ -202,28 +208,30 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             self._fill(memoryview(piece), meta, first)
             yield bytes(piece)
 
+    def equal(self, name: str, other: Checkpoint, its_name: str) -> bool:
+        """Whether two stored tensors are the same bytes of one dtype and shape; reads both in pieces."""
+        one, its = self.meta(name), other.meta(its_name)
+        same = (one.dtype, one.shape) == (its.dtype, its.shape)
+        return same and all(map(eq, self.pieces(one), other.pieces(its)))
+
     def _fill(self, memory: memoryview, meta: TensorMeta, offset: int) -> None:
         """Read a tensor's bytes from `offset` on.
 
         The file is compared with what was opened before and after, so that a replaced or truncated file
         is an error instead of foreign bytes.
         """
-        self._check_identity(meta.shard)
-        if meta.shard not in self._files:
-            self._files[meta.shard] = self.open_shard(meta.shard)
-        read_exactly(self._files[meta.shard].fileno(), memory, meta.offset + offset, meta.shard)
+        read_exactly(self.open_shard(meta.shard), memory, meta.offset + offset, meta.shard)
         self._check_identity(meta.shard)
 
-    def open_shard(self, shard: Path) -> BinaryIO:
-        """A shard opened for reading, seen to be the file whose header was checked.
+    def open_shard(self, shard: Path) -> int:
+        """A descriptor for reading until `close`, of a file that is still the one whose header was checked.
 
         Raises `CheckpointError`. Long readers call `check_unchanged` at the end.
         """
-        with ExitStack() as opened:
-            file = opened.enter_context(open_regular_file(shard))
-            self._check_identity(shard, file.fileno())
-            opened.pop_all()  # it stays open
-        return file
+        self._check_identity(shard)
+        if shard not in self._files:
+            self._files[shard] = open_regular_file(shard)
+        return self._files[shard].fileno()
 
     def check_unchanged(self) -> None:
         """Raise `CheckpointError` when any shard is no longer the file that was opened."""
@@ -238,10 +246,10 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _check_identity(self, shard: Path, descriptor: int | None = None) -> None:
+    def _check_identity(self, shard: Path) -> None:
         opened = self._identities[shard]
         try:
-            now = _identity(os.stat(shard if descriptor is None else descriptor))
+            now = _identity(os.stat(shard))
         except OSError as error:
             raise CheckpointError(f"{shard}: changed while in use: {error.strerror}") from None
         if now != opened:

@@ -21,10 +21,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import eq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +43,6 @@ _HOW_TO_ATTACH = (
     "--mtp HEAD with a folder that `spd convert-mtp ORIGINAL HEAD` made of the original checkpoint",
     "--spec ngram",
 )
-FP8_DTYPES = ("F8_E4M3", "F8_E8M0")
-SCALE_SUFFIX = "_scale_inv"
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Keys of `config.json` that say how many modules a head has."""
@@ -319,15 +316,19 @@ def check_fits(head: MtpSource, target: ModelConfig, folder: Path) -> None:
     """Raise IncompatibleError where a head cannot run with a target, naming what differs."""
     names = {"architecture": "architecture", "hidden_size": "hidden size"}
     names |= {"vocab_size": "vocabulary size", "num_layers": "layers"}
-    pairs = ((words, getattr(head.config, name), getattr(target, name)) for name, words in names.items())
+    pairs = [(words, getattr(head.config, name), getattr(target, name)) for name, words in names.items()]
+    require_equal("MTP", pairs, head.folder.path, folder, "--mtp", "mtp_mismatch")
+
+
+def require_equal(
+    kind: str, pairs: Iterable[tuple[str, object, object]], head: Path, target: Path, flag: str, code: str
+) -> None:
+    """Raise IncompatibleError where a head was made for another target: (words, its fact, the target's)."""
     differing = [f"{words}: head {one}, target {other}" for words, one, other in pairs if one != other]
     if differing:
-        raise IncompatibleError(
-            f"{head.folder}: this MTP head was made for another model than {folder}",
-            reason=[*differing, f"it was cut from {head.verifier}"],
-            fix=["--mtp HEAD made from the same model", "--spec ngram"],
-            code="mtp_mismatch",
-        )
+        why = f"{head}: this {kind} head was made for another model than {target}"
+        fix = [f"{flag} HEAD made for this model", "--spec ngram"]
+        raise IncompatibleError(why, reason=differing, fix=fix, code=code)
 
 
 @dataclass(frozen=True)
@@ -353,28 +354,26 @@ class HeadPlan:
         return any(tensor.dtype not in FLOAT_DTYPES for tensor in self.tensors)
 
 
-def plan_head(source: ModelFolder, name: str, layer_tensors: Callable[[ModelConfig], Shapes]) -> HeadPlan:
+def plan_head(
+    source: ModelFolder, name: str, check: Callable[[MtpSource, Checkpoint], Collection[str]]
+) -> HeadPlan:
     """Find and check the head of a checkpoint or of a head folder; the caller closes `plan.checkpoint`.
 
-    layer_tensors: shapes of the target's last decoder layer by the names inside it. Raises
-    IncompatibleError where there is no head, CheckpointError for one that is not whole, each with names.
+    check: names of the tensors that a head needs, seen to be in a checkpoint. Raises IncompatibleError where
+    there is no head, CheckpointError for one that is not whole, each with names.
     """
     fields, is_head = source.fields, is_head_folder(source)
     inner = fields.fields("transformer_layer_config") if is_head else None
     head, checkpoint = (source.head, source.checkpoint) if is_head else _own_head(source, name)
     layout = head.layout
-    needed = check_mtp(checkpoint, head, layer_tensors(head.config), (*FLOAT_DTYPES, *FP8_DTYPES))
-    fp8 = [name for name in needed if checkpoint.tensors[name].dtype == FP8_DTYPES[0]]
-    if bare := [name + SCALE_SUFFIX for name in fp8 if name + SCALE_SUFFIX not in checkpoint.tensors]:
-        why = f"{len(bare)} FP8 tensors of the MTP head have no scales; first: {bare[0]}"
-        raise CheckpointError(f"{checkpoint.folder}: {why}", reason=listed(bare))
+    needed = check(head, checkpoint)
     # What a copy may equal: the target's embedding serves as head too where it is tied.
     embedding, output = (checkpoint.tensors.get(name) for name in TABLES)
     equals = {"embedding": embedding, "head": output or embedding}
     copies = layout.family.tables.items()
     tables = {layout.named(name, m): equals[key] for key, name in copies for m in range(layout.modules)}
     metas = [meta for meta in checkpoint.tensors.values() if layout.owns(meta.name)]
-    kept = [meta for meta in metas if meta.name.removesuffix(SCALE_SUFFIX) in needed]
+    kept = [meta for meta in metas if meta.name.removesuffix("_scale_inv") in needed]
     return HeadPlan(
         checkpoint,
         head if is_head else replace(head, verifier_sha256=verifier_hash(checkpoint)),
@@ -407,12 +406,9 @@ def _own_head(source: ModelFolder, name: str) -> tuple[MtpSource, Checkpoint]:
 
 def differing_copies(plan: HeadPlan) -> list[TensorMeta]:
     """The head's own tables that are not the target's bit for bit; reads both to the end."""
-
-    def equal(one: TensorMeta, other: TensorMeta) -> bool:
-        same = (one.dtype, one.shape) == (other.dtype, other.shape)
-        return same and all(map(eq, plan.checkpoint.pieces(one), plan.checkpoint.pieces(other)))
-
-    return [copy for copy, table in plan.copies if table is not None and not equal(copy, table)]
+    known = ((copy, table.name) for copy, table in plan.copies if table is not None)
+    held = plan.checkpoint
+    return [copy for copy, table in known if not held.equal(copy.name, held, table)]
 
 
 def outputs(checkpoint: Checkpoint, tensors: Sequence[TensorMeta]) -> list[OutputTensor]:

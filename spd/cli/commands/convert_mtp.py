@@ -21,7 +21,6 @@ from spd.cli.text.progress import Ticker
 from spd.errors import UsageError
 
 if TYPE_CHECKING:
-    from spd.formats.model_config import ModelConfig
     from spd.formats.mtp import HeadPlan
 
 WEIGHTS = "model.safetensors"
@@ -48,10 +47,11 @@ def convert_mtp(session: Session, options: ConvertOptions) -> None:
     """Cut a checkpoint's MTP head into a small folder, for targets that lost theirs."""
     from spd.formats.folder import ModelFolder
     from spd.formats.mtp import plan_head
+    from spd.runtime import check_source
 
     source = ModelFolder.named(options.source, options.revision)
     destination = _destination(options, source.path)
-    plan = plan_head(source, options.source, _layer_tensors)
+    plan = plan_head(source, options.source, check_source)
     with plan.checkpoint:
         attached = None if options.attach is None else _attach(plan, options.attach)
         own: list[str] | None = None
@@ -63,14 +63,6 @@ def convert_mtp(session: Session, options: ConvertOptions) -> None:
         sink.write(to_json(shown) + "\n")
     else:
         sink.write_lines(f"{label:<10}{words}" for label, words in convert_lines(shown))
-
-
-def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of the target's last decoder layer, which a module's layer repeats."""
-    from spd.runtime import family_layout
-
-    shapes: dict[str, tuple[int, ...]] = family_layout(config).layers[-1].tensors()
-    return shapes
 
 
 def _destination(options: ConvertOptions, source: Path) -> Path | None:

@@ -22,8 +22,7 @@ from spd.formats.model_config import ModelConfig
 from spd.kernels.attention.paged_attention import AttentionHeads
 from spd.runtime.layers.rotary import RotaryTable
 from spd.runtime.load.dummy_weights import dummy_fill
-from spd.runtime.load.fp8_blocks import scaling_fill
-from spd.runtime.load.packed_weights import unpacking_fill
+from spd.runtime.load.packed_weights import scaling_fill, unpacking_fill
 from spd.runtime.load.progress import LoadMeter
 from spd.runtime.load.weight_reader import read_tensors
 from spd.runtime.models import family_layout, weights
@@ -219,9 +218,7 @@ class Head:
                 table = torch.randn(end - first, self.config.hidden_size) if self.apart else None
             elif shared.order is not None:
                 table = own.read(shared.own)[shared.order][first:end]
-            elif shared.own in own.tensors and not same_tensor(
-                own, shared.own, target.checkpoint, names[key]
-            ):
+            elif shared.own in own.tensors and not own.equal(shared.own, target.checkpoint, names[key]):
                 table = own.read(shared.own, (first, end))
             else:
                 table = target.checkpoint.read(names[key], (first, end)) if self.apart else None
@@ -273,12 +270,3 @@ def load_model(
                 torch.cuda.empty_cache()  # the readers' streams would keep their scratch memory to themselves
     builder.share_workspace(rows)
     return made
-
-
-def same_tensor(one: Checkpoint, name: str, other: Checkpoint, its_name: str) -> bool:
-    """Whether two stored tensors are equal, read a part at a time."""
-    shape, step = one.meta(name).shape, 4096
-    parts = [(first, min(first + step, shape[0])) for first in range(0, shape[0], step)]
-    return shape == other.meta(its_name).shape and all(
-        torch.equal(one.read(name, part), other.read(its_name, part)) for part in parts
-    )

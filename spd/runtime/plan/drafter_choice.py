@@ -14,7 +14,7 @@ from spd.formats.demo import DEMOS, demo_draft_folder, demo_eagle3_folder, demo_
 from spd.formats.eagle3 import EMBEDDING
 from spd.formats.folder import ModelFolder
 from spd.formats.model_config import ModelConfig, refuse_head
-from spd.formats.mtp import MtpSource, declared_modules, no_mtp, verifier_hash
+from spd.formats.mtp import MtpSource, declared_modules, no_mtp, require_equal, verifier_hash
 from spd.runtime.models.eagle3 import check_eagle3
 from spd.runtime.models.mtp_weights import check_source
 from spd.runtime.plan.config import METHODS, EngineConfig
@@ -131,14 +131,7 @@ def check_target(head: ModelConfig, draft: Path, target: ModelConfig, folder: Pa
         ("hidden size", head.eagle3.target_hidden_size, target.hidden_size),
         ("vocabulary size", head.vocab_size, target.vocab_size),
     )
-    differing = [f"{words}: head {theirs:,}, target {own:,}" for words, theirs, own in pairs if theirs != own]
-    if differing:
-        raise IncompatibleError(
-            f"{draft}: this EAGLE-3 head was made for another model than {folder}",
-            reason=differing,
-            fix=["--draft-model HEAD made for this model", "--spec ngram"],
-            code="eagle3_mismatch",
-        )
+    require_equal("EAGLE-3", pairs, draft, folder, "--draft-model", "eagle3_mismatch")
     head.eagle3.aux_layers(target.num_layers)
 
 
