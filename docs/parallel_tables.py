@@ -14,7 +14,7 @@ from spd.formats.model_config import ModelConfig
 from spd.runtime.models import family_layout
 from spd.runtime.models.layouts import LayerLayout, MoeLayout
 from spd.runtime.models.weights import streamed_tables
-from spd.runtime.plan.rank_choice import possible_sizes
+from spd.runtime.plan.plan import possible_sizes
 
 SIZES = (1, 2, 4, 8, 16)
 WIDTH = 2

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from spd.errors import CheckpointError
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.folder import ModelFolder
 from spd.formats.model_config import ModelConfig
@@ -211,14 +214,38 @@ def random_prompts(count: int, length: int, vocab: int, seed: int = 0) -> list[t
     return prompts
 
 
+def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the tensors of a folder's one file."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Change a folder's config.json; the folder."""
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def refused_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object] | None = None) -> str:
+    """What an engine says of a folder whose tensors were changed: the message, and its reasons."""
+    edit_weights(folder, change or (lambda tensors: None))
+    with pytest.raises(CheckpointError) as caught:
+        make_engine(folder)
+    assert caught.value.exit_code == 4
+    return "\n".join((caught.value.message, *caught.value.reason))
+
+
 def cut_when_read(patch: pytest.MonkeyPatch, victim: Path) -> None:
     """Cut a checkpoint's file short at the worst moment: it was opened, and seen to be the one expected."""
     opened = Checkpoint.open_shard
 
-    def cut(self: Checkpoint, shard: Path) -> BinaryIO:
-        file = opened(self, shard)
+    def cut(self: Checkpoint, shard: Path) -> int:
+        descriptor = opened(self, shard)
         if shard == victim:
             os.truncate(shard, os.stat(shard).st_size // 2)
-        return file
+        return descriptor
 
     patch.setattr(Checkpoint, "open_shard", cut)

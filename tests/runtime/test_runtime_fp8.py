@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,13 +13,20 @@ from spd.errors import CheckpointError
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.demo import demo_folder
 from spd.runtime import SamplingParams
-from spd.runtime.load import fp8_blocks
-from spd.runtime.load.fp8_blocks import scaling_fill
+from spd.runtime.load import packed_weights
 from spd.runtime.load.loader import direct_fill, threaded_fill
+from spd.runtime.load.packed_weights import scaling_fill
 from spd.runtime.load.progress import LoadMeter
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import expected_tensors, stored_scales
-from tests.helpers import make_engine, random_prompts, read_model_config, run_all
+from tests.helpers import (
+    edit_config,
+    make_engine,
+    random_prompts,
+    read_model_config,
+    refused_weights,
+    run_all,
+)
 from tests.recipes.fp8_twin import write_twin
 from tests.runtime.demo_logits import demo_logits, relative_error
 
@@ -48,7 +54,7 @@ def plain(tensors: dict[str, torch.Tensor], name: str, dtype: torch.dtype) -> to
 def test_every_tensor_bit_for_bit(
     twin: Path, way: Callable, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fp8_blocks, "STRIP", 3)
+    monkeypatch.setattr(packed_weights, "BLOCKS", 3)
     config, tensors = read_model_config(twin), load_file(twin / "model.safetensors")
     shapes = expected_tensors(config, family_layout(config))
     with Checkpoint.open(twin) as checkpoint, torch.inference_mode():
@@ -96,16 +102,6 @@ def test_the_demos_logits_stay_close_to_float32(tmp_path: Path) -> None:
         assert stated / 2 < error < 1.5 * stated
 
 
-def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> str:
-    """Change the weights, and return the refusal."""
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError) as caught:
-        make_engine(folder)
-    return "\n".join((caught.value.message, *caught.value.reason))
-
-
 def test_scales_that_are_missing_or_of_another_shape(twin: Path) -> None:
     gone, short = (f"model.layers.1.mlp.experts.{e}.up_proj.weight_scale_inv" for e in (3, 4))
 
@@ -113,21 +109,20 @@ def test_scales_that_are_missing_or_of_another_shape(twin: Path) -> None:
         del tensors[gone]
         tensors[short] = tensors[short][:, :-1].contiguous()
 
-    said = edit(twin, spoil)
+    said = refused_weights(twin, spoil)
     assert f"'{gone}': is missing" in said and short in said and "shape is [2, 4], expected [2, 5]" in said
 
 
 def test_fp8_without_a_word_in_the_configuration(twin: Path) -> None:
-    path = twin / "config.json"
-    config = json.loads(path.read_text())
-    del config["quantization_config"]
-    path.write_text(json.dumps(config))
-    assert "dtype F8_E4M3 is not supported" in edit(twin, lambda tensors: None)
+    edit_config(twin, lambda config: config.pop("quantization_config"))
+    assert "dtype F8_E4M3 is not supported" in refused_weights(twin)
 
 
 def test_a_vector_stored_as_fp8_is_refused(twin: Path) -> None:
     name = "model.layers.0.input_layernorm.weight"
-    said = edit(twin, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
+    said = refused_weights(
+        twin, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)})
+    )
     assert f"{name}_scale_inv" in said
 
 
@@ -146,9 +141,6 @@ def test_a_vector_stored_as_fp8_is_refused(twin: Path) -> None:
     ],
 )
 def test_every_other_way_of_quantizing_is_refused(twin: Path, change: dict, word: str) -> None:
-    path = twin / "config.json"
-    config = json.loads(path.read_text())
-    config["quantization_config"] |= change
-    path.write_text(json.dumps(config))
+    edit_config(twin, lambda config: config["quantization_config"].update(change))
     with pytest.raises(CheckpointError, match=word):
         read_model_config(twin)

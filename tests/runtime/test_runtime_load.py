@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from spd.errors import CheckpointError, IncompatibleError, SpdError
+from spd.errors import CheckpointError, IncompatibleError
 from spd.formats.checkpoint import Checkpoint
 from spd.runtime import EngineConfig, SamplingParams, make_plan
 from spd.runtime.load import loader
@@ -20,7 +19,16 @@ from spd.runtime.load.dummy_weights import dummy_fill
 from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import Cut
 from spd.runtime.models.weights import expected_tensors
-from tests.helpers import cut_when_read, make_engine, random_prompts, read_model_config, run_all
+from tests.helpers import (
+    cut_when_read,
+    edit_config,
+    edit_weights,
+    make_engine,
+    random_prompts,
+    read_model_config,
+    refused_weights,
+    run_all,
+)
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 
@@ -34,36 +42,13 @@ def copied(tiny: Callable[..., Path], tmp_path: Path) -> Path:
     return folder
 
 
-def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    weights = load_file(folder / "model.safetensors")
-    edit(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def edit_config(folder: Path, **changes: object) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def refusal(folder: Path) -> CheckpointError:
-    with pytest.raises(CheckpointError) as caught:
-        make_engine(folder)
-    assert caught.value.exit_code == 4
-    return caught.value
-
-
-def text_of(error: SpdError) -> str:
-    return "\n".join((error.message, *error.reason))
-
-
 def test_a_tokenizer_wider_than_the_embedding_is_refused(copied: Path) -> None:
-    edit_config(copied, vocab_size=200, eos_token_id=1, bos_token_id=None)
+    edit_config(copied, lambda c: c.update(vocab_size=200, eos_token_id=1, bos_token_id=None))
     (copied / "generation_config.json").unlink()
-    edit_weights(
-        copied,
-        lambda w: w.update({n: w[n][:200].clone() for n in ("model.embed_tokens.weight", "lm_head.weight")}),
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    assert "tokenizer.json" in refused_weights(
+        copied, lambda w: w.update({name: w[name][:200].clone() for name in names})
     )
-    assert "tokenizer.json" in refusal(copied).message
 
 
 def test_padded_rows_of_the_vocabulary_are_never_sampled(copied: Path) -> None:
@@ -77,7 +62,7 @@ def test_padded_rows_of_the_vocabulary_are_never_sampled(copied: Path) -> None:
     params = [SamplingParams(temperature=t, max_tokens=20, ignore_eos=True) for t in (0.0, 0.7, 1.5)]
     before = run_all(make_engine(copied), prompts, params)
     edit_weights(copied, pad)
-    edit_config(copied, vocab_size=400)
+    edit_config(copied, lambda config: config.update(vocab_size=400))
     after = run_all(make_engine(copied), prompts, params)
     assert all(max(run.tokens) < 320 for run in after)
     assert [run.output for run in after] == [run.output for run in before]
@@ -114,8 +99,7 @@ def test_faults_of_blocks_in_one_message(tiny: Callable[..., Path], tmp_path: Pa
             del weights[f"model.{name}"]
         weights["model.layers.1.self_attn.kv_b_proj.weight"] = torch.zeros(64, 31)
 
-    edit_weights(folder, spoil)
-    said = text_of(refusal(folder))
+    said = refused_weights(folder, spoil)
     assert "5 missing, 1 of another shape" in said
     assert all(name in said for name in gone) and "shape is [64, 31], expected [128, 32]" in said
 

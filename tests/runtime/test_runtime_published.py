@@ -19,8 +19,7 @@ from spd.runtime.models.mtp_weights import check_source, module_bytes
 from spd.runtime.models.weights import check_weights
 from spd.runtime.plan.machine import Machine
 from spd.runtime.plan.memory import page_bytes, slot_bytes, state_bytes, tensor_bytes
-from spd.runtime.plan.plan import EnginePlan, outline
-from spd.runtime.plan.rank_choice import possible_sizes
+from spd.runtime.plan.plan import EnginePlan, outline, possible_sizes
 from spd.runtime.round.limits import PAGE_SIZE, ring_depth
 from tests.recipes.mtp_folders import SIZES
 from tests.recipes.published_hybrids import (

@@ -2,28 +2,33 @@
 
 `spd.formats.quantized` describes the layouts. A matrix that is kept packed has views NAME (codes),
 NAME#scales and NAME#zeros; any other view of a quantized matrix is filled with its values, rounded once.
+
+FP8 with a scale a block is read into the run's dtype and scaled there, or kept:
+W[i, j] = X.weight[i, j] * X.weight_scale_inv[i // rows, j // columns]; blocks at the edges may be partial.
+Source: the published DeepSeek-V3 checkpoint and its conversion script.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from spd.errors import CheckpointError
 from spd.formats.checkpoint import Checkpoint
-from spd.formats.json_file import shown
 from spd.formats.quantized import AWQ_ORDER, Quantization, Scheme
 from spd.kernels.linear.few_bits import MIDDLE, CodeKind, paired, unpaired, values
 from spd.runtime.load.progress import LoadMeter
 from spd.runtime.models.builder import Fill
-from spd.runtime.models.destinations import Cut, Cuts
+from spd.runtime.models.destinations import NOTHING, Cut, Cuts
 from spd.runtime.models.weight_form import PARTS, part_name
+from spd.runtime.models.weights import FP8_DTYPE, scale_name, scale_shape
 
 STRIP = 2**22
 """Codes of odd widths that are unpacked at a time: each takes eight bytes several times meanwhile."""
+BLOCKS = 8
+"""Rows of FP8 blocks that are scaled at a time: their scales are spread out over the elements in between."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ def keep_packed(
     """Write a matrix as codes into a view uint8, with its scales and zeros in views of their own."""
     if stored.order is not None:
         why = "columns of a group are not neighbours, though quantization_config says so"
-        raise CheckpointError(f"{checkpoint.folder}: tensor {shown(name)}: {why}")
+        raise checkpoint.refused(name, why)
     view.copy_(paired(stored.codes) if stored.kind in ("int4", "e2m1") else stored.codes)
     scales, zeros = own["scales"], own["zeros"]
     assert scales is not None
@@ -132,33 +137,18 @@ def unpack(checkpoint: Checkpoint, module: str, scheme: Scheme, shape: tuple[int
     else:
         codes, scales = _floats_or_bytes(stored, scheme, rows)
     if order is not None:
-        order = _checked_order(checkpoint, module, order, group, scales.shape[1])
+        groups, last = scales.shape[1], "g_idx" if "g_idx" in stored else "weight_g_idx"
+        if bool(((order < 0) | (order >= groups)).any()):
+            raise checkpoint.refused(f"{module}.{last}", f"names a group beyond the {groups} of them")
+        order = None if torch.equal(order, torch.arange(columns) // group) else order
     if zeros is not None and scheme.layout == "gptq" and scheme.symmetric:
-        _check_symmetric(checkpoint, module, zeros, scheme)
+        if bool((zeros != 1 << (scheme.bits - 1)).any()):
+            why = "zero points differ, but quantization_config calls the weights symmetric"
+            raise checkpoint.refused(f"{module}.qzeros", why)
         zeros = None
     if zeros is None and scheme.layout in ("pack", "gptq"):  # offset binary of fewer bits
         codes = codes + (MIDDLE[scheme.kind] - (1 << (scheme.bits - 1)))
     return Unpacked(scheme.kind, codes, scales, zeros, group, order)
-
-
-def _check_symmetric(checkpoint: Checkpoint, module: str, zeros: Tensor, scheme: Scheme) -> None:
-    """See that zero points say nothing. Raises CheckpointError."""
-    if bool((zeros != 1 << (scheme.bits - 1)).any()):
-        meta = checkpoint.meta(f"{module}.qzeros")
-        why = "zero points differ, but quantization_config calls the weights symmetric"
-        raise CheckpointError(f"{meta.shard}: tensor {shown(meta.name)}: {why}")
-
-
-def _checked_order(
-    checkpoint: Checkpoint, module: str, order: Tensor, group: int, groups: int
-) -> Tensor | None:
-    """The group of each column; None where groups are neighbours, in order."""
-    if bool((order < 0).any()) or bool((order >= groups).any()):
-        last = "g_idx" if f"{module}.g_idx" in checkpoint.tensors else "weight_g_idx"
-        meta = checkpoint.meta(f"{module}.{last}")
-        why = f"names a group beyond the {groups} of them"
-        raise CheckpointError(f"{meta.shard}: tensor {shown(meta.name)}: {why}")
-    return None if torch.equal(order, torch.arange(len(order)) // group) else order
 
 
 def _by_columns(
@@ -210,3 +200,50 @@ def unpacked_words(words: Tensor, bits: int, count: int) -> Tensor:
         both = wide[:, word] >> shift | wide[:, following] << (32 - shift)
         codes[row : row + step] = (both & ((1 << bits) - 1)).to(torch.uint8)
     return codes
+
+
+def scaling_fill(
+    checkpoint: Checkpoint, fill: Fill, fill_scales: Fill, block: tuple[int, int], cuts: Cuts = NOTHING
+) -> Fill:
+    """`fill`, then what is stored as FP8 is multiplied by its scales, in place.
+
+    `fill` casts FP8 to the views' dtype, which float16, bfloat16 and float32 all hold exactly; the product
+    is rounded once. Scales are written by `fill_scales`, whole also where `cuts` says that a view is a part.
+    Views that are FP8 themselves stay as stored, and their scales are among the views.
+    """
+
+    def scaled(views: Mapping[str, Tensor]) -> None:
+        fill(views)
+        shapes = {
+            name: checkpoint.tensors[name].shape
+            for name, view in views.items()
+            if checkpoint.tensors[name].dtype == FP8_DTYPE and view.dtype != torch.float8_e4m3fn
+        }
+        scales = {
+            name: torch.empty(scale_shape(shape, block), device=views[name].device)
+            for name, shape in shapes.items()
+        }
+        fill_scales({scale_name(name): view for name, view in scales.items()})
+        for name, shape in shapes.items():
+            scale_blocks(views[name], scales[name], block, cuts.get(name), shape)
+
+    return scaled
+
+
+def scale_blocks(
+    weight: Tensor, scales: Tensor, block: tuple[int, int], cut: Cut | None, shape: Sequence[int]
+) -> None:
+    """Multiply weight [N, K] in place by scales float32 [ceil(N / rows), ceil(K / columns)], block = both.
+
+    cut: of a matrix of `shape`, to which the scales belong, weight is this part; it may begin and end inside
+    a block.
+    """
+    rows, columns = (
+        torch.arange(size, device=weight.device) // per
+        if cut is None
+        else torch.tensor(cut.indices(dim, size), device=weight.device) // per
+        for dim, (size, per) in enumerate(zip(shape, block, strict=True))
+    )
+    spread, step = scales[:, columns], BLOCKS * block[0]
+    for first in range(0, weight.shape[0], step):
+        weight[first : first + step].mul_(spread[rows[first : first + step]])

@@ -12,7 +12,7 @@ import os
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,20 +152,18 @@ def read_tensors(
             free.put(own)
         return chunk.target.nbytes
 
-    with ExitStack() as opened:
-        files: dict[Path, int] = {}
-        for shard in dict.fromkeys(chunk.shard for chunk in chunks):
-            files[shard] = opened.enter_context(checkpoint.open_shard(shard)).fileno()
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(files[shard], 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        pool = ThreadPoolExecutor(threads, "spd-read")
-        try:
-            for nbytes in pool.map(read, chunks):
-                advance(nbytes)
-        finally:
-            pool.shutdown(cancel_futures=True)  # also if the caller was interrupted: no thread outlives it
-            for each in buffers:
-                each.wait()
+    files = {shard: checkpoint.open_shard(shard) for shard in {chunk.shard for chunk in chunks}}
+    if hasattr(os, "posix_fadvise"):
+        for descriptor in files.values():
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    pool = ThreadPoolExecutor(threads, "spd-read")
+    try:
+        for nbytes in pool.map(read, chunks):
+            advance(nbytes)
+    finally:
+        pool.shutdown(cancel_futures=True)  # also if the caller was interrupted: no thread outlives it
+        for each in buffers:
+            each.wait()
     checkpoint.check_unchanged()
 
 

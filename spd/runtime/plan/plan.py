@@ -7,6 +7,7 @@ from. It is printed by `inspect`, logged with `-v`, and part of every JSON resul
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,9 +16,12 @@ from spd.errors import IncompatibleError, UsageError
 from spd.formats.folder import ModelFolder
 from spd.formats.hub import own_cache
 from spd.formats.model_config import ModelConfig
+from spd.formats.mtp import MtpSource
 from spd.runtime.models import family_layout
+from spd.runtime.models.destinations import Shard
 from spd.runtime.models.mtp_weights import module_layer
 from spd.runtime.models.weight_form import WIDE
+from spd.runtime.models.weights import streamed_tables
 from spd.runtime.plan.config import LONG_MATCH, METHODS, NGRAM_MIN, EngineConfig, split_spec
 from spd.runtime.plan.drafter_choice import Drafter, choose_drafter
 from spd.runtime.plan.kernel_choice import choose_form, choose_kernels, native_obstacle, torch_alone
@@ -31,12 +35,12 @@ from spd.runtime.plan.memory import (
     measure,
     state_bytes,
 )
-from spd.runtime.plan.rank_choice import divide
 from spd.runtime.round.cpu_load import usable_cpus
 from spd.runtime.round.limits import PAGE_SIZE
 
 AUTO_CTX = 32768
 """Context that `auto` stops at; longer ones are had by asking."""
+MOST_RANKS = 64
 FROM_WISHES = ("quantize", "ngram_max", "verify", "synthetic_acceptance", "load")
 FROM_SHAPE = (
     *("dtype", "mtp_modules", "draft_max", "model_drafts", "draft_ctx", "graphs", "kernels", "slots", "ctx"),
@@ -226,6 +230,65 @@ def _draft_tiers(draft_max: int, graphs: bool, modules: int = 0) -> tuple[int, .
     if graphs:
         tiers = {0, draft_max, *(k for k in (1, 2, 4, 6, 8, 12, 16, 24) if k < draft_max)}
     return tuple(sorted({0, *(k for k in tiers if k >= modules)}))
+
+
+def divide(
+    wishes: EngineConfig, model: ModelConfig, draft: ModelConfig | None, mtp: MtpSource | None
+) -> tuple[int, str]:
+    """Ranks of each group that runs the drafter, of those that share the target, and why so many.
+
+    Raises IncompatibleError where a model cannot be divided so, UsageError where nothing is to be divided.
+    """
+    tp, draft_tp = wishes.tp, wishes.draft_tp
+    if tp == 1:
+        return 1, "one rank"
+    _check_ranks("--tp", tp, model, "the target")
+    drafter = draft if mtp is None else mtp.config
+    if drafter is None:
+        if draft_tp is not None:
+            raise UsageError(
+                f"--draft-tp {draft_tp} says how many ranks share a drafter, and here no model drafts",
+                fix=["leave --draft-tp out", "--spec draft --draft-model FOLDER"],
+            )
+        return 1, "nothing drafts with a model"
+    if draft_tp is not None:
+        _check_ranks("--draft-tp", draft_tp, drafter, "the drafter")
+        return draft_tp, "asked for"
+    if mtp is not None and tp in possible_sizes(drafter, [tp]):
+        return tp, "as the target, whose tables an MTP head then shares"
+    return 1, "a small model is read sooner than its parts are exchanged"
+
+
+def possible_sizes(config: ModelConfig, sizes: Iterable[int]) -> list[int]:
+    """Those numbers of ranks among which a model can be divided."""
+    layout, found = family_layout(config), []
+    ids = streamed_tables(config, layout)[0].shape[0]  # that logits are made for
+    for size in sizes:
+        with suppress(IncompatibleError):
+            if size > 1:
+                Shard(0, size).ids(ids)
+                for kind in set(layout.layers):
+                    kind.sharded(Shard(0, size))
+            found.append(size)
+    return found
+
+
+def _check_ranks(flag: str, ranks: int, config: ModelConfig, what: str) -> None:
+    possible = possible_sizes(config, range(1, MOST_RANKS + 1))
+    if ranks in possible:
+        return
+    reason = f"{config.num_heads} heads"
+    if config.latent is None:
+        reason += f", {config.num_kv_heads} of keys and values"
+    if config.delta is not None:
+        reason += f", {config.delta.value_heads} recurrent value heads"
+    inner = [config.intermediate_size, *([config.experts.intermediate_size] if config.experts else [])]
+    raise IncompatibleError(
+        f"{flag} {ranks} does not divide {what}",
+        reason=[f"{reason}, MLPs {' and '.join(f'{size:,}' for size in inner)} wide"],
+        fix=[f"{flag} {n}" for n in possible[:6]],
+        code="tensor_parallel",
+    )
 
 
 def outline(wishes: EngineConfig, machine: Machine) -> EnginePlan:
