@@ -174,7 +174,7 @@ def test_a_clash_says_which_file_it_is_with(
 ) -> None:
     path = own("draft-max = 3\n")
     told = spd_run("generate", "-m", model, "--spec", "off", "Hi")
-    refused(told, 2, "--draft-max needs speculation", f"  {path} sets draft-max")
+    refused(told, 2, "are about drafts, and --spec off asks for none", f"  {path} sets draft-max")
     monkeypatch.setenv("SPD_CONFIG", str(path.parent / "none.toml"))
     missing = spd_run("generate", "Hi")
     refused(missing, 3, "no file", "none.toml")

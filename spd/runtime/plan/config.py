@@ -180,13 +180,8 @@ CLASHES = (
         ["--spec auto --draft-model FOLDER", "leave --draft-model out"],
     ),
     Clash(
-        lambda c: c.method == "off" and bool(c.draft_max),
-        "--draft-max needs speculation, and --spec off turns it off",
-        LEAVE_ONE_OUT,
-    ),
-    Clash(
-        lambda c: c.method == "off" and bool(c.adaptive),
-        "--adaptive fits the number of drafts, and --spec off asks for none",
+        lambda c: c.method == "off" and bool(c.draft_max or c.adaptive or c.synthetic_acceptance),
+        "--draft-max, --adaptive and --synthetic-acceptance are about drafts, and --spec off asks for none",
         LEAVE_ONE_OUT,
     ),
     Clash(
@@ -196,9 +191,9 @@ CLASHES = (
         ["Defaults: 3 and 8."],
     ),
     Clash(
-        lambda c: c.draft_tp is not None and not c.weights,
-        "--draft-tp says how many ranks share a drafter, and --spec says that no model drafts",
-        ["leave --draft-tp out", "--spec draft", "--spec mtp"],
+        lambda c: (c.draft_tp or c.draft_ctx) is not None and not c.weights,
+        "--draft-tp and draft_ctx are about a model that drafts, and --spec says that none does",
+        ["leave them out", "--spec draft", "--spec mtp"],
     ),
     Clash(
         lambda c: c.rendezvous is not None and c.tp == 1,
@@ -211,16 +206,6 @@ CLASHES = (
         "--graphs on captures Triton kernels, which --device cpu and --kernels torch or native rule out",
         ["--graphs auto"],
         kind=IncompatibleError,
-    ),
-    Clash(
-        lambda c: c.draft_ctx is not None and not c.weights,
-        "draft_ctx is the context of a draft model, and --spec says that none runs",
-        ["--spec draft, or leave draft_ctx out"],
-    ),
-    Clash(
-        lambda c: c.synthetic_acceptance is not None and c.method == "off",
-        "--synthetic-acceptance needs speculation, and --spec off turns it off",
-        LEAVE_ONE_OUT,
     ),
     Clash(
         lambda c: c.draft_tp is not None and c.tp % c.draft_tp != 0,

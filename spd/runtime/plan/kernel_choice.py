@@ -79,11 +79,7 @@ def choose_kernels(
     if wish == "torch":
         return wish, "asked for"
     if (only := torch_alone(layers)) is not None:
-        if wish == "auto":
-            return "torch", only
-        raise IncompatibleError(
-            f"--kernels {wish} cannot run this model", reason=[f"{only}."], fix=["--kernels auto"]
-        )
+        return _torch_instead(wish, only)
     if wish == "native" or (wish == "auto" and machine.on_cpu):
         why_not = native_obstacle(machine, dtype, quantize, layers)
         return _native(wish, why_not, dtype, compiled=not machine.foreseen)
@@ -95,12 +91,7 @@ def choose_kernels(
         if machine.capability >= OLDEST_CAPABILITY or machine.capability == (0, 0):
             return "triton", "a GPU's"
         found = (*OLDEST_CAPABILITY, *machine.capability)
-        why = "Triton's need a GPU of sm_{}{}, and this one is sm_{}{}".format(*found)
-        if wish == "auto":
-            return "torch", why
-        raise IncompatibleError(
-            "--kernels triton cannot run on this GPU", reason=[f"{why}."], fix=["--kernels auto"]
-        )
+        return _torch_instead(wish, "Triton's need a GPU of sm_{}{}, and this one is sm_{}{}".format(*found))
     from triton import knobs
 
     if not knobs.runtime.interpret:
@@ -116,6 +107,14 @@ def choose_kernels(
     return "triton", "asked for"
 
 
+def _torch_instead(wish: str, why: str) -> tuple[str, str]:
+    """Torch's kernels, and why not others. Raises IncompatibleError where others were asked for."""
+    if wish == "auto":
+        return "torch", why
+    why_not = f"--kernels {wish} cannot run this model here"
+    raise IncompatibleError(why_not, reason=[f"{why}."], fix=["--kernels auto"])
+
+
 def _native(wish: str, why_not: str | None, dtype: str, compiled: bool) -> tuple[str, str]:
     if why_not is None and not compiled:
         return "native", "foreseen"
@@ -126,11 +125,7 @@ def _native(wish: str, why_not: str | None, dtype: str, compiled: bool) -> tuple
             return "native", f"compiled for this processor's {open_library(own_cache, dtype).instructions}"
         except NativeUnavailable as error:
             why_not = str(error)
-    if wish == "native":
-        raise IncompatibleError(
-            "--kernels native cannot run this here", reason=[f"{why_not}."], fix=["--kernels auto"]
-        )
-    return "torch", f"not the C kernels: {why_not}"
+    return _torch_instead(wish, why_not if wish == "native" else f"not the C kernels: {why_not}")
 
 
 def choose_form(
