@@ -236,12 +236,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _as_json(value: object, *, ensure_ascii: bool = True) -> str:
     """Raises `UsageError` for what is not JSON."""
     try:
-        return json.dumps(value, ensure_ascii=ensure_ascii, default=_plain)
+        return json.dumps(value, ensure_ascii=ensure_ascii)
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"the messages are not JSON, or nested too deeply: {error}") from None
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"{type(value).__name__} is not a JSON value")

@@ -27,11 +27,9 @@ _ADDRESS = re.compile(
 
 def cache_folder() -> Path:
     """Where huggingface_hub keeps downloads: `HF_HUB_CACHE`, else `HF_HOME`/hub, else its default."""
-    if hub_cache := os.environ.get("HF_HUB_CACHE"):
-        return Path(hub_cache).expanduser()
-    if home := os.environ.get("HF_HOME"):
-        return Path(home).expanduser() / "hub"
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface" / "hub"
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    hub = Path(os.environ.get("HF_HOME") or usual, "hub")
+    return Path(os.environ.get("HF_HUB_CACHE") or hub).expanduser()
 
 
 def own_cache() -> Path:

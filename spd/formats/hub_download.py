@@ -44,11 +44,8 @@ class RemoteModel:
     revision: str | None
     commit: str
     files: tuple[RepoSibling, ...]
+    total_bytes: int
     missing_bytes: int  # of the files that are not in the cache yet
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(file.size or 0 for file in self.files)
 
 
 def look_up(name: str, revision: str | None = None) -> RemoteModel:
@@ -64,15 +61,14 @@ def look_up(name: str, revision: str | None = None) -> RemoteModel:
         if not _COMMIT.fullmatch(commit):
             raise ValueError("it names no commit")
         offered = {file: every[file] for file in every if file in SMALL_FILES or SHARD_NAME.fullmatch(file)}
-        if not all(isinstance(file.size or 0, int) for file in offered.values()):
-            raise ValueError("it names a size that is no number")
         if "config.json" not in offered:
             raise IncompatibleError(f"{name}: the repository has no config.json, so it is no model folder")
         wanted = [file for file in offered.values() if file.rfilename in SMALL_FILES]
         wanted += _weights(name, commit, offered, list(every))
         there = cached_folder(name) / "snapshots" / commit
-        missing = sum(file.size or 0 for file in wanted if not (there / file.rfilename).is_file())
-    return RemoteModel(name, revision, commit, tuple(wanted), missing)
+        sizes = {file.rfilename: file.size or 0 for file in wanted}
+        missing = sum(size for file, size in sizes.items() if not (there / file).is_file())
+        return RemoteModel(name, revision, commit, tuple(wanted), sum(sizes.values()), missing)
 
 
 def download(model: RemoteModel, report: Callable[[int], None]) -> Path:

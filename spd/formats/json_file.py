@@ -20,8 +20,6 @@ from spd.errors import CheckpointError
 CONFIG_LIMIT = 10_000_000  # bytes; the largest published config.json is below 100 kB
 MAX_DEPTH = 64
 MAX_CONTAINERS = 1_500_000  # bounds a hostile file's memory; the header of 90 thousand tensors has 270,000
-_KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
-_KINDS |= {stat.S_IFCHR: "a character device", stat.S_IFBLK: "a block device"}
 
 
 def shown(value: object) -> str:
@@ -57,27 +55,25 @@ def names_in(folder: Path) -> list[str]:
         return sorted(os.listdir(folder))
 
 
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def open_regular_file(path: Path) -> BinaryIO:
     """Open a regular file, or a link to one, without ever blocking on a FIFO or a device.
 
     Raises `CheckpointError` with the system's reason, or with what the thing is instead.
     """
     with os_errors(path), ExitStack() as opened:
-        _require_regular(path, os.stat(path))
-        # The name may have changed hands since: O_NONBLOCK keeps even that open from hanging.
-        file = opened.enter_context(os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb"))
-        _require_regular(path, os.fstat(file.fileno()))
+        file = opened.enter_context(open(path, "rb", opener=_open_at_once))
+        if not stat.S_ISREG(mode := os.fstat(file.fileno()).st_mode):
+            kind = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a character device"}.get(stat.S_IFMT(mode))
+            raise CheckpointError(f"{path}: is {kind or 'no regular file'}, not a file")
         if file.peek(23).startswith(b"version https://git-lfs"):
             why = f"{path}: is a git-lfs pointer, which stands for a file that was not fetched"
             raise CheckpointError(why, fix=[f"git -C {shlex.quote(str(path.parent))} lfs pull"])
         opened.pop_all()  # it stays open
     return file
-
-
-def _require_regular(path: Path, status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "no regular file")
-        raise CheckpointError(f"{path}: is {kind}, not a file")
 
 
 def read_text(path: Path, limit: int) -> str:

@@ -380,11 +380,11 @@ def read_generation_config(folder: Path, *, vocab_size: int = MAX_VOCAB) -> Gene
         return GenerationConfig()
     fields = Fields.of(folder / GENERATION)
     return GenerationConfig(
-        eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
-        temperature=fields.optional_number("temperature", 0.0, 1e4),
-        top_p=fields.optional_number("top_p", 1e-9, 1.0),
-        min_p=fields.optional_number("min_p", 0.0, 1.0),
-        repetition_penalty=fields.optional_number("repetition_penalty", 1e-6, 1e4),
-        top_k=fields.optional_integer("top_k", 0, 1 << 31),
-        do_sample=fields.boolean("do_sample", False) if "do_sample" in fields else None,
+        fields.token_ids("eos_token_id", vocab_size),
+        fields.optional_number("temperature", 0.0, 1e4),
+        fields.optional_number("top_p", 1e-9, 1.0),
+        fields.optional_number("min_p", 0.0, 1.0),
+        fields.optional_number("repetition_penalty", 1e-6, 1e4),
+        fields.optional_integer("top_k", 0, 1 << 31),
+        fields.boolean("do_sample", False) if "do_sample" in fields else None,
     )

@@ -119,15 +119,12 @@ class Rule(NamedTuple):
     names: frozenset[str] = frozenset()
     patterns: tuple[str, ...] = ()
     starts: tuple[str, ...] = ()
-    parts: tuple[str, ...] = ()
     every: bool = False
 
     def holds(self, module: str) -> bool:
         if self.every or not self.names.isdisjoint(called := _spellings(module)):
             return True
         if any(name.startswith(self.starts) for name in called):
-            return True
-        if any(part in name for part in self.parts for name in called):
             return True
         return any(re.match(pattern, name) for pattern in self.patterns for name in called)
 
@@ -339,7 +336,8 @@ def _awq(fields: Fields) -> Iterator[Rule]:
     bits = fields.integer(key, 1, 8, 4)
     fields.require(bits == 4, key, f"{bits} is not supported (4 is)")
     fields.require(fields.boolean("zero_point", True), "zero_point", "false is not supported (true is)")
-    yield Rule(None, parts=_strings(fields, "modules_to_not_convert"))
+    kept = _strings(fields, "modules_to_not_convert")
+    yield Rule(None, patterns=tuple(f".*{re.escape(part)}" for part in kept))
     yield Rule(Scheme("awq", 4, _size(fields, "group_size", "q_group_size"), symmetric=False), every=True)
 
 

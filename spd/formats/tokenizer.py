@@ -203,7 +203,7 @@ class Tokenizer:
 
     def _read_surroundings(self, config: TokenizerConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What the post-processor puts before and after a text, corrected by what the config says."""
-        with _calling(f"{self._where}: post_processor"):
+        with _calling(f"{self._where}: cannot encode a letter"):
             whole = self._library.encode("a")
         if not all(self._token(token_id) for token_id in whole.ids):
             raise CheckpointError(f"{self._where}: post_processor: adds token ids that do not exist")

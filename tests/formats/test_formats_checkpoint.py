@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from spd.errors import CheckpointError
+from spd.formats import checkpoint as module
 from spd.formats.checkpoint import Checkpoint, check_tensors
 from tests.formats.formats_helpers import entry, refused, shard_bytes, write_json, write_shard, write_sharded
 
@@ -54,35 +56,56 @@ def test_bfloat16_and_zero_sized_tensors(tmp_path: Path) -> None:
         assert tuple(checkpoint.read("z").shape) == (2, 0)
 
 
-@pytest.mark.parametrize(
-    ("names", "words"),
-    [
-        ((), ("model.safetensors", INDEX)),
-        (("pytorch_model.bin",), ("pytorch_model.bin", "pickle")),
-        (("model.pth",), ("model.pth", "pickle")),
-        (("model.gguf",), ("model.gguf", "GGUF")),
-        (("other.safetensors",), ("model.safetensors",)),
-    ],
-)
-def test_folders_without_weights(tmp_path: Path, names: tuple[str, ...], words: tuple[str, ...]) -> None:
-    for name in names:
-        (tmp_path / name).write_bytes(b"x")
-    with refused(CheckpointError, str(tmp_path), *words):
-        Checkpoint.open(tmp_path)
+def names_shard(name: object) -> dict[str, bytes]:
+    return {INDEX: json.dumps({"weight_map": {"a": name}}).encode()}
+
+
+FOLDERS: list[tuple[dict[str, bytes], tuple[str, ...]]] = [
+    ({}, ("model.safetensors", INDEX)),
+    ({"pytorch_model.bin": b"x"}, ("pytorch_model.bin", "pickle")),
+    ({"model.pth": b"x"}, ("model.pth", "pickle")),
+    ({"model.gguf": b"x"}, ("model.gguf", "GGUF")),
+    ({"other.safetensors": b"x"}, ("model.safetensors",)),
+    ({"model.safetensors": shard_bytes({})}, ("model.safetensors: ", "no tensors")),
+    *(
+        (names_shard(f"model{suffix}"), (INDEX, f"model{suffix}", "pickle formats are not supported"))
+        for suffix in (".bin", ".pt", ".pth", ".ckpt", ".PKL")
+    ),
+    *(
+        (names_shard(name), (INDEX, "weight_map", "is not the plain name"))
+        for name in (
+            *("../a.safetensors", "/etc/a.safetensors", "sub/a.safetensors", "..\\a.safetensors"),
+            *("C:a.safetensors", "\\\\host\\share\\a.safetensors", "a\0.safetensors", "a\n.safetensors"),
+            *("CON.safetensors", "nul.safetensors", "com1.x.safetensors", ".safetensors", "..", ""),
+            *("a.safetensors ", "a.json", "a?.safetensors", "a\u202e.safetensors"),
+        )
+    ),
+    (names_shard(1), (INDEX, "weight_map", "'a'", "string")),
+    ({INDEX: b"[]"}, (INDEX, "not a JSON object")),
+    ({INDEX: b"{"}, (INDEX, "not JSON")),
+    *(({INDEX: content}, (INDEX, "weight_map")) for content in (b"{}", b'{"weight_map": {}}')),
+    ({INDEX: b'{"weight_map": ["a"]}'}, (INDEX, "weight_map")),
+    ({INDEX: b'{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}'}, ("'a'", "twice")),
+]
+
+
+@pytest.mark.parametrize(("files", "words"), FOLDERS)
+def test_folders_that_are_refused(tmp_path: Path, files: dict[str, bytes], words: tuple[str, ...]) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for path in (tmp_path / "a.safetensors", folder / "x.safetensors"):
+        write_shard(path, {"a": [1]})
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    with refused(CheckpointError, str(folder), *words):
+        Checkpoint.open(folder)
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
-    with refused(CheckpointError, "nowhere", "No such file"):
-        Checkpoint.open(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
-    with refused(CheckpointError, "file", "Not a directory"):
-        Checkpoint.open(tmp_path / "file")
-
-
-def test_a_file_without_tensors(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(shard_bytes({}))
-    with refused(CheckpointError, "model.safetensors", "no tensors"):
-        Checkpoint.open(tmp_path)
+    for name, words in (("nowhere", "No such file"), ("file", "Not a directory")):
+        with refused(CheckpointError, name, words):
+            Checkpoint.open(tmp_path / name)
 
 
 def test_the_fix_for_a_pickle_can_be_typed(tmp_path: Path) -> None:
@@ -114,52 +137,6 @@ def test_the_fix_for_a_pickle_can_be_typed(tmp_path: Path) -> None:
     assert len(list(folder.iterdir())) == 5
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".pt", ".pth", ".ckpt", ".PKL"])
-def test_an_index_that_names_pickles(tmp_path: Path, suffix: str) -> None:
-    write_json(tmp_path, INDEX, {"weight_map": {"a": f"model{suffix}"}})
-    (tmp_path / f"model{suffix}").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
-    with refused(CheckpointError, INDEX, f"model{suffix}", "pickle formats are not supported"):
-        Checkpoint.open(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("../a.safetensors", "/etc/a.safetensors", "sub/a.safetensors", "..\\a.safetensors"),
-        "C:a.safetensors",
-        *("\\\\host\\share\\a.safetensors", "a\0.safetensors", "a\n.safetensors", "CON.safetensors"),
-        *("nul.safetensors", "com1.x.safetensors", ".safetensors", "..", "", "a.safetensors ", "a.json"),
-        *("a?.safetensors", "a\u202e.safetensors"),
-    ],
-)  # fmt: skip
-def test_shard_names_that_are_refused(tmp_path: Path, name: str) -> None:
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    write_shard(tmp_path / "a.safetensors", {"a": [1]})
-    write_json(outside, INDEX, {"weight_map": {"a": name}})
-    with refused(CheckpointError, INDEX, "weight_map", "name" if name != "a.json" else "a.json"):
-        Checkpoint.open(outside)
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("[]", ("not a JSON object",)),
-        ("{", ("not JSON",)),
-        ("{}", ("weight_map",)),
-        ('{"weight_map": {}}', ("weight_map",)),
-        ('{"weight_map": ["a"]}', ("weight_map",)),
-        ('{"weight_map": {"a": 1}}', ("weight_map", "'a'", "string")),
-        ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', ("'a'", "twice")),
-    ],
-)
-def test_index_files_that_are_refused(tmp_path: Path, content: str, words: tuple[str, ...]) -> None:
-    write_shard(tmp_path / "x.safetensors", {"a": [1]})
-    (tmp_path / INDEX).write_text(content)
-    with refused(CheckpointError, f"{tmp_path}/{INDEX}: ", *words):
-        Checkpoint.open(tmp_path)
-
-
 def test_absent_shards_are_all_named(tmp_path: Path) -> None:
     names = [f"model-{i:05}-of-00004.safetensors" for i in range(1, 5)]
     write_sharded(tmp_path, {name: {f"t{i}": [1]} for i, name in enumerate(names)})
@@ -184,6 +161,17 @@ def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
     write_sharded(tmp_path, {ONE: {"a": [2], "c": [1]}, TWO: {"b": [1], "a": [2]}})
     with refused(CheckpointError, "'a'", ONE, TWO):
         Checkpoint.open(tmp_path)
+
+
+def test_links_to_one_header_end_at_the_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"{i}.safetensors" for i in range(50)]
+    write_sharded(tmp_path, {name: {"same": [2]} for name in names})
+    write_json(tmp_path, INDEX, {"weight_map": {f"tensor{i}": name for i, name in enumerate(names)}})
+    read, honest = [], module.read_shard_header
+    monkeypatch.setattr(module, "read_shard_header", lambda path: read.append(path) or honest(path))
+    with refused(CheckpointError, "tensor 'same': is in 0.safetensors too"):
+        Checkpoint.open(tmp_path)
+    assert len(read) == 2
 
 
 def test_an_index_says_which_files_to_read_not_what_they_hold(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spd.errors import CheckpointError, NotFoundError, UsageError
+from spd.errors import CheckpointError, NotFoundError, SpdError, UsageError
 from spd.formats import hub
 from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.formats.hub import list_cached_models, resolve_model
@@ -124,12 +124,6 @@ def test_revisions_that_are_not_there(cache: Path, revision: str) -> None:
     assert caught.value.fix == (f"spd pull org/Model-1.5B --revision {revision}",)
 
 
-@pytest.mark.parametrize("revision", ["", "../main", "/etc/passwd", "a/../b", "a b", "x\0", "-x", "a\n"])
-def test_revisions_that_cannot_be(cache: Path, revision: str) -> None:
-    with refused(UsageError, "revision", exit_code=2):
-        resolve_model("org/Model-1.5B", revision)
-
-
 def test_without_main_the_only_snapshot_counts(cache: Path) -> None:
     model = cache / "models--org--Model-1.5B"
     (model / "refs" / "main").unlink()
@@ -152,19 +146,24 @@ def test_a_ref_that_points_elsewhere_is_not_followed(cache: Path) -> None:
         resolve_model("org/Model-1.5B")
 
 
-@pytest.mark.parametrize("reference", ["", "   ", "a\0b"])
-def test_words_that_are_no_model(cache: Path, reference: str) -> None:
-    with refused(UsageError, exit_code=2):
-        resolve_model(reference)
+ABSENT = ["./nothing", "/nothing/at/all", "../x", "a/b/c", "a--b/c", "o/..", "~daemon/x", "x" * 5000]
+IMPOSSIBLE = ["", "../main", "/etc/passwd", "a/../b", "a b", "x\0", "-x", "a\n"]
 
 
 @pytest.mark.parametrize(
-    "reference", ["./nothing", "/nothing/at/all", "../x", "a/b/c", "a--b/c", "o/..", "~daemon/x", "x" * 5000]
+    ("reference", "revision", "kind"),
+    [
+        *((reference, None, UsageError) for reference in ("", "   ", "a\0b")),
+        *(("org/Model-1.5B", revision, UsageError) for revision in IMPOSSIBLE),
+        *((reference, None, NotFoundError) for reference in ABSENT),
+    ],
 )
-def test_paths_that_are_not_there(cache: Path, reference: str) -> None:
-    with pytest.raises(NotFoundError) as caught:
-        resolve_model(reference)
-    assert caught.value.exit_code == 3
+def test_words_that_mean_no_model(
+    cache: Path, reference: str, revision: str | None, kind: type[SpdError]
+) -> None:
+    with pytest.raises(kind) as caught:
+        resolve_model(reference, revision)
+    assert caught.value.exit_code == (2 if kind is UsageError else 3)
 
 
 def test_files_are_not_folders(cache: Path) -> None:

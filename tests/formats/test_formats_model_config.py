@@ -1,15 +1,23 @@
-"""config.json: what is read, and that every absurd value is refused by file and field."""
+"""config.json and generation_config.json: what is read; every absurd value is refused by file and field."""
 
 from __future__ import annotations
 
 import json
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from spd.errors import CheckpointError
-from spd.formats.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
+from spd.formats import json_file
+from spd.formats.block_config import ExpertsConfig, LatentConfig, RouterConfig
+from spd.formats.model_config import (
+    SUPPORTED_ARCHITECTURES,
+    GenerationConfig,
+    ModelConfig,
+    read_generation_config,
+)
 from spd.formats.rope_config import RopeConfig
 from tests.formats.formats_helpers import LLAMA, QWEN3, refused, write_json
 from tests.helpers import read_model_config
@@ -105,87 +113,6 @@ def test_rope_in_both_spellings(tmp_path: Path, scaling: dict, expected: RopeCon
         assert read(tmp_path, {**LLAMA, **both}).rope == expected
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, ("rope_scaling", '"dynamic"', "yarn")),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, ("long_factor", "8 numbers")),
-        ({"rope_scaling": {"factor": 2}}, ("rope_scaling", "rope_type", "missing")),
-        ({"rope_scaling": {"type": "linear"}}, ("factor", "missing")),
-        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, ("factor", "0.5")),
-        ({"rope_scaling": {"type": "linear", "factor": "2"}}, ("factor", "'2'")),
-        ({"rope_scaling": {"type": "linear", "factor": True}}, ("factor", "true")),
-        ({"rope_scaling": {"type": "yarn", "factor": 4, "section": [1]}}, ("section", "known")),
-        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, ("high_freq_factor", "low_freq_factor")),
-        ({"rope_scaling": without(LLAMA3, "low_freq_factor")}, ("low_freq_factor", "missing")),
-        ({"rope_scaling": without(LLAMA3, "original_max_position_embeddings")}, ("original_max", "missing")),
-        ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 0}}, ("original_max",)),
-        ({"rope_scaling": {**YARN, "beta_fast": 1, "beta_slow": 1}}, ("beta_fast",)),
-        ({"rope_scaling": {**YARN, "attention_factor": -1}}, ("attention_factor",)),
-        ({"rope_scaling": {**YARN, "truncate": 1}}, ("truncate",)),
-        ({"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}}, ("partial_rotary_factor",)),
-        ({"rope_scaling": "linear"}, ("rope_scaling", "object")),
-        (
-            {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear", "factor": 2}},
-            ("rope_scaling", "disagrees"),
-        ),
-        ({"rope_theta": 0.5}, ("rope_theta",)),
-        ({"rope_theta": 1e300}, ("rope_theta",)),
-        ({"rope_theta": "1e6"}, ("rope_theta",)),
-    ],
-)
-def test_rope_that_is_refused(tmp_path: Path, change: dict, words: tuple[str, ...]) -> None:
-    with refused(CheckpointError, "config.json", *(word.strip('"') for word in words), seconds=1):
-        read(tmp_path, {**LLAMA, **change})
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        *(("num_hidden_layers", value) for value in (10**9, 0, -1, 2.0, "2", True, [2], 10**400)),
-        *(("hidden_size", value) for value in (-1, 0, 64.0, 2**40)),
-        ("intermediate_size", -5),
-        *(("num_attention_heads", value) for value in (0, 5, -4, 10**6)),
-        *(("num_key_value_heads", value) for value in (0, 3, 8)),
-        *(("head_dim", value) for value in (0, 15, 16.0, 10**6)),
-        *(("vocab_size", value) for value in (0, 2**31, 300.0)),
-        *(("max_position_embeddings", value) for value in (0, 10**12, 4096.0)),
-        *(("rms_norm_eps", value) for value in (0, -1e-6, 1.5, "1e-6", True)),
-        *(("tie_word_embeddings", value) for value in (1, "true")),
-        *(("attention_bias", value) for value in (0, "no")),
-        ("mlp_bias", "yes"),
-        *(("hidden_act", value) for value in ("gelu", "gelu_pytorch_tanh", 3)),
-        *(("torch_dtype", value) for value in ("float8_e4m3fn", "float64", "auto", 16)),
-        ("dtype", "float16"),  # disagrees with torch_dtype
-        *(("architectures", value) for value in (["GPT2LMHeadModel"], [], None, "LlamaForCausalLM", [3])),
-        ("architectures", ["LlamaForCausalLM", "Qwen3ForCausalLM"]),
-        ("model_type", "mistral"),
-        ("quantization_config", {"quant_method": "fp8"}),
-        ("compression_config", {"x": 1}),
-        ("partial_rotary_factor", 0.5),
-        ("sliding_window", 128),
-        ("layer_types", ["full_attention", "sliding_attention"]),
-        ("layer_types", ["full_attention"]),
-        ("layer_types", {"a": 1}),
-        *(("eos_token_id", value) for value in (300, -1, 2.0, [2, 300], [[2]], "2", [0] * 2000, 2**70)),
-        *(("bos_token_id", value) for value in (300, -1, [1])),
-    ],
-)
-def test_values_that_are_refused(tmp_path: Path, field: str, value: object) -> None:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with refused(CheckpointError, f"{tmp_path}/config.json: ", field, seconds=1):
-        read(tmp_path, {**LLAMA, field: value})
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # kB
-
-
-@pytest.mark.parametrize(
-    "field", ["hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "architectures"]
-)
-def test_what_must_be_there(tmp_path: Path, field: str) -> None:
-    with refused(CheckpointError, "config.json", field):
-        read(tmp_path, without(LLAMA, field))
-
-
 def test_quantization_and_architecture_name_what_they_found(tmp_path: Path) -> None:
     with refused(CheckpointError, "quantization_config", "'exl3'"):
         read(tmp_path, {**LLAMA, "quantization_config": {"quant_method": "exl3"}})
@@ -231,28 +158,204 @@ def test_which_layers_slide(
     assert read(tmp_path, {**base, "num_hidden_layers": layers, **change}).sliding == expected
 
 
-@pytest.mark.parametrize(
-    ("base", "change", "words"),
-    [
-        (MISTRAL, {"sliding_window": 0}, ("sliding_window", "0")),
-        (QWEN2, {"layer_types": ["full_attention", "chunked_attention"]}, ("layer_types", "chunked")),
-        (QWEN2, {"layer_types": ["full_attention", "sliding_attention"]}, ("no sliding_window",)),
-        (QWEN2, {"layer_types": ["full_attention"]}, ("layer_types", "2 names")),
-        (MISTRAL, {"layer_types": ["full_attention", "sliding_attention"]}, ("layer_types", "architecture")),
-        (MISTRAL, {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, ("rope_parameters", "full_")),
-        (MISTRAL, {"rope_scaling": {"type": "dynamic", "alpha": 1e3}}, ("rope_scaling", "alpha")),
-        (LLAMA, {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}, ("hidden_act", "gelu")),
-        (GEMMA3, {"sliding_window_pattern": 0}, ("sliding_window_pattern",)),
-        (GEMMA2, {"hidden_activation": "gelu"}, ("hidden_activation", "gelu_pytorch_tanh")),
-        (GEMMA2, {"attn_logit_softcapping": 0}, ("attn_logit_softcapping",)),
-        (GEMMA3, {"use_bidirectional_attention": True}, ("use_bidirectional_attention",)),
-        (GEMMA3, {"rope_parameters": {"full_attention": {"rope_type": "ntk"}}}, ("rope_type", "ntk")),
-        (LLAMA, {"architectures": ["Gemma3ForConditionalGeneration"]}, ("images", "Gemma3ForCausalLM")),
-    ],
-)
-def test_families_whose_values_are_refused(tmp_path: Path, base: dict, change: dict, words: tuple) -> None:
-    with refused(CheckpointError, "config.json", *words):
+DEEPSEEK_V3: dict[str, Any] = {
+    **{"architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False},
+    **{"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "bos_token_id": 0},
+    **{"eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu"},
+    **{"hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512},
+    **{"max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048},
+    **{"moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1},
+    **{"norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8},
+    **{"num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1},
+    **{"q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    **{"rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid"},
+    **{"tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc"},
+    **{"torch_dtype": "bfloat16", "v_head_dim": 128, "vocab_size": 129280},
+}
+DEEPSEEK_V2_LITE = {
+    **{k: v for k, v in DEEPSEEK_V3.items() if k != "quantization_config"},
+    **{"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "q_lora_rank": None},
+    **{"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16, "num_hidden_layers": 27},
+    "first_k_dense_replace": 1,
+    **{"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "n_group": 1},
+    **{"topk_group": 1, "topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False},
+    **{"moe_intermediate_size": 1408, "routed_scaling_factor": 1.0},
+}
+GLM4 = {
+    **{"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "attention_bias": True},
+    **{"first_k_dense_replace": 1, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 10944},
+    **{"moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1},
+    **{"norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8},
+    **{"num_hidden_layers": 46, "num_key_value_heads": 8, "partial_rotary_factor": 0.5},
+    **{"rms_norm_eps": 1e-5, "rope_theta": 1e6, "routed_scaling_factor": 1.0, "topk_group": 1},
+    **{"vocab_size": 151552, "use_qk_norm": False, "max_position_embeddings": 131072},
+}
+QWEN3_MOE = {
+    **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_local_experts": 8},
+    **{"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "vocab_size": 300},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_experts_per_tok": 2},
+}
+
+
+def test_deepseek_v3_as_published(tmp_path: Path) -> None:
+    config = read(tmp_path, DEEPSEEK_V3)
+    assert config.latent == LatentConfig(1536, 512, 128, 64, 128, True)
+    assert (config.head_dim, config.num_heads, config.fp8_block) == (192, 128, (128, 128))
+    assert config.rope == RopeConfig(
+        "yarn", 10000.0, 40.0, 4096, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0
+    )
+    router = RouterConfig(8, True, True, True, 2.5, groups=8, groups_kept=4, group_best=2)
+    assert config.experts == ExpertsConfig(256, 2048, 2048, (False,) * 3 + (True,) * 58, router)
+
+
+def test_deepseek_v2_lite_as_published(tmp_path: Path) -> None:
+    config = read(tmp_path, DEEPSEEK_V2_LITE)
+    assert config.latent == LatentConfig(None, 512, 128, 64, 128, True) and config.fp8_block is None
+    router = RouterConfig(6, False, False, False, 1.0)
+    assert config.experts == ExpertsConfig(64, 1408, 2816, (False,) + (True,) * 26, router)
+    grouped = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}
+    limited = read(tmp_path, {**DEEPSEEK_V2_LITE, **grouped}).experts
+    assert limited is not None and (limited.router.groups, limited.router.groups_kept) == (8, 3)
+    assert limited.router.group_best == 1
+
+
+def test_glm_as_published(tmp_path: Path) -> None:
+    config = read(tmp_path, GLM4)
+    assert (config.head_dim, config.rotary_dim, config.qk_norm) == (128, 64, False)
+    assert config.attention_bias and config.experts is not None
+    assert config.experts.router == RouterConfig(8, True, True, True, 1.0, group_best=2)
+    assert read(tmp_path, {**GLM4, "partial_rotary_factor": None}).rotary_dim == 64, "the family's default"
+    nested = {"rope_theta": 1e6, "rope_type": "default", "partial_rotary_factor": 0.25}
+    new = {k: v for k, v in GLM4.items() if k not in ("rope_theta", "partial_rotary_factor")}
+    assert read(tmp_path, {**new, "rope_parameters": nested}).rotary_dim == 32
+
+
+VALUES = [
+    *(("num_hidden_layers", value) for value in (10**9, 0, -1, 2.0, "2", True, [2], 10**400)),
+    *(("hidden_size", value) for value in (-1, 0, 64.0, 2**40)),
+    ("intermediate_size", -5),
+    *(("num_attention_heads", value) for value in (0, 5, -4, 10**6)),
+    *(("num_key_value_heads", value) for value in (0, 3, 8)),
+    *(("head_dim", value) for value in (0, 15, 16.0, 10**6)),
+    *(("vocab_size", value) for value in (0, 2**31, 300.0)),
+    *(("max_position_embeddings", value) for value in (0, 10**12, 4096.0)),
+    *(("rms_norm_eps", value) for value in (0, -1e-6, 1.5, "1e-6", True)),
+    *(("tie_word_embeddings", value) for value in (1, "true")),
+    *(("attention_bias", value) for value in (0, "no")),
+    ("mlp_bias", "yes"),
+    *(("hidden_act", value) for value in ("gelu", "gelu_pytorch_tanh", 3)),
+    *(("torch_dtype", value) for value in ("float8_e4m3fn", "float64", "auto", 16)),
+    ("dtype", "float16"),  # disagrees with torch_dtype
+    *(("architectures", value) for value in (["GPT2LMHeadModel"], [], None, "LlamaForCausalLM", [3])),
+    ("architectures", ["LlamaForCausalLM", "Qwen3ForCausalLM"]),
+    ("model_type", "mistral"),
+    ("quantization_config", {"quant_method": "fp8"}),
+    ("compression_config", {"x": 1}),
+    ("partial_rotary_factor", 0.5),
+    ("sliding_window", 128),
+    ("layer_types", ["full_attention", "sliding_attention"]),
+    ("layer_types", ["full_attention"]),
+    ("layer_types", {"a": 1}),
+    *(("eos_token_id", value) for value in (300, -1, 2.0, [2, 300], [[2]], "2", [0] * 2000, 2**70)),
+    *(("bos_token_id", value) for value in (300, -1, [1])),
+]
+REFUSED = [
+    *((LLAMA, {field: value}, (field,)) for field, value in VALUES),
+    *(
+        (LLAMA, {field: None}, (field,))
+        for field in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "architectures")
+    ),
+    (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2}}, ("rope_scaling", "dynamic", "yarn")),
+    (LLAMA, {"rope_scaling": {"rope_type": "longrope", "factor": 2}}, ("long_factor", "8 numbers")),
+    (LLAMA, {"rope_scaling": {"factor": 2}}, ("rope_scaling", "rope_type", "missing")),
+    (LLAMA, {"rope_scaling": {"type": "linear"}}, ("factor", "missing")),
+    (LLAMA, {"rope_scaling": {"type": "linear", "factor": 0.5}}, ("factor", "0.5")),
+    (LLAMA, {"rope_scaling": {"type": "linear", "factor": "2"}}, ("factor", "'2'")),
+    (LLAMA, {"rope_scaling": {"type": "linear", "factor": True}}, ("factor", "true")),
+    (LLAMA, {"rope_scaling": {"type": "yarn", "factor": 4, "section": [1]}}, ("section", "known")),
+    (LLAMA, {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, ("high_freq_factor", "low_freq_factor")),
+    (LLAMA, {"rope_scaling": without(LLAMA3, "low_freq_factor")}, ("low_freq_factor", "missing")),
+    (
+        LLAMA,
+        {"rope_scaling": without(LLAMA3, "original_max_position_embeddings")},
+        ("original_max", "missing"),
+    ),
+    (LLAMA, {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 0}}, ("original_max",)),
+    (LLAMA, {"rope_scaling": {**YARN, "beta_fast": 1, "beta_slow": 1}}, ("beta_fast",)),
+    (LLAMA, {"rope_scaling": {**YARN, "attention_factor": -1}}, ("attention_factor",)),
+    (LLAMA, {"rope_scaling": {**YARN, "truncate": 1}}, ("truncate",)),
+    (LLAMA, {"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}}, ("partial_rotary_factor",)),
+    (LLAMA, {"rope_scaling": "linear"}, ("rope_scaling", "object")),
+    (
+        LLAMA,
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear", "factor": 2}},
+        ("rope_scaling", "disagrees"),
+    ),
+    (LLAMA, {"rope_theta": 0.5}, ("rope_theta",)),
+    (LLAMA, {"rope_theta": 1e300}, ("rope_theta",)),
+    (LLAMA, {"rope_theta": "1e6"}, ("rope_theta",)),
+    (MISTRAL, {"sliding_window": 0}, ("sliding_window", "0")),
+    (QWEN2, {"layer_types": ["full_attention", "chunked_attention"]}, ("layer_types", "chunked")),
+    (QWEN2, {"layer_types": ["full_attention", "sliding_attention"]}, ("no sliding_window",)),
+    (QWEN2, {"layer_types": ["full_attention"]}, ("layer_types", "2 names")),
+    (MISTRAL, {"layer_types": ["full_attention", "sliding_attention"]}, ("layer_types", "architecture")),
+    (MISTRAL, {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, ("rope_parameters", "full_")),
+    (MISTRAL, {"rope_scaling": {"type": "dynamic", "alpha": 1e3}}, ("rope_scaling", "alpha")),
+    (LLAMA, {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}, ("hidden_act", "gelu")),
+    (GEMMA3, {"sliding_window_pattern": 0}, ("sliding_window_pattern",)),
+    (GEMMA2, {"hidden_activation": "gelu"}, ("hidden_activation", "gelu_pytorch_tanh")),
+    (GEMMA2, {"attn_logit_softcapping": 0}, ("attn_logit_softcapping",)),
+    (GEMMA3, {"use_bidirectional_attention": True}, ("use_bidirectional_attention",)),
+    (GEMMA3, {"rope_parameters": {"full_attention": {"rope_type": "ntk"}}}, ("rope_type", "ntk")),
+    (LLAMA, {"architectures": ["Gemma3ForConditionalGeneration"]}, ("images", "Gemma3ForCausalLM")),
+    (DEEPSEEK_V3, {"scoring_func": "softmax"}, ("scoring_func",)),
+    (DEEPSEEK_V3, {"topk_method": "greedy"}, ("topk_method",)),
+    (DEEPSEEK_V3, {"n_group": 7}, ("n_group: 7 does not divide 256",)),
+    (DEEPSEEK_V3, {"n_group": 256, "topk_group": 256}, ("hold one each",)),
+    (DEEPSEEK_V3, {"topk_group": 9}, ("topk_group",)),
+    (DEEPSEEK_V3, {"n_group": 128, "topk_group": 3}, ("3 groups hold fewer than 8",)),
+    (DEEPSEEK_V3, {"num_experts_per_tok": 257}, ("num_experts_per_tok",)),
+    (DEEPSEEK_V3, {"num_experts_per_tok": None}, ("num_experts_per_tok",)),
+    (DEEPSEEK_V3, {"n_routed_experts": 10**6}, ("n_routed_experts",)),
+    (DEEPSEEK_V3, {"kv_lora_rank": 0}, ("kv_lora_rank",)),
+    (DEEPSEEK_V3, {"q_lora_rank": -1}, ("q_lora_rank",)),
+    (DEEPSEEK_V3, {"qk_rope_head_dim": 63}, ("odd",)),
+    (DEEPSEEK_V3, {"v_head_dim": "128"}, ("v_head_dim",)),
+    (DEEPSEEK_V3, {"moe_intermediate_size": None}, ("moe_intermediate_size",)),
+    (DEEPSEEK_V3, {"compression_config": {}}, ("compression_config",)),
+    (DEEPSEEK_V3, {"architectures": ["DeepseekV32ForCausalLM"]}, ("sparse-attention indexer",)),
+    (DEEPSEEK_V3, {"architectures": ["GlmMoeDsaForCausalLM"]}, ("sparse-attention indexer",)),
+    (DEEPSEEK_V2_LITE, {"norm_topk_prob": True}, ("norm_topk_prob",)),
+    (DEEPSEEK_V2_LITE, {"topk_method": "noaux_tc"}, ("topk_method",)),
+    (GLM4, {"partial_rotary_factor": 0.01}, ("partial_rotary_factor",)),
+    (GLM4, {"partial_rotary_factor": 1.5}, ("partial_rotary_factor",)),
+    (QWEN3_MOE, {"num_experts": 9}, ("num_local_experts: 8 disagrees with num_experts 9",)),
+    (QWEN3_MOE, {"num_local_experts": None}, ("num_experts: is missing",)),
+]
+
+
+@pytest.mark.parametrize(("base", "change", "words"), REFUSED)
+def test_what_is_refused(tmp_path: Path, base: dict, change: dict, words: tuple[str, ...]) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with refused(CheckpointError, f"{tmp_path}/config.json: ", *words, seconds=1):
         read(tmp_path, {**base, **change})
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # kB
 
 
 def test_keys_of_another_family_change_nothing(tmp_path: Path) -> None:
@@ -365,6 +468,13 @@ def test_files_that_are_refused(tmp_path: Path, data: bytes, words: tuple[str, .
         read_model_config(tmp_path)
 
 
+def test_containers_bound_holds_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_file, "MAX_CONTAINERS", 3)
+    assert json_file.parse_json('[{}, {"a": 1}]', "x") == [{}, {"a": 1}]
+    with pytest.raises(CheckpointError, match="more than 3 lists and objects"):
+        json_file.parse_json("[{}, {}, []]", "x")
+
+
 def test_byte_order_mark_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b"\xef\xbb\xbf" + GOOD)
     assert read_model_config(tmp_path).hidden_size == 64
@@ -373,3 +483,39 @@ def test_byte_order_mark_is_accepted(tmp_path: Path) -> None:
 def test_a_missing_file(tmp_path: Path) -> None:
     with refused(CheckpointError, f"{tmp_path}/config.json: No such file"):
         read_model_config(tmp_path)
+
+
+def test_wishes_for_sampling_are_read(tmp_path: Path) -> None:
+    assert read_generation_config(tmp_path) == GenerationConfig()
+    values = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0, "repetition_penalty": 1.05}
+    write_json(
+        tmp_path, "generation_config.json", {**values, "do_sample": True, "eos_token_id": [5, 3], "x": 1}
+    )
+    assert read_generation_config(tmp_path) == GenerationConfig((5, 3), 0.6, 0.95, 0.0, 1.05, 20, True)
+    write_json(tmp_path, "generation_config.json", {"eos_token_id": 7, "temperature": None})
+    assert read_generation_config(tmp_path) == GenerationConfig((7,))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("temperature", value) for value in (-1, "0.5", True, 1e9)),
+        *(("top_p", value) for value in (0, 1.5, -0.1)),
+        *(("top_k", value) for value in (-5, 2.0, 2**40)),
+        ("min_p", 2),
+        *(("repetition_penalty", value) for value in (0, -1)),
+        ("do_sample", 1),
+        *(("eos_token_id", value) for value in (-1, 2**31, [1.0], "3")),
+    ],
+)
+def test_wishes_for_sampling_that_are_refused(tmp_path: Path, field: str, value: object) -> None:
+    write_json(tmp_path, "generation_config.json", {field: value})
+    with refused(CheckpointError, "generation_config.json: ", field):
+        read_generation_config(tmp_path)
+
+
+def test_end_of_sequence_beyond_the_vocabulary(tmp_path: Path) -> None:
+    write_json(tmp_path, "generation_config.json", {"eos_token_id": [3, 300]})
+    with refused(CheckpointError, "eos_token_id", "300"):
+        read_generation_config(tmp_path, vocab_size=300)
+    assert read_generation_config(tmp_path, vocab_size=301).eos_token_ids == (3, 300)

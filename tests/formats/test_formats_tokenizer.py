@@ -310,6 +310,13 @@ NO_TOKENS = {**BOS_TEMPLATE, "special_tokens": {}}
 TWICE = {**NO_TOKENS, "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 2}
 IN_SEQUENCE = {"type": "Sequence", "processors": [TWICE]}
 MANY = {**BOS_TEMPLATE, "special_tokens": {"<s>": {"id": "<s>", "ids": [1] * 9999, "tokens": ["<s>"] * 9999}}}
+GROWS = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+"""By two bytes for one, beside the one that may stay: three times."""
+
+
+def grown_tokens(content: Any) -> None:
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 999, "content": "a" * 20_000})
+    content["normalizer"] = {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 900}
 
 
 @pytest.mark.parametrize(
@@ -324,17 +331,26 @@ MANY = {**BOS_TEMPLATE, "special_tokens": {"<s>": {"id": "<s>", "ids": [1] * 999
         (lambda content: content["model"].update(dropout=0.1), "dropout"),
         (lambda content: content.update(decoder={"type": "Evil"}), ""),
         (lambda content: content.update(post_processor=BOS_TEMPLATE), "post_processor"),
-        (lambda content: content.update(post_processor=NO_TOKENS), "post_processor"),
+        (lambda content: content.update(post_processor=NO_TOKENS), "cannot encode a letter"),
         (lambda content: content.update(post_processor=TWICE), "repeats"),
         (lambda content: content.update(post_processor=IN_SEQUENCE), "repeats"),
         (lambda content: content.update(post_processor=MANY), "post_processor"),
         (set_regex("("), ""),
         (set_regex("(" * 10_000), "depth"),
+        # What would take much time or memory.
+        (set_regex("x" * 30_000), "pre_tokenizer"),
+        (set_regex("(?<a>a)" + r"(?<b>\g<a>\g<a>)" * 8), "pre_tokenizer"),
+        (lambda content: content.update(decoder={"type": "Sequence", "decoders": [GROWS] * 40}), "decoder"),
+        (lambda c: c.update(normalizer={"type": "Sequence", "normalizers": [GROWS] * 40}), "added_tokens"),
+        (lambda c: c.update(normalizer={"type": "Prepend", "prepend": "a" * 15_000}), "normalizer"),
+        (lambda content: content["model"]["vocab"].update({"x" * 5_000_000: 1}), "vocab"),
+        (grown_tokens, "added_tokens"),
     ],
 )  # fmt: skip
 def test_files_that_are_refused(tmp_path: Path, capfd, change: Any, word: str) -> None:
-    with refused(CheckpointError, f"{tmp_path}/tokenizer.json: ", word):
-        Tokenizer.open(changed(tmp_path, change))
+    changed(tmp_path, change)
+    with refused(CheckpointError, f"{tmp_path}/tokenizer.json: ", word, seconds=5):
+        Tokenizer.open(tmp_path)
     assert capfd.readouterr() == ("", "")  # the library's panics stay out of sight
 
 

@@ -1,4 +1,4 @@
-"""The threaded reader against plain reads: dtypes, odd offsets, cut tensors, faults, and reused buffers."""
+"""The threaded reader against plain reads: dtypes, odd offsets, cut tensors, faults, reuse of buffers."""
 
 from __future__ import annotations
 

@@ -18,9 +18,6 @@ DUMMY_DOWN = 4.0
 """How much larger an MLP's output is than attention's, whose average over all tokens would
 else make a model say one token for ever."""
 
-FP8_STRIP = 2**24
-"""Values that are drawn at a time before they are rounded to FP8."""
-
 
 def dummy_fill(device: str, tied: bool, meter: LoadMeter) -> Fill:
     """Fill with normal numbers, the same ones each time on one kind of device.
@@ -35,9 +32,7 @@ def dummy_fill(device: str, tied: bool, meter: LoadMeter) -> Fill:
             if name.endswith("norm.weight"):
                 view.fill_(1)
             elif view.dtype == torch.float8_e4m3fn:
-                for rows in torch.split(view, max(1, FP8_STRIP // view.shape[1])):
-                    wide = torch.empty(rows.shape, dtype=torch.float32, device=view.device)
-                    rows.copy_(wide.normal_(generator=generator))
+                view.copy_(torch.randn(view.shape, device=view.device, generator=generator))
                 views[scale_name(name)].fill_(_dummy_std(name, view, tied))
             elif not name.endswith(scale_name("")):
                 view.normal_(0.0, _dummy_std(name, view, tied), generator=generator)
