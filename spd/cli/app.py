@@ -37,7 +37,7 @@ from spd.cli.text.output import (
     write_stderr,
 )
 from spd.errors import ResourceError, SpdError, UsageError
-from spd.runtime.ranks.rendezvous import Rendezvous
+from spd.runtime.ranks.rendezvous import found
 
 PIPE_CLOSED = 141
 SEARCH_PATHS = frozenset({"PATH", "CPATH", "C_INCLUDE_PATH", "LIBRARY_PATH", "LD_LIBRARY_PATH"})
@@ -84,16 +84,16 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
     before = next((i for i, word in enumerate(argv) if word not in SHARED), 0)
     argv = [*argv[before : before + 1], *argv[:before], *argv[before + 1 :]] or ["--help"]
     as_json = "--json" in argv[: argv.index("--") if "--" in argv else None]
-    place = Rendezvous.found(os.environ)
-    session = _session(argv[0], guard, None if place is None or place[0] else str(place[1]))
+    rank, started = found(os.environ) or (0, None)
+    session = _session(argv[0], guard, started)
     try:
         if os.environ.get(COMPLETION_VARIABLE):
             from spd.cli.commands.completions import complete
 
             typed = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
             return complete(build_app(typed.split(), completing=True), COMPLETION_VARIABLE)
-        if place is not None and place[0]:
-            return stand_by(place[0], argv, place[1], os.environ.get("LOCAL_RANK", "0"))
+        if rank:
+            return stand_by(rank, argv, os.environ.get("LOCAL_RANK", "0"))
         end_when_lost(lambda error: write_error(_explain(error, session.console), session.console, as_json))
         defaults: dict[str, Any] = {}
         if not {"-h", "--help", "-V", "--version"}.isdisjoint(argv):
@@ -125,8 +125,8 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
         write_error(failure, session.console, as_json)
         return failure.exit_code
     finally:
-        if place is not None and not place[0]:
-            dismiss(place[1])
+        if started is not None and not rank:
+            dismiss()
 
 
 def _config_file() -> Path | None:
@@ -137,7 +137,7 @@ def _config_file() -> Path | None:
     return own if own.is_file() else None
 
 
-def _session(command: str, guard: SignalGuard, rendezvous: str | None) -> Session:
+def _session(command: str, guard: SignalGuard, rendezvous: int | None) -> Session:
     """What a command gets."""
     console = Console(
         color=wants_color(sys.stderr, os.environ),

@@ -108,8 +108,8 @@ class Session:
     runtime_folder: Path
     """Where servers of this user are found."""
     dumb_terminal: bool = False
-    rendezvous: str | None = None
-    """Where the ranks meet that torchrun has started."""
+    rendezvous: int | None = None
+    """How many ranks torchrun has started."""
     told: list[str] = dataclasses.field(default_factory=list)
     """Which file set what, for a verbose run and for refusals."""
 
@@ -159,8 +159,8 @@ class ModelOptions(CommonOptions):
         "auto", "SET", "auto, torch, native or triton."
     )
     threads: int | None = advanced(None, "N", "CPU threads.")
-    rendezvous: str | None = None
-    """Where ranks meet that were started: found, not typed."""
+    rendezvous: int | None = None
+    """How many ranks torchrun has started: found, not typed."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)

@@ -12,10 +12,7 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from spd.runtime.ranks.rendezvous import Rendezvous
+from typing import Any
 
 COMMANDS = ("generate", "chat", "bench", "verify")
 """What runs engines."""
@@ -61,24 +58,24 @@ def _lost_leader() -> str:
     return f"error: rank 0: {SILENCE}\n"
 
 
-def stand_by(rank: int, argv: list[str], rendezvous: Rendezvous, local: str) -> int:
+def stand_by(rank: int, argv: list[str], local: str) -> int:
     """Serve rank 0's engines under torchrun until it has ended; returns the exit status."""
     from spd.cli.text.output import write_stderr
     from spd.errors import EngineError
     from spd.runtime import start_rank
     from spd.runtime.ranks.follower import LEADERLESS
-    from spd.runtime.ranks.rendezvous import END
+    from spd.runtime.ranks.rendezvous import END, meet, next_crew
 
     if not any(word in COMMANDS for word in argv):
         return 0
-    store, number = rendezvous.open(), 1
+    store, number = meet(), 1
     processes: list[subprocess.Popen[bytes]] = []
     try:
         while not store.check([END]):
             if any(process.poll() == LEADERLESS for process in processes):
                 write_stderr(_lost_leader())
                 return EngineError.exit_code
-            told = rendezvous.next_crew(store, number)
+            told = next_crew(store, number)
             if told is not None:
                 number += 1
                 if rank < told["tp"]:
@@ -94,10 +91,10 @@ def stand_by(rank: int, argv: list[str], rendezvous: Rendezvous, local: str) -> 
     return 0
 
 
-def dismiss(rendezvous: Rendezvous) -> None:
+def dismiss() -> None:
     """Let the other ranks go, once rank 0 is done."""
     from spd.errors import EngineError
-    from spd.runtime.ranks.rendezvous import END
+    from spd.runtime.ranks.rendezvous import END, meet
 
     with suppress(EngineError, RuntimeError):
-        rendezvous.open().set(END, "")
+        meet().set(END, "")

@@ -60,7 +60,7 @@ def test_settings_held_against_each_other(tmp_path: Path) -> None:
     assert (plain.spec, plain.draft_model, plain.draft_max, plain.lag) == ("off", None, None, 2)
     busy = replace(config, tp=2, draft_tp=2, adaptive=True)
     assert apply_settings(busy, "spec=off").draft_tp is apply_settings(busy, "spec=ngram").draft_tp is None
-    met = replace(busy, rendezvous="localhost:1/2/0")
+    met = replace(busy, rendezvous=2)
     assert apply_settings(met, "spec=ngram").draft_tp is None
     assert apply_settings(met, "tp=1,draft-tp=auto").rendezvous is None
     other = apply_settings(config, "lag=0, --draft-max=5,adaptive=off,dtype=float32")

@@ -6,18 +6,18 @@ from datetime import timedelta
 
 import pytest
 
-from spd.runtime.ranks import communicator, leader
+from spd.runtime.ranks import communicator, crew
 from tests.parallel.thread_ranks import GlooCrew, ThreadCrew
 
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of several ranks run them as threads of this process."""
-    monkeypatch.setattr(leader, "Crew", ThreadCrew)
+    monkeypatch.setattr(crew, "Crew", ThreadCrew)
 
 
 @pytest.fixture
 def gloo_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `threads`, but they exchange through gloo; who is left alone by a failure gives up in minutes."""
-    monkeypatch.setattr(leader, "Crew", GlooCrew)
+    monkeypatch.setattr(crew, "Crew", GlooCrew)
     monkeypatch.setattr(communicator, "PATIENCE", timedelta(minutes=5))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from spd.runtime import Engine
-from spd.runtime.ranks import crew, groups
+from spd.runtime.ranks import communicator, crew
 from spd.runtime.ranks.communicator import ProcessGroup
 from spd.runtime.ranks.crew import PROGRAM
 from spd.runtime.round.round_queue import RoundQueue
@@ -29,7 +29,7 @@ LOOK = 0.05
 COUNTED = """
 import json
 from spd.runtime.round.round_queue import RoundQueue
-from spd.runtime.ranks import crew, groups
+from spd.runtime.ranks import communicator, crew
 from spd.runtime.ranks.communicator import ProcessGroup
 
 def counted(name, received):
@@ -45,7 +45,7 @@ counted("gather", lambda group, part: part.nbytes * (group.size - 1))
 counted("broadcast", lambda group, tensor: tensor.nbytes if group.rank else 0)
 met = []
 
-def meet(*arguments, honest=groups.open_ranks):
+def meet(*arguments, honest=communicator.open_ranks):
     met.append(honest(*arguments))
     return met[-1]
 
@@ -55,7 +55,7 @@ def tell(device, number):
     with open(FOLDER + f"/{ranks.target.rank}-{number}", "w") as file:
         json.dump(found, file)
 
-groups.open_ranks = crew.open_ranks = meet
+communicator.open_ranks = crew.open_ranks = meet
 RoundQueue.tell = tell
 """
 """Makes every rank count collectives and the bytes it received, by group, and write them where it is told."""
@@ -65,7 +65,7 @@ def count_traffic(patch: pytest.MonkeyPatch, folder: Path) -> Callable[[Engine],
     """Count in engines made from now on; returns what asks all ranks of one what they have counted."""
     program = COUNTED.replace("FOLDER", repr(str(folder)))
     patch.setattr(crew, "PROGRAM", f"{program}\n{PROGRAM}")
-    for owner, name in ((ProcessGroup, "gather"), (ProcessGroup, "broadcast"), (groups, "open_ranks")):
+    for owner, name in ((ProcessGroup, "gather"), (ProcessGroup, "broadcast"), (communicator, "open_ranks")):
         patch.setattr(owner, name, getattr(owner, name))  # put back afterwards
     patch.setattr(crew, "open_ranks", crew.open_ranks)
     patch.setattr(RoundQueue, "tell", None, raising=False)
@@ -75,7 +75,7 @@ def count_traffic(patch: pytest.MonkeyPatch, folder: Path) -> Callable[[Engine],
     def ask(engine: Engine) -> dict[int, Any]:
         number, ranks = next(numbers), engine.plan.shape.tp
         device: Any = engine._device
-        crew_of(engine).lead("tell", (number,), lambda: device.tell(number))
+        crew_of(engine).guard(lambda: device.tell(number), order=("tell", (number,)))
         places = [folder / f"{rank}-{number}" for rank in range(ranks)]
         assert wait_until(lambda: all(place.exists() and place.read_text() for place in places), ENDS_WITHIN)
         return {rank: json.loads(place.read_text()) for rank, place in enumerate(places)}

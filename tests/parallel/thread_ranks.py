@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from spd.runtime.engine.assembly import assemble
-from spd.runtime.ranks.communicator import ProcessGroup, Pulse
-from spd.runtime.ranks.follower import obey
-from spd.runtime.ranks.groups import Ranks, open_ranks
-from spd.runtime.ranks.links import LOOPBACK
+from spd.runtime.ranks.communicator import ProcessGroup, Pulse, Ranks, open_ranks
+from spd.runtime.ranks.follower import LOOPBACK, obey
 
 
 class Meeting:
@@ -50,10 +48,9 @@ class ThreadCommunicator(ProcessGroup):
 class ThreadCrew:
     """Stands in for `Crew`: every other rank is a thread, and what they exchange goes through memory."""
 
-    def __init__(self, plan: Any, meeting: None = None) -> None:
+    def __init__(self, plan: Any) -> None:
         self.plan, self.pulse, self.broken = plan, Pulse(), False
         self.failures: list[BaseException] = []
-        self._number = 0
         size, group = plan.shape.tp, plan.shape.draft_tp
         self._meetings = [Meeting(size)] + [Meeting(group) for _ in range(size // group)]
         self._share = Meeting(size)
@@ -88,26 +85,18 @@ class ThreadCrew:
             for meeting in (*self._meetings, self._share):
                 meeting.barrier.abort()
 
-    def guard(self, act: Callable[[], Any]) -> Any:
+    def guard(self, act: Callable[[], Any], *, order: Any = (), waits: bool = False) -> Any:
+        for orders in self._queues if order else ():
+            orders.put(pickle.dumps(order))
         try:
             return act()
         except threading.BrokenBarrierError:
             raise self.failures[0] from None
 
-    def check(self) -> None:
-        assert not self.failures
-
-    def lead(self, name: str, args: Any, act: Callable[[], Any]) -> Any:
-        message = pickle.dumps((self._number, name, tuple(args)))
-        self._number += 1
-        for orders in self._queues:
-            orders.put(message)
-        return self.guard(act)
-
     def close(self) -> None:
         if not self.broken:
             self.broken = True
-            self.lead("end", (), lambda: None)
+            self.guard(lambda: None, order=("end",))
             for thread in self._threads:
                 thread.join(30)
 
@@ -115,7 +104,7 @@ class ThreadCrew:
 class GlooCrew(ThreadCrew):
     """Every other rank is a thread, and what they exchange goes through gloo, as between processes."""
 
-    def __init__(self, plan: Any, meeting: None = None) -> None:
+    def __init__(self, plan: Any) -> None:
         super().__init__(plan)
         self._store = torch.distributed.HashStore()
 

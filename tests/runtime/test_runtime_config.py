@@ -42,7 +42,7 @@ REFUSED_TOGETHER: list[tuple[dict[str, Any], type[SpdError], str]] = [
     ({"spec": "off", "adaptive": True}, UsageError, "--adaptive and --synthetic"),
     ({"spec": "off", "tp": 2, "draft_tp": 2}, UsageError, "about a model that drafts"),
     ({"spec": "ngram", "tp": 2, "draft_tp": 1}, UsageError, "about a model that drafts"),
-    ({"rendezvous": "localhost:1/2/0"}, UsageError, "--tp 1 has no other rank"),
+    ({"rendezvous": 2}, UsageError, "--tp 1 has no other rank"),
     ({"graphs": True, "device": "cpu"}, IncompatibleError, "--graphs on captures"),
     ({"graphs": True, "kernels": "torch"}, IncompatibleError, "--graphs on captures"),
     ({"graphs": True, "kernels": "native"}, IncompatibleError, "torch or native rule"),

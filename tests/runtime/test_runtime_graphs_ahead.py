@@ -13,7 +13,7 @@ from spd.errors import ResourceError
 from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.engine.draft_length import DraftLength
 from spd.runtime.plan.plan import _draft_tiers
-from spd.runtime.ranks.leader import ORDERS
+from spd.runtime.ranks.crew import ORDERS
 from spd.runtime.round.graphs import CapturedRounds, RoundShape
 from spd.runtime.round.round_queue import RoundQueue
 from spd.runtime.round.sampling_params import SamplerClass

@@ -21,7 +21,7 @@ from spd.runtime.models.weight_form import WIDE
 from spd.runtime.plan.memory import pages_a_slot, remedies, show_size, tensor_bytes
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.proposers import build_proposer
-from spd.runtime.ranks.groups import Ranks
+from spd.runtime.ranks.communicator import Ranks
 from spd.runtime.round.cpu_load import FollowedThreads, fewer_threads
 from spd.runtime.round.graphs import CapturedRounds
 from spd.runtime.round.kv_cache import KvCache
@@ -45,7 +45,7 @@ def open_device(plan: EnginePlan, usable_vocab: int, progress: Progress | None) 
     try:
         if plan.shape.tp == 1:
             return assemble(plan, usable_vocab, progress)
-        from spd.runtime.ranks.leader import lead
+        from spd.runtime.ranks.crew import lead
 
         queue: RoundQueue = lead(plan, usable_vocab, progress)
         return queue

@@ -53,8 +53,8 @@ class EngineConfig:
 
     `slots` requests decode together. `cache_pages` pages of 64 positions hold their keys and values: by
     default enough for every slot at full context, or as many as fit; with fewer, the request that came last
-    may have to wait and be prefilled again, which changes no text. `rendezvous` is where ranks that torchrun
-    has started meet: HOST:PORT/RANKS/ATTEMPT; without it the engine starts its own.
+    may have to wait and be prefilled again, which changes no text. `rendezvous` is how many ranks torchrun
+    has started, which meet at its store; without it the engine starts its own.
     """
 
     model: Path | ModelFolder
@@ -83,7 +83,7 @@ class EngineConfig:
     load: str = "auto"
     tp: int = 1
     draft_tp: int | None = None
-    rendezvous: str | None = None
+    rendezvous: int | None = None
 
     @property
     def method(self) -> str:
@@ -197,9 +197,8 @@ CLASHES = (
     ),
     Clash(
         lambda c: c.rendezvous is not None and c.tp == 1,
-        "--rendezvous is where ranks meet, and --tp 1 has no other rank",
+        "torchrun has started other ranks, and --tp 1 has no other rank",
         ["--tp N with as many processes", "spd without torchrun"],
-        ["torchrun gives --rendezvous to the rank 0 that it starts."],
     ),
     Clash(
         lambda c: bool(c.graphs) and (c.device == "cpu" or c.kernels in ("torch", "native")),

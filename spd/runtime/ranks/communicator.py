@@ -1,4 +1,4 @@
-"""What ranks exchange inside a round: parts in, whole tensors out, the same bits on every rank.
+"""Which ranks exchange what inside a round: parts in, whole tensors out, the same bits on every rank.
 
 One collective does all the sums: an all-gather of parts, added in rank order. Library sums choose another
 order for another size, so a row's bits would depend on how many rows there are.
@@ -6,14 +6,23 @@ order for another size, so a row's bits would depend on how many rows there are.
 
 from __future__ import annotations
 
+import platform
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch._C._distributed_c10d
 from torch import Tensor
+
+from spd import __version__
+from spd.runtime.plan.plan import EnginePlan
+from spd.runtime.ranks.rendezvous import MEETING_SECONDS, meet
 
 c10d: Any = torch._C._distributed_c10d
 """Its classes as they are, without a process-wide group."""
@@ -81,3 +90,60 @@ class ProcessGroup:
         except RuntimeError as error:
             raise LostRank(str(error)) from error
         self.pulse.waiting = False
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One rank's groups. Each group of `draft.size` ranks runs the whole drafter."""
+
+    target: ProcessGroup
+    draft: ProcessGroup | None
+    """None: this rank drafts alone."""
+    share: ProcessGroup | None
+    """Hands rank 0's drafts to the other groups; None where all ranks draft together."""
+
+
+def open_store(place: str) -> Any:
+    """Where ranks leave their addresses: a file that only rank 0's user can open, or a part of torchrun's."""
+    if not place.startswith("/"):
+        return c10d.PrefixStore(place, meet())
+    store = c10d.FileStore(place)
+    store.set_timeout(timedelta(seconds=MEETING_SECONDS))
+    return store
+
+
+def open_ranks(store: Any, rank: int, plan: EnginePlan, host: str, pulse: Pulse) -> Ranks:
+    """Meet the other ranks of a plan. Raises RuntimeError where one does not come."""
+    size, draft_size = plan.shape.tp, plan.shape.draft_tp
+    number, place = divmod(rank, draft_size)
+    draft, pulse.waiting = None, True
+    try:
+        everyone = _group(store, "target", rank, size, plan.device, host)
+        if 1 < draft_size < size:
+            group = _group(store, f"draft {number}", place, draft_size, plan.device, host)
+            draft = ProcessGroup(group, place, draft_size, pulse)
+    finally:
+        pulse.waiting = False
+    target, all_ranks = (ProcessGroup(everyone, rank, size, pulse) for _ in range(2))
+    return Ranks(target, all_ranks, None) if draft_size == size else Ranks(target, draft, all_ranks)
+
+
+def _group(store: Any, name: str, rank: int, size: int, device: str, host: str) -> Any:
+    """gloo over the interface of one address; on CUDA NCCL, which finds its own ways."""
+    own = c10d.PrefixStore(name, store)
+    if device == "cpu":
+        options = c10d.ProcessGroupGloo._Options()
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = timedelta(seconds=MEETING_SECONDS)
+        return c10d.ProcessGroupGloo(own, rank, size, options)
+    return c10d.ProcessGroupNCCL(own, rank, size, c10d.ProcessGroupNCCL.Options())
+
+
+def describe_rank(device: str) -> dict[str, str]:
+    """What must be the same on every rank, or their bits may part ways."""
+    found = {name: version(name) for name in ("torch", "triton") if find_spec(name) is not None}
+    if device != "cpu":
+        return {"spd": __version__, **found, "device": torch.cuda.get_device_name(device)}
+    said = re.search(r"^model name\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    name = platform.machine() if said is None else said[1].strip()
+    return {"spd": __version__, **found, "device": f"{name}, {torch.backends.cpu.get_cpu_capability()}"}

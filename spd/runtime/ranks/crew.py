@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
-import resource
 import secrets
 import socket
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
-from spd.errors import EngineError, IncompatibleError, ResourceError, UsageError
+from spd.errors import EngineError, IncompatibleError, UsageError
 from spd.formats.chat_template import isolated
+from spd.runtime.engine.assembly import assemble
+from spd.runtime.load.progress import LoadProgress, Progress
 from spd.runtime.plan.plan import EnginePlan
-from spd.runtime.ranks.communicator import LostRank, Pulse
-from spd.runtime.ranks.groups import Ranks, describe_rank, open_ranks, open_store
-from spd.runtime.ranks.links import LOOPBACK, address_towards, greet, listen
-from spd.runtime.ranks.rendezvous import Rendezvous
-from spd.runtime.ranks.watch import HANG_TICKS, TICK, Watch, end_words, failure, give_signs
+from spd.runtime.ranks.communicator import LostRank, Pulse, Ranks, describe_rank, open_ranks, open_store
+from spd.runtime.ranks.follower import LOOPBACK, Line, greet
+from spd.runtime.ranks.rendezvous import announce, meet
+from spd.runtime.ranks.watch import HANG_TICKS, TICK, Watch, end_words, failure
+from spd.runtime.round.round_queue import RoundQueue, Ticket
 
 START_SECONDS = 120
 """In which a rank must have imported torch and said that it is there."""
@@ -36,35 +36,23 @@ PROGRAM = "from spd.cli.rank import main; main()"
 Result = TypeVar("Result")
 
 
-def check_open_files(tp: int) -> None:
-    """Refuse at once what would end in the middle of the start, or hang. Raises ResourceError."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    needed = len(os.listdir("/proc/self/fd")) + 16 + 12 * tp  # the most that was seen, and some more
-    if 0 <= limit < needed:
-        raise ResourceError(
-            f"--tp {tp} needs {needed} open files; the limit is {limit}", fix=["ulimit -n 1024"]
-        )
-
-
 def start_rank(spec: dict[str, Any], descriptors: Sequence[int] = ()) -> subprocess.Popen[bytes]:
     """A rank's process on this machine, without a terminal; it ends when its input does.
 
     It is handed descriptors, and holds standard error under another number, for what no other process is
     left to say.
     """
-    told = os.dup(2)
-    try:
+    with open(os.dup(2), "wb") as told:
         process = subprocess.Popen(
             isolated(PROGRAM),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            pass_fds=(told, *descriptors),
+            pass_fds=(told.fileno(), *descriptors),
         )
-    finally:
-        os.close(told)
+        spec = {**spec, "stderr": told.fileno(), "lines": descriptors}
     assert process.stdin is not None
-    process.stdin.write(json.dumps({**spec, "stderr": told, "lines": descriptors}).encode() + b"\n")
+    process.stdin.write(json.dumps(spec).encode() + b"\n")
     process.stdin.flush()  # and left open: its end says that this process has ended
     return process
 
@@ -75,32 +63,28 @@ class Crew:
     Raises EngineError where one does not come or fails, naming it; the others are then ended.
     """
 
-    def __init__(self, plan: EnginePlan, meeting: Rendezvous | None = None) -> None:
+    def __init__(self, plan: EnginePlan) -> None:
         self.plan, self.pulse = plan, Pulse()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._coming: list[Connection] = []
-        self._lines: dict[int, Connection] = {}
-        self._signs: dict[int, Connection] = {}
-        self._number = 0
+        self._coming: list[Line] = []
+        self._lines: dict[int, Line] = {}
         self.broken = False
         """Whether an order broke off, so that it is not known where the other ranks are."""
-        self._host = LOOPBACK if meeting is None else address_towards(meeting.host, meeting.port)
-        self._place, self._kind = "", "cpu" if plan.device == "cpu" else "cuda"
-        check_open_files(plan.shape.tp)
+        self._host, self._place = LOOPBACK, ""
         try:
-            if meeting is None:
+            if plan.wishes.rendezvous is None:
                 self._spawn()
             else:
-                self._call(meeting)
+                self._call(plan.wishes.rendezvous)
         except BaseException:
             self._end()
             raise
-        self._watch = Watch(self._lines, self._signs, self._processes, self.pulse, self._end)
+        self._watch = Watch(self._lines, self._processes, self.pulse, self._end)
 
     # -- the start -------------------------------------------------------------------------------
 
     def _spawn(self) -> None:
-        """Start the other ranks on this machine, each with the far ends of two lines and a file to meet in.
+        """Start the other ranks on this machine, each with the far end of a line and a file to meet in.
 
         That file is never closed: torch's store looks into it once more when it is freed.
         """
@@ -108,58 +92,58 @@ class Crew:
         self._place = f"/proc/self/fd/{memory}"
         for rank in range(1, self.plan.shape.tp):
             device = "cpu" if self.plan.device == "cpu" else f"cuda:{rank}"
-            (line, far), (signs, far_signs) = Pipe(), Pipe()
-            self._coming += [line, signs]
-            with far, far_signs:
+            own, far = socket.socketpair()
+            with own, far:
+                self._coming.append(Line.over(own))
                 told = {"host": self._host, "rank": rank, "device": device, "leader": os.getpid()}
-                self._processes[rank] = start_rank(told, (far.fileno(), far_signs.fileno(), memory))
+                self._processes[rank] = start_rank(told, (far.fileno(), memory))
         self._gather([], b"")
 
-    def _call(self, meeting: Rendezvous) -> None:
+    def _call(self, started: int) -> None:
         """Say to ranks that are there already where to come."""
-        if (tp := self.plan.shape.tp) > meeting.world:
+        if (tp := self.plan.shape.tp) > started:
             raise UsageError(
-                f"--tp {tp}, but torchrun started {meeting.world} ranks",
-                fix=[f"--tp {meeting.world}", f"torchrun with {tp} processes in all"],
+                f"--tp {tp}, but torchrun started {started} ranks",
+                fix=[f"--tp {started}", f"torchrun with {tp} processes in all"],
             )
-        key = secrets.token_bytes(32)
-        self._place = str(replace(meeting, attempt=f"{meeting.attempt}/{key.hex()}"))
-        with listen(self._host) as listener:
+        key, store = secrets.token_bytes(32), meet()
+        self._place, master = key.hex(), store
+        while hasattr(master, "underlying_store"):
+            master = master.underlying_store
+        with socket.create_connection((master.host, master.port), timeout=30) as there:
+            self._host = str(there.getsockname()[0])  # on the way to the others
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        with socket.create_server((self._host, 0), family=family, backlog=128) as listener:
             told = {"host": self._host, "port": listener.getsockname()[1], "key": key.hex()}
-            meeting.announce(meeting.open(), {**told, "tp": tp, "device": self._kind})
+            announce(store, {**told, "tp": tp, "device": self.plan.device})
             self._gather([listener], key)
 
     def _gather(self, listeners: Sequence[socket.socket], key: bytes) -> None:
         """Wait until all have said that they are there, and that they are of one kind."""
         own, until = describe_rank(self.plan.device), time.monotonic() + START_SECONDS
         others = range(1, self.plan.shape.tp)
-        while missing := [n for n in others if n not in self._lines or n not in self._signs]:
-            give_signs(self._signs.values())
+        while missing := [n for n in others if n not in self._lines]:
+            for line in self._lines.values():
+                line.give_sign()
             for rank in missing:
                 if rank in self._processes and (status := self._processes[rank].poll()) is not None:
                     raise EngineError(f"rank {rank}: {end_words(status)} before it had begun")
             if time.monotonic() > until:
-                raise EngineError(
-                    f"rank {missing[0]}: did not come within {START_SECONDS} seconds",
-                    reason=[f"{others.stop - len(missing)} of {others.stop} ranks are there"],
-                )
+                raise EngineError(f"rank {missing[0]}: did not come within {START_SECONDS} seconds")
             for ready in wait([*self._coming, *listeners], TICK):
-                if isinstance(ready, Connection):
+                if isinstance(ready, Line):
                     self._coming.remove(ready)
                     self._greet(ready, own)
                 else:  # a stranger may say nothing for long: no rank waits for it
                     there = listeners[0].accept()[0]
                     threading.Thread(target=greet, args=(there, key, self._coming), daemon=True).start()
 
-    def _greet(self, line: Connection, own: dict[str, str]) -> None:
-        """Take in what has come: a rank's line, or its line for signs of life."""
+    def _greet(self, line: Line, own: dict[str, str]) -> None:
+        """Take in what has come: a rank's first words."""
         try:
             kind, rank, *told = line.recv()
         except (EOFError, OSError):  # it has ended: so its process will say
             line.close()
-            return
-        if kind == "signs":
-            self._signs[rank] = line
             return
         self._lines[rank] = line
         if kind == "error":
@@ -174,63 +158,46 @@ class Crew:
 
     def open(self, usable_vocab: int) -> Ranks:
         """Let every rank load its part, and meet them; the own part is loaded by the caller."""
-
-        def meet() -> Ranks:
-            plan, store = self.plan, open_store(self._place)
-            for line in self._lines.values():
-                line.send((replace(plan, device=self._kind), usable_vocab, self._place))
-            return open_ranks(store, 0, plan, self._host, self.pulse)
-
-        return self.guard(meet)
+        return self.guard(
+            lambda: open_ranks(open_store(self._place), 0, self.plan, self._host, self.pulse),
+            order=(self.plan, usable_vocab, self._place),
+        )
 
     # -- orders ----------------------------------------------------------------------------------
 
-    def lead(self, name: str, args: Sequence[Any], act: Callable[[], Result]) -> Result:
-        """Do something on every rank: tell the others, then act. Nothing is done once the crew is broken."""
+    def guard(self, act: Callable[[], Result], *, order: Sequence[Any] = (), waits: bool = False) -> Result:
+        """Act, and have the other ranks do so by an order; whatever breaks off ends the crew.
+
+        waits: whether that waits for them. Raises EngineError naming a rank that has failed.
+        """
         if self.broken:
             raise self._verdict("an earlier order broke off")
-
-        def ordered() -> Result:
-            self._send(name, args)
-            return act()
-
-        return self.guard(ordered)
-
-    def guard(self, act: Callable[[], Result]) -> Result:
-        """Act; whatever breaks off breaks the crew. Raises EngineError naming a rank that has failed."""
         try:
             self.pulse.beat()
+            self.pulse.waiting = waits
+            if order:
+                self._tell(*order)
             return act()
-        except (LostRank, OSError, RuntimeError) as error:
+        except BaseException as error:
             self.broken = True
-            own = not isinstance(error, (LostRank, OSError))
-            if own and not self._watch.failed.wait(4 * TICK):  # no other rank's is known in a moment
-                self.kill()
-                raise
-            raise self._verdict(str(error)) from None
-        except BaseException:
-            self.broken = True
+            lost = isinstance(error, (LostRank, OSError))
+            # Of another rank's failure a moment tells.
+            if lost or (isinstance(error, RuntimeError) and self._watch.failed.wait(4 * TICK)):
+                raise self._verdict(str(error)) from None
             self.kill()
             raise
-
-    def check(self) -> None:
-        """Raise what has become known of the other ranks."""
-        if self._watch.failure is not None:
-            self.broken = True
-            raise self._verdict("")
+        finally:
+            self.pulse.waiting = False
 
     def _verdict(self, words: str) -> EngineError:
         """The error that says which rank failed, and how."""
         self._watch.failed.wait(TICK * (HANG_TICKS + 8))
         self.kill()
-        lost = EngineError("the ranks lost each other", reason=[words] if words else [])
-        return self._watch.failure or lost
+        return self._watch.failure or EngineError("the ranks lost each other", reason=[words])
 
-    def _send(self, name: str, args: Sequence[Any]) -> None:
-        message = pickle.dumps((self._number, name, tuple(args)), protocol=pickle.HIGHEST_PROTOCOL)
-        self._number += 1
+    def _tell(self, *message: Any) -> None:
         for line in self._lines.values():
-            line.send_bytes(message)
+            line.tell(*message)
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -240,13 +207,11 @@ class Crew:
         if not self.broken:
             self.broken = True
             with suppress(OSError):
-                self._send("end", ())
+                self._tell("end")
             until = time.monotonic() + LAST_SECONDS
             for process in self._processes.values():
-                try:
+                with suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, until - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    break
         self.kill()
 
     def kill(self) -> None:
@@ -262,6 +227,56 @@ class Crew:
             if process.stdin is not None:
                 with suppress(OSError):
                     process.stdin.close()
-        for line in (*self._coming, *self._lines.values(), *self._signs.values()):
+        for line in (*self._coming, *self._lines.values()):
             with suppress(OSError):
                 line.close()
+
+
+CLEARING = ("retire", "clear", "restart")
+"""What is done after an end: no longer worth an error where everything has ended."""
+ORDERS = (
+    *("place", "show_pages", "write", "save", "flush", "allow", "set_active", "launch", "capture"),
+    *CLEARING,
+)
+
+
+class LeadingQueue:
+    """A `RoundQueue` whose orders are sent to all before they are carried out here, in one order for all."""
+
+    def __init__(self, queue: RoundQueue, crew: Crew) -> None:
+        self._queue, self.crew = queue, crew
+        self.close = weakref.finalize(self, crew.close)
+        """End the other ranks."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._queue, name)
+        if name not in ORDERS:
+            return found
+
+        def ordered(*args: Any) -> Any:
+            if self.crew.broken and name in CLEARING:
+                return None
+            done = self.crew.guard(lambda: found(*args), order=(name, args))
+            if not isinstance(done, Ticket):
+                return done
+            # On a GPU a rank that hangs is felt where what a round emitted is fetched.
+            return done._replace(fetch=lambda: self.crew.guard(done.fetch, waits=True))
+
+        return ordered
+
+
+def lead(plan: EnginePlan, usable_vocab: int, progress: Progress | None) -> Any:
+    """Start the ranks that a plan names, or meet them, and load this one's part; returns a `LeadingQueue`."""
+    crew = Crew(plan)
+
+    def heard(news: LoadProgress) -> None:
+        crew.pulse.beat()
+        if progress is not None:
+            progress(news)
+
+    try:
+        ranks = crew.open(usable_vocab)
+        return LeadingQueue(crew.guard(lambda: assemble(plan, usable_vocab, heard, ranks)), crew)
+    except BaseException:
+        crew.close()
+        raise

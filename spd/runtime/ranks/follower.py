@@ -1,20 +1,27 @@
 """A rank other than rank 0: a process that makes the calls that rank 0 makes, in the same order.
 
-It tells rank 0 how far it is, and ends where rank 0 has ended or hangs.
+It tells rank 0 how far it is, and ends where rank 0 has ended or hangs. The line between them is a socket
+that only a holder of the key can use. Orders come on it, and empty messages as signs of life; what goes to
+rank 0 are tuples: "hello" or "error" and the rank, or "beat".
 """
 
 from __future__ import annotations
 
 import os
+import pickle
+import queue
+import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
-from spd.runtime.ranks.links import connect
-
+LOOPBACK = "127.0.0.1"
 HANG_SECONDS = 15
 BEAT_SECONDS = 0.5
 SILENCE = f"has not answered for {HANG_SECONDS} seconds"
@@ -24,16 +31,55 @@ LEADERLESS = 76
 """The exit status of a rank that has given up rank 0."""
 
 
-class Line:
-    """The line to rank 0, which two threads write to."""
+class Line(Connection):
+    """One end of a line. Several threads may write to it."""
 
-    def __init__(self, connection: Any) -> None:
-        self.connection, self._lock = connection, threading.Lock()
+    def __init__(self, handle: int) -> None:
+        super().__init__(handle)
+        self._writing = threading.Lock()
 
-    def send(self, *message: Any) -> None:
-        """Say something to rank 0. Raises OSError where it is gone."""
-        with self._lock:
-            self.connection.send(message)
+    @classmethod
+    def over(cls, there: socket.socket) -> Line:
+        """A line on a duplicate of a socket, whose options are the line's."""
+        there.settimeout(None)
+        if there.family != socket.AF_UNIX:
+            there.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return cls(there.dup().detach())
+
+    def tell(self, *message: Any) -> None:
+        """Send a message. Raises OSError where the other end is gone."""
+        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        with self._writing:
+            self.send_bytes(data)
+
+    def give_sign(self) -> None:
+        """Let the other end know that this process runs, unless another thread is telling it something."""
+        if self._writing.acquire(blocking=False):
+            with suppress(OSError):  # what is gone is found by other means
+                self.send_bytes(pickle.dumps(()))
+            self._writing.release()
+
+
+def greet(there: socket.socket, key: bytes, lines: list[Line]) -> None:
+    """Append the line to the rank at the other end, if that knows the key."""
+    with there:
+        line = Line.over(there)
+        try:
+            deliver_challenge(line, key)
+            answer_challenge(line, key)
+        except (OSError, EOFError, ValueError, AssertionError, AuthenticationError):
+            line.close()
+            return
+    lines.append(line)
+
+
+def connect(host: str, port: int, key: bytes) -> tuple[Line, str]:
+    """A line to the listener there, and this machine's address on it. Raises OSError, EOFError."""
+    with socket.create_connection((host, port), timeout=30) as there:
+        line = Line.over(there)
+        answer_challenge(line, key)
+        deliver_challenge(line, key)
+        return line, str(there.getsockname()[0])
 
 
 def serve(spec: dict[str, Any], leave: Callable[[int], None]) -> int:
@@ -43,78 +89,55 @@ def serve(spec: dict[str, Any], leave: Callable[[int], None]) -> int:
     """
     import torch
 
-    from spd.runtime.ranks.communicator import LostRank, Pulse
-    from spd.runtime.ranks.groups import describe_rank
+    from spd.runtime.engine.assembly import assemble
+    from spd.runtime.ranks.communicator import LostRank, Pulse, describe_rank, open_ranks, open_store
 
-    pulse, rank = Pulse(), spec["rank"]
+    pulse, rank, orders = Pulse(), spec["rank"], queue.SimpleQueue[Any]()
     try:
-        connection, signs, own_host = _lines(spec)
-        line = Line(connection)
+        if spec["lines"]:
+            line, own_host = Line(spec["lines"][0]), spec["host"]
+        else:
+            line, own_host = connect(spec["host"], spec["port"], bytes.fromhex(spec["key"]))
     except (OSError, EOFError):
         return COLLATERAL
     try:
         if spec["device"] != "cpu":
             torch.cuda.set_device(torch.device(spec["device"]))
-        line.send("hello", rank, describe_rank(spec["device"]))
-        signs.send(("signs", rank))
-        beating = (line, signs, pulse, leave)
-        threading.Thread(target=keep_beating, args=beating, daemon=True).start()
-        _follow(line, spec, own_host, pulse)
-    except (LostRank, EOFError, OSError):
+        line.tell("hello", rank, describe_rank(spec["device"]))
+        threading.Thread(target=listen, args=(line, orders.put, pulse, leave), daemon=True).start()
+        plan, usable_vocab, place = orders.get()
+        plan = replace(plan, device=spec["device"])
+        ranks = open_ranks(open_store(place), rank, plan, own_host, pulse)
+        obey(assemble(plan, usable_vocab, lambda _: pulse.beat(), ranks), orders.get, pulse)
+    except (LostRank, OSError):
         return COLLATERAL
     except BaseException as error:
-        line.send("error", rank, f"{type(error).__name__}: {error}", traceback.format_exc())
+        line.tell("error", rank, f"{type(error).__name__}: {error}", traceback.format_exc())
         return 1
     return 0
 
 
-def _lines(spec: dict[str, Any]) -> tuple[Connection, Connection, str]:
-    """The line to rank 0, the one for signs of life, and this machine's address. Raises OSError, EOFError."""
-    if spec["lines"]:
-        return Connection(spec["lines"][0]), Connection(spec["lines"][1]), spec["host"]
-    place = spec["host"], spec["port"], bytes.fromhex(spec["key"])
-    return connect(*place)[0], *connect(*place)
-
-
-def _follow(line: Line, spec: dict[str, Any], own_host: str, pulse: Any) -> None:
-    """Load what rank 0 asks for, then obey it until it ends."""
-    from spd.runtime.engine.assembly import assemble
-    from spd.runtime.ranks.groups import open_ranks, open_store
-
-    (plan, usable_vocab, place) = line.connection.recv()
-    plan = replace(plan, device=spec["device"])
-    ranks = open_ranks(open_store(place), spec["rank"], plan, own_host, pulse)
-    queue = assemble(plan, usable_vocab, lambda _: pulse.beat(), ranks)
-    obey(queue, line.connection.recv, pulse)
-
-
 def obey(queue: Any, receive: Callable[[], Any], pulse: Any) -> None:
-    """Carry out numbered orders on a round queue until the one that ends."""
-    expected = 0
-    while True:
-        number, name, args = receive()
-        if number != expected:
-            raise RuntimeError(f"order {number} came instead of order {expected}")
-        expected += 1
+    """Carry out orders on a round queue until the one that ends."""
+    while (order := receive())[0] != "end":
         pulse.beat()
-        if name == "end":
-            return
+        name, args = order
         getattr(queue, name)(*args)
 
 
-def keep_beating(line: Line, signs: Connection, pulse: Any, leave: Callable[[int], None]) -> None:
-    """Tell rank 0 how far this rank is, and listen to its own signs of life; `leave` ends this process."""
-    stop, parent, quiet = threading.Event(), os.getppid(), 0.0
-    while not stop.wait(BEAT_SECONDS):
-        quiet += BEAT_SECONDS
+def listen(line: Line, order: Callable[[Any], None], pulse: Any, leave: Callable[[int], None]) -> None:
+    """Pass on rank 0's orders, tell it how far this rank is, and end this process where it is gone."""
+    parent, quiet = os.getppid(), 0
+    while os.getppid() == parent:
+        quiet, until = quiet + 1, time.monotonic() + BEAT_SECONDS
         try:
-            while signs.poll():
-                signs.recv_bytes()
-                quiet = 0.0
-            line.send("beat", pulse.steps, pulse.waiting)
+            while line.poll(max(0.0, until - time.monotonic())):
+                quiet = 0
+                if message := line.recv():
+                    order(message)
+            line.tell("beat", pulse.steps, pulse.waiting)
         except (EOFError, OSError):
-            leave(COLLATERAL)
-        if os.getppid() != parent:
-            leave(COLLATERAL)
-        if quiet >= HANG_SECONDS:
+            break
+        if quiet * BEAT_SECONDS >= HANG_SECONDS:
             leave(LEADERLESS)
+    leave(COLLATERAL)

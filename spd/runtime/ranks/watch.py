@@ -9,14 +9,14 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 
 from spd.errors import EngineError
 from spd.runtime.ranks.communicator import Pulse
-from spd.runtime.ranks.follower import COLLATERAL, HANG_SECONDS, SILENCE
+from spd.runtime.ranks.follower import COLLATERAL, HANG_SECONDS, SILENCE, Line
 
 TICK = 0.25
 """Seconds between two looks of rank 0, each of which is a sign of life to the others."""
@@ -26,6 +26,7 @@ HANG_TICKS = round(HANG_SECONDS / TICK)
 Counted in looks, not by the clock: while the terminal has stopped the program, there are no looks."""
 LAST_WORDS_TICKS = 8
 """Looks for which a rank that ended because of another one waits for the news of that one."""
+KEPT_WAITING = f"has kept the others waiting for {HANG_SECONDS} seconds"
 NOTICE_SECONDS = 4
 """In which rank 0 notices that a rank has failed; if it does not, it hangs itself."""
 
@@ -39,8 +40,8 @@ def failure(rank: int, words: str, details: str = "") -> EngineError:
 class _Member:
     """What is known of one rank."""
 
-    line: Connection | None
-    process: subprocess.Popen[bytes] | None
+    line: Line | None = None
+    process: subprocess.Popen[bytes] | None = None
     steps: int = 0
     waiting: bool = False
     quiet: int = 0
@@ -50,28 +51,32 @@ class _Member:
     gone: int = 0
     """Looks since it ended because of another rank."""
 
+    def beat(self, steps: int, waiting: bool) -> None:
+        """Take in how far it is."""
+        self.still = 0 if steps != self.steps else self.still
+        self.steps, self.waiting = steps, waiting
+
 
 class Watch:
     """A thread that looks at every rank; `failure` once one has failed, and then all are ended by `kill`.
 
-    Each look is a sign of life for the others too, sent by `signs`. Where rank 0 does not notice a failure,
-    because it hangs or has nothing to do, the thread ends with the EngineError that rank 0 would have raised:
-    see `threading.excepthook`.
+    Each look is a sign of life for the others too. Where rank 0 does not notice a failure, because it hangs
+    or has nothing to do, the thread ends with the EngineError that rank 0 would have raised: see
+    `threading.excepthook`.
     """
 
     def __init__(
         self,
-        lines: Mapping[int, Connection],
-        signs: Mapping[int, Connection],
+        lines: Mapping[int, Line],
         processes: Mapping[int, subprocess.Popen[bytes]],
         pulse: Pulse,
         kill: Callable[[], None],
     ) -> None:
         self.failure: EngineError | None = None
         self.failed = threading.Event()
-        self._signs, self._pulse, self._kill = list(signs.values()), pulse, kill
-        self._members = {rank: _Member(line, processes.get(rank)) for rank, line in lines.items()}
-        self._own = _Member(None, None)
+        self._lines, self._pulse, self._kill = list(lines.values()), pulse, kill
+        others = {rank: _Member(line, processes.get(rank)) for rank, line in lines.items()}
+        self._others, self._all = others, {0: _Member(), **others}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spd ranks", daemon=True)
         self._thread.start()
@@ -87,7 +92,8 @@ class Watch:
 
     def _run(self) -> None:
         while not self._closing.is_set() and self.failure is None:
-            give_signs(self._signs)
+            for line in self._lines:
+                line.give_sign()
             with suppress(OSError):  # the lines were closed meanwhile
                 self._hear(time.monotonic() + TICK)
             if self._closing.is_set():
@@ -101,41 +107,37 @@ class Watch:
 
     def _hear(self, until: float) -> None:
         """Take in what the ranks say until then."""
-        for member in (*self._members.values(), self._own):
+        for member in self._all.values():
             member.quiet += 1
             member.still += 1
         while (left := until - time.monotonic()) > 0:
-            open_lines = {m.line: rank for rank, m in self._members.items() if m.line is not None}
-            heard = wait(list(open_lines), left)
-            if not open_lines:
+            talking = {m.line: m for m in self._others.values() if m.line is not None}
+            if not talking:
                 time.sleep(left)
-            for line in heard:
-                assert isinstance(line, Connection)
-                self._take(open_lines[line], line)
-        if self._pulse.steps != self._own.steps:
-            self._own.steps, self._own.still = self._pulse.steps, 0
-        self._own.waiting = self._pulse.waiting
+            for line in wait(list(talking), left):
+                self._take(talking[line])  # type: ignore[index]
+        self._all[0].beat(self._pulse.steps, self._pulse.waiting)
 
-    def _take(self, rank: int, line: Connection) -> None:
-        member = self._members[rank]
+    def _take(self, member: _Member) -> None:
+        assert member.line is not None
         try:
-            kind, *rest = line.recv()
+            kind, *rest = member.line.recv()
         except (EOFError, OSError):
             member.line = None
             return
         member.quiet = 0
         if kind == "beat":
-            if rest[0] != member.steps:
-                member.steps, member.still = rest[0], 0
-            member.waiting = rest[1]
-        elif kind == "error":
+            member.beat(*rest)
+        else:
             self.failure = self.failure or failure(*rest)
 
     def _dead(self) -> EngineError | None:
-        """A rank that ended by itself; one that ended because of another only if no other is found."""
-        for rank, member in self._members.items():
+        """A rank that is silent, or ended; one that ended because of another only if no other is found."""
+        for rank, member in self._others.items():
             status = member.process.poll() if member.process is not None else None
             if status is None and member.line is not None:
+                if member.quiet > HANG_TICKS:
+                    return failure(rank, SILENCE)
                 continue
             if status in (COLLATERAL, None) and member.gone < LAST_WORDS_TICKS:
                 member.gone += 1  # its own status, or the news of another one, comes in a moment
@@ -144,25 +146,13 @@ class Watch:
         return None
 
     def _stalled(self) -> EngineError | None:
-        """A rank that has not said a word, or that has not moved while others wait for it."""
-        for rank, member in self._members.items():
-            if member.quiet > HANG_TICKS:
-                return failure(rank, SILENCE)
-        everyone = {0: self._own, **self._members}
-        waiting = [member for member in everyone.values() if member.waiting and member.still > HANG_TICKS]
-        moving = any(member.still <= HANG_TICKS for member in everyone.values())
-        if not waiting or moving:
+        """A rank that has not moved while others wait for it."""
+        still = all(member.still > HANG_TICKS for member in self._all.values())
+        late = {rank: member.steps for rank, member in self._all.items() if not member.waiting}
+        if not still or len(late) == len(self._all):
             return None
-        late = [rank for rank, member in everyone.items() if not member.waiting] or list(everyone)
-        rank = min(late, key=lambda r: (everyone[r].steps, r))
-        return failure(rank, f"has kept the others waiting for {HANG_SECONDS} seconds")
-
-
-def give_signs(signs: Iterable[Connection]) -> None:
-    """Let other ranks know that this one runs; one that is gone is found by other means."""
-    for line in signs:
-        with suppress(OSError):
-            line.send_bytes(b"")
+        late = late or {rank: member.steps for rank, member in self._all.items()}
+        return failure(min(late, key=lambda rank: (late[rank], rank)), KEPT_WAITING)
 
 
 def end_words(status: int | None) -> str:
@@ -170,8 +160,5 @@ def end_words(status: int | None) -> str:
     if status is None or status == COLLATERAL:
         return "its connection was lost"
     if status < 0:
-        try:
-            return f"was ended by {signal.Signals(-status).name}"
-        except ValueError:
-            return f"was ended by signal {-status}"
+        return f"was ended by {signal.Signals(-status).name}"
     return f"ended with status {status}"
