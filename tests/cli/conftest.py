@@ -148,7 +148,6 @@ class FakeEngine:
         self.requests: list[Request] = []
         self.trace: Callable[[RoundRecord], None] | None = None
         self.closed = self.aborted = False
-        self.plain_round_seconds = 0.05
         self._left: list[str | None] = []
         self._steps = 0
         self._metrics = RequestMetrics(load_ms=script.load_ms, prompt_ms=10.0, first_token_ms=12.0)

@@ -41,9 +41,9 @@ def test_tokens_traffic_and_sockets(
     engine = make_engine(target, tp=2, draft_tp=group, **wishes)
     with nothing_is_left(engine):
         assert [run.output for run in run_all(engine, PROMPTS, PARAMS)] == plain
-        before, rounds = traffic(engine), engine.totals.rounds
+        before, rounds = traffic(engine), engine.rounds
         list(engine.stream([Request("x", PROMPTS[1][:1], SamplingParams(max_tokens=12, seed=1))]))
-        after, rounds = traffic(engine), engine.totals.rounds - rounds
+        after, rounds = traffic(engine), engine.rounds - rounds
         check_traffic(engine, target, draft, group, before, after, rounds)
         found = [place.split(":")[0] for place in listening(pids(engine)) - before_all]
         assert found == ["0100007F"] * 2, "gloo's, one a rank, on loopback only"

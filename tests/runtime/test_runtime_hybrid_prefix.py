@@ -315,7 +315,6 @@ def test_a_request_ends_once_where_its_last_copy_broke_off(
     while engine.has_work:
         events += engine.step()
     assert [event.finish_reason for event in events] == [None, None, "error"]
-    assert engine.totals.requests == {"error": 1}
     check_pages(engine._scheduler)
 
 

@@ -14,7 +14,6 @@ from spd.kernels.round.commit import FAILED, GOING_ON, first_sample
 from spd.runtime import Event, Request, SamplingParams
 from spd.runtime.engine.detokenizer import Detokenizer
 from spd.runtime.engine.engine import REASONS
-from spd.runtime.engine.metrics import EngineMetrics, RequestMetrics
 from spd.runtime.engine.sequence import Sequence
 from spd.runtime.round.round_queue import RoundResult
 from spd.runtime.round.sampling_params import SamplerClass
@@ -54,11 +53,8 @@ def test_definitions_by_hand() -> None:
         event = event_of(sequence, row, result, now)
         assert event.token_ids == tuple(range(accepted + 1))
         assert event.drafted == (*[True] * accepted, False)
-        if now == 2.0:
-            assert sequence.measured().rounds == 2, "asked for in between"
     assert sequence.length == 1 + 8
-    m = sequence.measured()
-    assert sequence.measured() is m and m.rounds == 4, "nothing is counted twice"
+    m = sequence.metrics
     assert (m.rounds, m.num_drafts, m.draft_n, m.draft_n_accepted) == (4, 3, 8, 4)
     assert m.mean_acceptance_length == 1 + 4 / 3 and m.draft_acceptance_rate == 4 / 8
     assert m.tokens_per_round == 8 / 4
@@ -82,9 +78,7 @@ def test_counts_of_random_rounds_agree(seed: int) -> None:
     for k, accepted, committed in rounds:
         event = event_of(sequence, *told(k, accepted, committed=committed), 1.0)
         shown.append(len(event.token_ids))
-        if source.random() < 0.3:
-            sequence.measured()  # asked for in between
-    counts = sequence.measured()
+    counts = sequence.metrics
     emitted = [min(accepted, committed) for _, accepted, committed in rounds]
     histogram = [emitted.count(i) for i in range(len(counts.acceptance_histogram))]
     assert counts.acceptance_histogram == histogram and sum(histogram) == counts.rounds == len(rounds)
@@ -111,12 +105,12 @@ def test_what_is_cut_away_was_matched_and_not_kept() -> None:
     )
     event = event_of(sequence, *told(3, 3), 1.0)
     assert (event.token_ids, event.text, event.finish_reason) == ((0, 1), "a", "stop")
-    m = sequence.measured()
+    m = sequence.metrics
     assert (m.draft_n, m.draft_n_accepted_raw, m.draft_n_accepted) == (3, 3, 2)
     failed, (row, result) = sequence_of("b", (1,), 40), told(2, 1, FAILED, 0)
     event = event_of(failed, row, result, 1.0)
     assert (event.token_ids, event.finish_reason) == ((), "error") and event.error
-    m = failed.measured()
+    m = failed.metrics
     assert (m.draft_n, m.draft_n_accepted_raw, m.draft_n_accepted) == (2, 1, 0)
     assert (m.rounds, m.empty_rounds) == (1, 1)
 
@@ -131,22 +125,19 @@ def test_rows_that_pad_a_round_are_no_drafts(target: Path) -> None:
     assert one.mean_acceptance_length == 2.0, "its drafter is the target itself"
 
 
-def test_the_engine_counts_its_rounds_and_how_requests_ended(target: Path) -> None:
+def test_the_engine_counts_its_rounds_and_forgets_old_requests(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spd.runtime.engine.engine.KEPT", 5)
     engine = make_engine(target, slots=2, spec="ngram", ngram_min=1, draft_max=3, lag=1)
     engine.add(Request("gone", PROMPTS[0], SamplingParams()))
     engine.abort("gone")
     engine.step()
     each = [m.metrics for m in run_all(engine, PROMPTS, [SamplingParams(max_tokens=9 + i) for i in range(5)])]
-    assert engine.totals.requests == {"abort": 1, "length": 5}
-    assert max(m.rounds for m in each) <= engine.totals.rounds <= sum(m.rounds for m in each) + 4
+    assert max(m.rounds for m in each) <= engine.rounds <= sum(m.rounds for m in each) + 4
     assert each[4].queue_ms > each[0].queue_ms, "two slots: the fifth had to wait"
-
-
-def test_counters_of_requests_that_ended_are_kept_to_a_bound() -> None:
-    totals = EngineMetrics()
-    for i in range(5000):
-        totals.add(str(i), RequestMetrics(completion_tokens=1), "stop")
-    assert len(totals.finished) == 4096 and "4999" in totals.finished and totals.requests == {"stop": 5000}
+    with pytest.raises(KeyError):
+        engine.metrics("gone")
 
 
 @pytest.mark.parametrize(("spec", "lag"), [("ngram", 0), ("draft", 2)])

@@ -37,7 +37,7 @@ from spd.cli.text.structured import ThinkingSplitter, opens_thinking, thinking_b
 from spd.cli.text.wrap import fit_lines
 from spd.errors import EngineError, IncompatibleError, SpdError, UsageError
 from spd.formats.files import INPUT_LIMIT
-from spd.runtime.engine.driver import Gathered
+from spd.runtime.engine.request import Gathered
 
 if TYPE_CHECKING:
     from spd.cli.chat.editor import Editor

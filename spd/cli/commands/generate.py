@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from spd.cli.text.prompt import Asked
     from spd.cli.text.reply import Delivery
     from spd.runtime import Engine, EngineConfig, Request
-    from spd.runtime.engine.driver import Gathered
+    from spd.runtime.engine.request import Gathered
 
 REQUEST_ID = "0"
 

@@ -33,8 +33,8 @@ from spd.cli.text.prompt import (
 from spd.cli.text.sampling import check_ids
 from spd.errors import PartialError, SpdError, UsageError
 from spd.formats.files import INPUT_LIMIT, LINES_LIMIT, read_input
-from spd.runtime.engine.driver import Gathered, drive
-from spd.runtime.engine.request import GrammarText, derived_seed
+from spd.runtime.engine.driver import drive
+from spd.runtime.engine.request import Gathered, GrammarText, derived_seed
 
 if TYPE_CHECKING:
     from spd.cli.text.job import Settings

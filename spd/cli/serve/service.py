@@ -114,7 +114,7 @@ class Service:
         waiting, (used, pages) = max(0, self.open - self.slots), self.engine.pages
         figures = {
             **self.counters,
-            "rounds_total": self.engine.totals.rounds,
+            "rounds_total": self.engine.rounds,
             "requests_running": self.open - waiting,
             "requests_waiting": waiting,
             "slots": self.slots,

@@ -22,8 +22,7 @@ from spd.cli.serve.service import Call, Service
 from spd.cli.text.output import to_json
 from spd.cli.text.prompt import Asked
 from spd.errors import EngineError, ResourceError, SpdError
-from spd.runtime.engine.driver import Gathered
-from spd.runtime.engine.request import GrammarText
+from spd.runtime.engine.request import Gathered, GrammarText
 
 if TYPE_CHECKING:
     from spd.runtime import EnginePlan, Request, RequestMetrics

@@ -9,7 +9,8 @@ from spd.cli.chat.view import Thoughts
 from spd.cli.signals import SignalGuard
 from spd.cli.text.output import Sink
 from spd.cli.text.structured import ThinkingSplitter
-from spd.runtime.engine.driver import Gathered, drive
+from spd.runtime.engine.driver import drive
+from spd.runtime.engine.request import Gathered
 
 if TYPE_CHECKING:
     from spd.runtime import Engine, Event, Request, RequestMetrics

@@ -16,8 +16,7 @@ from spd.cli.text.structured import parted
 if TYPE_CHECKING:
     from spd.formats.tokenizer import Tokenizer
     from spd.runtime import Engine, EnginePlan, Request, RequestMetrics, SamplingParams
-    from spd.runtime.engine.driver import Gathered
-    from spd.runtime.engine.request import TokenLogprob
+    from spd.runtime.engine.request import Gathered, TokenLogprob
 
 SCHEMA = "spd.generate/1"
 

@@ -7,13 +7,12 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import suppress
 from functools import partial
 
-from spd.runtime.engine.driver import Answer, EngineThread, Gathered
+from spd.runtime.engine.driver import Answer, EngineThread
 from spd.runtime.engine.engine import Engine
 from spd.runtime.engine.request import Completion, Event, Request
 from spd.runtime.load.progress import Progress
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.round.sampling_params import SamplingParams
-from spd.runtime.round.transfer import use_device
 
 
 class AsyncEngine:
@@ -40,14 +39,9 @@ class AsyncEngine:
         progress: Progress | None = None,
         expected: Collection[SamplingParams] = (SamplingParams(),),
     ) -> None:
-        self.engine = engine = Engine(config, progress)
-
-        def take_over(_: Progress) -> Engine:
-            use_device(engine.plan.device)
-            return engine
-
-        self._thread = EngineThread(take_over, lambda: expected, goes_on=False)
+        self._thread = EngineThread(lambda _: Engine(config, progress), lambda: expected, goes_on=False)
         self._thread.start()
+        self.engine = self._thread.engine()
 
     def __enter__(self) -> AsyncEngine:
         return self
@@ -80,10 +74,11 @@ class AsyncEngine:
 
     async def generate(self, request: Request) -> Completion:
         """Run one request to its end; raises as `stream` does."""
-        gathered = Gathered()
+        done = Completion(request_id=request.id)
         async for event in self.stream(request):
-            gathered.take(event)
-        return gathered.completion(request.id, self.engine.metrics(request.id))
+            done.take(event)
+        done.metrics = self.engine.metrics(request.id)
+        return done
 
 
 def _tell(loop: asyncio.AbstractEventLoop, answers: asyncio.Queue[Answer], answer: Answer) -> None:

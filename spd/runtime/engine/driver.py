@@ -1,4 +1,4 @@
-"""What drives an engine: the loop over its steps, a thread for it, and what gathers a request's events.
+"""What drives an engine: the loop over its steps, and a thread for it.
 
 No torch here: the command line builds on this before it loads anything.
 """
@@ -8,16 +8,14 @@ from __future__ import annotations
 import gc
 import queue
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 from spd.errors import EngineError, ResourceError
 from spd.runtime.engine.metrics import RequestMetrics
-from spd.runtime.engine.request import Completion, Event, Request, TokenLogprob
+from spd.runtime.engine.request import Event, Request
 
 if TYPE_CHECKING:
     from spd.runtime.engine.engine import Engine
@@ -45,41 +43,6 @@ def drive(
             short(error)
             events = []
         yield events
-
-
-@dataclass
-class Gathered:
-    """What has come of one request so far."""
-
-    token_ids: list[int] = field(default_factory=list)
-    pieces: list[str] = field(default_factory=list)
-    drafted: list[bool] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: str | None = None
-    error: str | None = None
-    chunks: list[tuple[float, int]] = field(default_factory=list)
-    """When tokens came, in seconds of `time.perf_counter`, and how many."""
-
-    def take(self, event: Event) -> None:
-        """Add what an event brought."""
-        if event.token_ids:
-            self.chunks.append((time.perf_counter(), len(event.token_ids)))
-        self.token_ids += event.token_ids
-        self.pieces.append(event.text)
-        self.drafted += event.drafted
-        self.logprobs += event.logprobs
-        self.finish_reason, self.error = event.finish_reason, event.error
-
-    @property
-    def text(self) -> str:
-        """The whole text so far."""
-        return "".join(self.pieces)
-
-    def completion(self, request_id: str, metrics: RequestMetrics) -> Completion:
-        """The whole."""
-        ids, drafted, logprobs = tuple(self.token_ids), tuple(self.drafted), tuple(self.logprobs)
-        reason, error = self.finish_reason, self.error
-        return Completion(request_id, ids, self.text, reason, metrics, drafted, logprobs, error)
 
 
 Answer = Event | BaseException
@@ -189,12 +152,7 @@ class EngineThread:
             if self._stopped:  # before there was anything to stop
                 self.stop()
             while reason is None:
-                try:
-                    answer = answers.get(timeout=1.0)
-                except queue.Empty:
-                    if self._thread.is_alive():
-                        continue
-                    raise EngineError("the thread of the engine has ended") from None
+                answer = answers.get()
                 if isinstance(answer, BaseException):
                     raise answer
                 reason = answer.finish_reason

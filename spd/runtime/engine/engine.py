@@ -7,7 +7,7 @@ the host never stands between two rounds; with lag 0 it reads at once. The text 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Listed
 from functools import reduce
@@ -16,14 +16,14 @@ from operator import attrgetter, or_
 
 import torch
 
-from spd.errors import EngineError, UsageError
+from spd.errors import UsageError
 from spd.formats.tokenizer import Tokenizer
 from spd.kernels.round.commit import EMISSION_HEAD, GOING_ON, read_emission
 from spd.runtime.engine.assembly import memory_refusal, open_device
-from spd.runtime.engine.draft_length import DraftLength, medians
-from spd.runtime.engine.driver import Gathered, drive
+from spd.runtime.engine.draft_length import DraftLength
+from spd.runtime.engine.driver import drive
 from spd.runtime.engine.grammar import GrammarError
-from spd.runtime.engine.metrics import EngineMetrics, RequestMetrics, RoundRecord
+from spd.runtime.engine.metrics import RequestMetrics, RoundRecord
 from spd.runtime.engine.page_table import Checkpoints, PageTable
 from spd.runtime.engine.request import Completion, Event, Request
 from spd.runtime.engine.scheduler import EnqueuedRound, Scheduler
@@ -39,6 +39,7 @@ from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 
 IDLE_PASSES, BUSY_PASSES = 16, 4
 """Passes over prompts in a step: where none decoded at its beginning, and while more wait than decode."""
+KEPT = 4096
 REASONS = (None, "stop", "length", "error")
 """Why a request ends, by the reason that a round gives: GOING_ON, STOPPED, FULL, FAILED."""
 
@@ -76,7 +77,10 @@ class Engine:
         share = plan.shares_prefixes
         self._scheduler = Scheduler(shape.slots, self._pages, *sizes, sharing=share, checkpoints=kept)
         self._ready: list[Event] = []
-        self.totals = EngineMetrics()
+        self.rounds = 0
+        """That have been read; one serves every slot."""
+        self._finished: OrderedDict[str, RequestMetrics] = OrderedDict()
+        """Counters of the latest `KEPT` requests that ended."""
         self._draft_length = DraftLength(shape.model_drafts, plan.adaptive, plan.draft_tiers, plan.copying)
         self._gathered: list[Sequence] = []
         """The latest round's sequences; what follows from them:"""
@@ -132,11 +136,6 @@ class Engine:
             self._stop(sequence, "abort")
 
     @property
-    def plain_round_seconds(self) -> float | None:
-        """Recently measured seconds of a round without drafts; None before the first one."""
-        return medians(self._draft_length.times.verify).get(0)
-
-    @property
     def has_work(self) -> bool:
         """Whether anything waits, runs or has not been handed out."""
         return bool(self._scheduler.by_id or self._scheduler.in_flight or self._ready)
@@ -144,40 +143,31 @@ class Engine:
     def metrics(self, request_id: str) -> RequestMetrics:
         """Counters of a request that waits, runs or ended of late. Raises KeyError for an unknown id."""
         sequence = self._scheduler.by_id.get(request_id)
-        return self.totals.finished[request_id] if sequence is None else sequence.measured()
+        return self._finished[request_id] if sequence is None else sequence.metrics
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Event]:
         """Run requests to their end, yielding events as they come; taken from `requests` as room appears.
 
-        What is not finished when the caller stops listening is aborted; events of other requests wait for
-        their own callers. Raises what `add` raises, and EngineError where a `step` elsewhere took events.
+        Nothing else may run meanwhile. What is not finished when the caller stops listening is aborted.
+        Raises what `add` raises.
         """
-        source, open_ids = iter(requests), set[str]()
-        more = True
+        source, names = iter(requests), set[str]()
 
         def fill() -> bool:
-            nonlocal more
-            while more and len(self._scheduler.waiting) < self.plan.shape.slots:
+            while len(self._scheduler.waiting) < self.plan.shape.slots:
                 if (request := next(source, None)) is None:
-                    more = False
-                else:
-                    self.add(request)
-                    open_ids.add(request.id)
-            return more or bool(open_ids) or bool(self._scheduler.in_flight and not self._scheduler.by_id)
+                    break
+                self.add(request)
+                names.add(request.id)
+            return self.has_work
 
         try:
             for events in drive(self.step, fill):
-                self._ready[:0] = [event for event in events if event.request_id not in open_ids]
-                for event in [event for event in events if event.request_id in open_ids]:
-                    if event.finish_reason is not None:
-                        open_ids.discard(event.request_id)
-                    yield event
-                if open_ids.difference(self._scheduler.by_id, (event.request_id for event in self._ready)):
-                    raise EngineError("a step elsewhere took events of this stream")
+                yield from events
         finally:
-            for request_id in open_ids:
+            for request_id in names:
                 self.abort(request_id)
-            self._ready = [event for event in self._ready if event.request_id not in open_ids]
+            self._ready = [event for event in self._ready if event.request_id not in names]
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """Run requests to their end together; one completion each, in their order.
@@ -187,16 +177,15 @@ class Engine:
         asked = list(requests)
         for request in asked:
             self._checks.sequence(request)
-        twice = [name for name, times in Counter(request.id for request in asked).items() if times > 1]
-        if twice:
-            raise UsageError(f"request id {twice[0]!r} is given twice", fix=["an id of its own for each"])
-        parts = {request.id: Gathered() for request in asked}
-        counted: dict[str, RequestMetrics] = {}
+        done = {request.id: Completion(request_id=request.id) for request in asked}
+        if len(done) < len(asked):
+            raise UsageError("a request id is given twice", fix=["an id of its own for each"])
         for event in self.stream(asked):
-            parts[event.request_id].take(event)
+            completion = done[event.request_id]
+            completion.take(event)
             if event.finish_reason is not None:
-                counted[event.request_id] = self.metrics(event.request_id)
-        return [parts[request.id].completion(request.id, counted[request.id]) for request in asked]
+                completion.metrics = self.metrics(event.request_id)
+        return list(done.values())
 
     def close(self) -> None:
         """Let go of everything that runs, and of the other ranks where there are several."""
@@ -372,7 +361,7 @@ class Engine:
         scheduler, oldest = self._scheduler, self._scheduler.in_flight[0]
         result = oldest.ticket.read()
         scheduler.round_over()
-        self.totals.rounds += 1
+        self.rounds += 1
         draft, verify, rest = result.seconds
         self._draft_length.observe_cost(result.k, verify + rest, draft, result.draft_forwards, result.gap)
         now = time.perf_counter()
@@ -449,7 +438,9 @@ class Engine:
         if own := self._scheduler.retire(sequence):
             self._device.clear(own)
         self._ready.append(event)  # where freeing broke off it is not over yet
-        self.totals.add(name, sequence.measured(), reason)
+        self._finished[name] = sequence.metrics
+        if len(self._finished) > KEPT:
+            self._finished.popitem(last=False)
 
 
 def arm(device: RoundQueue, sequence: Sequence, drafts: Listed[int], rule: str) -> None:

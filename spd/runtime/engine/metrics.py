@@ -7,11 +7,8 @@ vLLM's `metrics.speculative_decoding`.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
-
-KEPT = 4096
 
 
 @dataclass(frozen=True)
@@ -173,22 +170,3 @@ class RequestMetrics:
             "accepted_per_position": self.accepted_per_position,
             "acceptance": "imposed" if imposed else "natural",
         }
-
-
-@dataclass
-class EngineMetrics:
-    """What an engine has done so far."""
-
-    rounds: int = 0
-    """One serves every slot."""
-    requests: dict[str, int] = field(default_factory=dict)
-    """By how they ended."""
-    finished: OrderedDict[str, RequestMetrics] = field(default_factory=OrderedDict)
-    """The latest `KEPT` requests by id; their counters can still be read."""
-
-    def add(self, name: str, one: RequestMetrics, reason: str) -> None:
-        """A request has ended."""
-        self.finished[name] = one
-        while len(self.finished) > KEPT:
-            self.finished.popitem(last=False)
-        self.requests[reason] = self.requests.get(reason, 0) + 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from spd.errors import UsageError
@@ -104,15 +105,38 @@ class Event(NamedTuple):
     error: str | None = None
 
 
-@dataclass(frozen=True)
-class Completion:
+@dataclass
+class Gathered:
+    """What has come of one request so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+    chunks: list[tuple[float, int]] = field(default_factory=list)
+    """When tokens came, in seconds of `time.perf_counter`, and how many."""
+
+    def take(self, event: Event) -> None:
+        """Add what an event brought."""
+        if event.token_ids:
+            self.chunks.append((time.perf_counter(), len(event.token_ids)))
+        self.token_ids += event.token_ids
+        self.pieces.append(event.text)
+        self.drafted += event.drafted
+        self.logprobs += event.logprobs
+        self.finish_reason, self.error = event.finish_reason, event.error
+
+    @property
+    def text(self) -> str:
+        """The whole text so far."""
+        return "".join(self.pieces)
+
+
+@dataclass
+class Completion(Gathered):
     """Everything that one request brought; fields as in `Event`."""
 
-    request_id: str
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: str | None
-    metrics: RequestMetrics
-    drafted: tuple[bool, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    error: str | None = None
+    request_id: str = field(kw_only=True)
+    metrics: RequestMetrics = field(kw_only=True, default_factory=RequestMetrics)

@@ -67,10 +67,8 @@ class Sequence:
     """Committed tokens the host knows of, the prompt included."""
     in_flight: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    """Without what `measured` adds."""
     arrived_at: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
-    last_token_at: float = 0.0
     acceptance: Acceptance = field(default_factory=Acceptance)
     drafted_for: bool = False
     """Whether the round read next could have held drafts: not the first after a prefill."""
@@ -152,18 +150,12 @@ class Sequence:
             return
         self.generated += tokens
         self.length += len(tokens)
-        self.last_token_at = now
+        metrics.completion_tokens += len(tokens)
         if self.first_token_at is None:
             self.first_token_at = now
             metrics.first_tokens = len(tokens)
             metrics.first_token_ms = 1000 * (now - self.arrived_at)
-
-    def measured(self) -> RequestMetrics:
-        """Its counters, as they are now."""
-        self.metrics.completion_tokens = len(self.generated)
-        if self.first_token_at is not None:
-            self.metrics.predicted_ms = 1000 * (self.last_token_at - self.first_token_at)
-        return self.metrics
+        metrics.predicted_ms = 1000 * (now - self.first_token_at)
 
     @property
     def bound(self) -> int:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from spd.runtime.engine.driver import Gathered, drive
+from spd.runtime.engine.driver import drive
 from spd.runtime.engine.metrics import RoundRecord
-from spd.runtime.engine.request import Request
+from spd.runtime.engine.request import Gathered, Request
 
 if TYPE_CHECKING:
     from spd.runtime.engine.engine import Engine
