@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from spd.errors import SpdError
     from spd.formats.demo import demo_folder
     from spd.runtime import (
-        AsyncEngine,
         Completion,
         Engine,
         EngineConfig,
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AsyncEngine",
     "Completion",
     "Engine",
     "EngineConfig",

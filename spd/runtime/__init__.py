@@ -6,7 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spd.runtime.engine.async_engine import AsyncEngine as AsyncEngine
     from spd.runtime.engine.engine import Engine as Engine
     from spd.runtime.engine.grammar import GrammarCompiler as GrammarCompiler
     from spd.runtime.engine.metrics import RequestMetrics as RequestMetrics
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from spd.runtime.round.sampling_params import SamplingParams as SamplingParams
 
 _HOMES = {
-    "engine.async_engine": ("AsyncEngine",),
     "engine.engine": ("Engine",),
     "engine.grammar": ("GrammarCompiler",),
     "engine.metrics": ("RequestMetrics", "RoundRecord"),

@@ -34,7 +34,7 @@ def engine_thread(model: Path) -> EngineThread:
 
         return Engine(EngineConfig(model=model), progress=progress)
 
-    thread = EngineThread(build, lambda: [PARAMS], goes_on=True)
+    thread = EngineThread(build, lambda: [PARAMS])
     thread.start()
     return thread
 

@@ -74,7 +74,7 @@ class ChatModel:
 
             return Engine(config, progress=progress)
 
-        self.thread = EngineThread(build, lambda: [self.params(seed=0)], goes_on=True)
+        self.thread = EngineThread(build, lambda: [self.params(seed=0)])
         self.thread.start()
 
     def close(self) -> bool:

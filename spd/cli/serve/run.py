@@ -115,7 +115,7 @@ def load(session: Session, options: ServeOptions, settings: Settings) -> EngineT
         return Engine(settings.config, progress=progress)
 
     expected = [settings.sampling.params]
-    thread = EngineThread(start, lambda: expected, goes_on=True, short=lambda error: None)
+    thread = EngineThread(start, lambda: expected, short=lambda error: None)
     thread.start()
     try:
         with loading(f"loading {options.model}", session.console) as display:

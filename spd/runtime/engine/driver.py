@@ -61,23 +61,19 @@ class EngineThread:
 
     `build` makes the engine in the thread and tells how far it is. While idle the thread captures rounds
     that requests with the `expected` parameters will run; an order waits for one capture at most. Where a
-    step fails all that run are told, and the thread ends, or `goes_on` with the next request; `short`: see
-    `drive`.
+    step fails all that run are told, and the thread goes on with the next request; `short`: see `drive`.
     """
 
     def __init__(
         self,
         build: Callable[[Progress], Engine],
         expected: Callable[[], Collection[SamplingParams]],
-        *,
-        goes_on: bool,
         short: Callable[[ResourceError], None] | None = None,
     ) -> None:
         self.progress: LoadProgress | None = None
         self.failure: BaseException | None = None
         """Why there is no engine."""
-        self._build, self._expected, self._goes_on = build, expected, goes_on
-        self._short = short
+        self._build, self._expected, self._short = build, expected, short
         self._engine: Engine | None = None
         self.ready, self._leave = threading.Event(), threading.Event()
         """Whether loading has ended, well or not; whether it is to end."""
@@ -188,9 +184,11 @@ class EngineThread:
         except BaseException as error:
             self.failure = error
         self.ready.set()
-        ended = EngineError(f"there is no engine: {self.failure}")
-        if self._engine is not None:
-            ended = self._run(self._engine)
+        ended = EngineError("the engine was closed")
+        if self._engine is None:
+            ended = EngineError(f"there is no engine: {self.failure}")
+        else:
+            self._run(self._engine)
         with self._lock:
             self._ended = ended
         self._tell_all(ended)
@@ -202,17 +200,14 @@ class EngineThread:
             self._engine = None
             gc.collect()  # another engine may want the memory
 
-    def _run(self, engine: Engine) -> EngineError:
-        """Carry out orders until there are no more; why there are none."""
+    def _run(self, engine: Engine) -> None:
+        """Carry out orders until there are no more."""
         while True:
             try:
                 for events in drive(engine.step, partial(self._take_orders, engine), self._short):
                     self._deliver(events)
-                return EngineError("the engine was closed")
+                return
             except BaseException as error:
-                if not self._goes_on:
-                    failed = f"the engine failed: {error}"
-                    return error if isinstance(error, EngineError) else EngineError(failed)
                 self._broken = True
                 for name in self._listeners:
                     with suppress(Exception):  # it may be what failed

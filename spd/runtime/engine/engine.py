@@ -49,7 +49,7 @@ class Engine:
 
     `progress` hears how far loading has come. Where memory runs out, while loading or later, the error is
     a ResourceError; requests that ran then end with an "error" event, and the engine can go on. Not for
-    several threads at once: `AsyncEngine` is.
+    several threads at once.
 
     >>> from spd import Engine, EngineConfig, Request, SamplingParams, demo_folder
     >>> engine = Engine(EngineConfig(model=demo_folder(), slots=2, ctx=256, threads=1))
