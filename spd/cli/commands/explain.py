@@ -27,10 +27,10 @@ class ExplainOptions(CommonOptions):
 
 def explain(session: Session, options: ExplainOptions) -> None:
     """Say in words what a trace shows: costs, acceptance, the best K, and what to try next."""
-    from spd.runtime.lab import explain_traces, read_traces
+    from spd.runtime.lab import explain_traces, read_trace
 
     sink = Sink.stdout()
-    traces = read_traces(options.files)
+    traces = [read_trace(path) for path in options.files]
     models = {trace.header.model for trace in traces if trace.header is not None}
     if len(models) > 1:
         raise IncompatibleError(
@@ -76,7 +76,7 @@ def explanation_lines(found: Explanation, columns: int | None) -> list[str]:
             f"{p.speed_up:.2f}",
             " ".join(mark for mark, way in (("← now", now), ("← best", best)) if way == (p.method, p.k)),
         ]
-        for p in (found.plain, *found.own, *found.ngram)
+        for p in (found.plain, *found.own)
         if p.k <= 4 or p.k in (6, 8, 12, 16, len(found.own)) or (p.method, p.k) in (now, best)
     ]
     header = ["", "ms/round", "tok/round", "pays from", "tok/s", "× plain", ""]

@@ -16,7 +16,7 @@ _HOMES = {
     "TraceHeader": "explain",
     "explain_traces": "explain:explain",
     "paragraph": "explain",
-    "read_traces": "explain",
+    "read_trace": "explain",
     "describe_machine": "machine",
     "OWN": "prompt_set",
     "Prompt": "prompt_set",

@@ -7,9 +7,9 @@ drafts as were accepted: S_i is the share of rounds in which at least i were.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import log
-from statistics import fmean, median
+from statistics import linear_regression, median
 
 from spd.runtime.engine.metrics import RoundRecord
 
@@ -31,17 +31,16 @@ class CostModel:
     host: float
 
     def verify_ms(self, rows: int) -> float:
-        """Measured, between two measured ones, or carried on from the nearest."""
-        return _between(self.verify, rows)
+        """Measured, between two measured ones, or carried on from all of them."""
+        known = self.verify
+        if len(known) > 1:
+            return _between(known, rows)
+        ((measured, ms),) = known.items()
+        return ms * (1 + ROW_COST * rows) / (1 + ROW_COST * measured)
 
     def draft_ms(self, k: int) -> float:
-        """Of drafting k tokens: measured, or in proportion to the nearest."""
-        if not k or not self.draft:
-            return 0.0
-        if len(self.draft) == 1:
-            ((known, ms),) = self.draft.items()
-            return ms * k / known
-        return max(0.0, _between(self.draft, k, through_zero=True))
+        """Of drafting k tokens, as `verify_ms`; no tokens take no time."""
+        return _between({0: 0.0, **self.draft}, k) if self.draft else 0.0
 
     def round_ms(self, k: int) -> float:
         """A whole round."""
@@ -74,8 +73,8 @@ def _medians(samples: Mapping[int, list[float]]) -> dict[int, float]:
     return {key: median(values) for key, values in sorted(enough.items())}
 
 
-def _between(known: Mapping[int, float], at: int, *, through_zero: bool = False) -> float:
-    """Linear between the nearest known keys; beyond them as the line through all says, never falling."""
+def _between(known: Mapping[int, float], at: int) -> float:
+    """Linear between the nearest known keys; beyond them with the slope of all, never falling."""
     if at in known:
         return known[at]
     below, above = ([key for key in known if (key < at) == side] for side in (True, False))
@@ -83,30 +82,20 @@ def _between(known: Mapping[int, float], at: int, *, through_zero: bool = False)
         low, high = max(below), min(above)
         return known[low] + (at - low) / (high - low) * (known[high] - known[low])
     nearest = max(below) if below else min(above)
-    if through_zero:
-        return known[nearest] * at / nearest
-    if len(known) == 1:
-        return known[nearest] * (1 + ROW_COST * at) / (1 + ROW_COST * nearest)
-    slope = max(0.0, _slope(known))
+    slope = max(0.0, linear_regression(list(known), list(known.values())).slope)
     return max(known[nearest] + slope * (at - nearest), known[nearest] / 2)
-
-
-def _slope(known: Mapping[int, float]) -> float:
-    middle, level = fmean(known), fmean(known.values())
-    return sum((x - middle) * (y - level) for x, y in known.items()) / sum((x - middle) ** 2 for x in known)
 
 
 @dataclass(frozen=True)
 class Acceptance:
     """Shares of rounds that accepted at least 1, 2, … drafts, of those that could have.
 
-    `held` has such shares, with their rounds, for each k that whole traces held. They differ: with few drafts
-    a round, more of the rounds lie in text that is easy to draft.
+    `held` has such shares for each k that whole traces held. They differ: with few drafts a round, more of
+    the rounds lie in text that is easy to draft.
     """
 
     survival: tuple[float, ...]
-    rounds: int
-    held: Mapping[int, Acceptance] = field(default_factory=dict)
+    held: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
 
     def length(self, k: int) -> float:
         """Tokens a round at k on average, by the line through the shares of every k held.
@@ -114,9 +103,11 @@ class Acceptance:
         Positions beyond those seen go on as all after the first did.
         """
         shares: list[float] = []
-        for position, pooled in enumerate(self.survival[:k]):
-            known = {each: found for each, found in self.held.items() if len(found.survival) > position}
-            share = pooled if len(known) < 2 else _on_line(known, position, k)
+        for position, share in enumerate(self.survival[:k]):
+            known = {log(each): found for each, found in self.held.items() if len(found) > position}
+            if len(known) > 1:
+                line = linear_regression(list(known), [found[position] for found in known.values()])
+                share = line.intercept + line.slope * log(k)
             shares.append(min(max(0.0, share), shares[-1] if shares else 1.0))
         before, after = sum(shares[:-1]), sum(shares[1:])  # the last alone may be of a handful of rounds
         rate = after / before if before else sum(shares)
@@ -131,31 +122,8 @@ class Acceptance:
         return tuple(now / then if then else 0.0 for then, now in zip(before, self.survival, strict=False))
 
 
-def _on_line(held: Mapping[int, Acceptance], position: int, k: int) -> float:
-    """The share of a position at k, on the line over log(k) through held ones, each weighed by its rounds."""
-    points = [(log(each), found.survival[position], found.rounds) for each, found in held.items()]
-    total = sum(rounds for _, _, rounds in points)
-    middle, level = (sum(point[i] * point[2] for point in points) / total for i in (0, 1))
-    spread = sum(rounds * (x - middle) ** 2 for x, _, rounds in points)
-    slope = sum(rounds * (x - middle) * (share - level) for x, share, rounds in points) / spread
-    return level + slope * (log(k) - middle)
-
-
-def fit_acceptance(records: Iterable[RoundRecord]) -> Acceptance:
-    """Count accepted drafts by position over rounds that had room for so many."""
-    listed = [record for record in records if record.k]
-    longest = max((record.k for record in listed), default=0)
-    survival = []
-    for position in range(longest):
-        room = [record for record in listed if record.k > position]
-        if len(room) < LEAST:
-            break
-        survival.append(sum(record.accepted > position for record in room) / len(room))
-    return Acceptance(tuple(survival), len(listed))
-
-
-def fit_acceptances(traces: Iterable[Sequence[RoundRecord]]) -> Acceptance:
-    """`fit_acceptance` of all rounds, and for each k that whole traces held by itself."""
+def fit_acceptance(traces: Iterable[Sequence[RoundRecord]]) -> Acceptance:
+    """Shares of all rounds, and for each k that whole traces held by itself."""
     everything: list[RoundRecord] = []
     held: dict[int, list[RoundRecord]] = {}
     for trace in traces:
@@ -163,5 +131,12 @@ def fit_acceptances(traces: Iterable[Sequence[RoundRecord]]) -> Acceptance:
         everything += drafting
         if len({record.k for record in drafting}) == 1:
             held.setdefault(drafting[0].k, []).extend(drafting)
-    each = {k: fit_acceptance(records) for k, records in held.items() if len(records) >= LEAST}
-    return replace(fit_acceptance(everything), held=each)
+    return Acceptance(_survival(everything), {k: _survival(records) for k, records in held.items()})
+
+
+def _survival(records: Sequence[RoundRecord]) -> tuple[float, ...]:
+    """Shares of accepted drafts by position, over rounds that had room for so many."""
+    shares: list[float] = []
+    while len(room := [record for record in records if record.k > len(shares)]) >= LEAST:
+        shares.append(sum(record.accepted > len(shares) for record in room) / len(room))
+    return tuple(shares)
