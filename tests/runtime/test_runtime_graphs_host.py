@@ -57,7 +57,6 @@ def test_what_a_round_asks_is_seen(target: Path, what: str) -> None:
 MAY_WAIT = {
     "runtime/round/round_queue.py": 1,  # for the copy of a row that is read
     "runtime/load/weight_reader.py": 1,  # while loading
-    "runtime/lab/smoke.py": 3,
 }
 """Every place that waits for a stream, an event or the device, by file and how often."""
 

@@ -16,7 +16,7 @@ import torch
 from spd.kernels.dispatch import Kernels, load_kernels
 from spd.kernels.linear.skinny_config import token_tile
 from spd.runtime import SamplingParams
-from spd.runtime.lab import smoke, tile_questions
+from spd.runtime.lab import diagnostics, tile_questions
 from spd.runtime.lab.tile_questions import ask
 from spd.runtime.load import token_tiles
 from spd.runtime.load.token_tiles import KINDS, Widest, keep_answer, read_answer, widest_tiles
@@ -141,7 +141,7 @@ def test_the_doctor_asks_each_kind_of_gpu_once(tmp_path: Path, monkeypatch: pyte
     for cache, status in ((tmp_path, "ok"), (tmp_path / "file", "warning")):
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
         (tmp_path / "file").write_text("")
-        finding = smoke.token_tiles()
+        finding = diagnostics.token_tiles()
         assert (
             finding.status == status
             and "bfloat16 32 int8 32 float8_e4m3fn 32; bfloat16 32 int8 32" in finding.line

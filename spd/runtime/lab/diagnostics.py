@@ -8,14 +8,14 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from spd.runtime.round.cpu_load import SLIGHT, OtherLoad
@@ -23,25 +23,7 @@ from spd.runtime.round.cpu_load import SLIGHT, OtherLoad
 OK, WARNING, FAILED = "ok", "warning", "failed"
 GIB = 2**30
 LOW_DISK = 2 * GIB
-LOW_MEMORY = GIB
-SUPPORTED: Mapping[str, tuple[str, str | None]] = MappingProxyType(
-    {
-        "torch": ("2.9", "2.14"),
-        "triton": ("3.5", None),
-        "safetensors": ("0.5", None),
-        "tokenizers": ("0.21", None),
-        "huggingface_hub": ("1.1", None),
-        "typer": ("0.27", "0.29"),
-        "rich": ("13.9", None),
-        "jinja2": ("3.1.6", None),
-        "llguidance": ("1.9", "2"),
-        "prompt_toolkit": ("3.0.48", None),
-        "starlette": ("1.0", None),
-        "uvicorn": ("0.40", None),
-    }
-)
-"""Versions that the package asks for: at least the first, below the second."""
-OPTIONAL = ("triton",)
+NUM_TOKENS = 24
 REPORT = "spd doctor --json, and report what it prints"
 
 
@@ -80,39 +62,31 @@ class Step:
 
 def steps(*, quick: bool = False) -> list[Step]:
     """Every question in order; `quick` leaves out those that compile or generate."""
-    from spd.runtime.lab import smoke
-
     asked = [
         Step("packages", package_versions),
-        Step("memory", main_memory),
-        Step("disk", free_disk),
-        Step("hf cache", hugging_face_cache),
+        Step("disk", storage),
         Step("demo", demo_files),
         Step("torch", torch_build),
         Step("cpu", processor, ("torch",)),
         Step("cuda", cuda_devices, ("torch",)),
         Step("triton", triton_library, ("torch",)),
-        Step("compile cache", compile_cache, ("torch", "triton")),
         Step("plan", demo_plan, ("torch", "demo")),
     ]
     tried = [
-        Step("gpu kernel", smoke.gpu_kernel, ("torch", "triton", "compile cache"), slow=True),
-        Step("gpu tiles", smoke.token_tiles, ("torch", "triton", "gpu kernel"), slow=True),
-        Step("cpu kernel", smoke.cpu_kernel, ("torch",), slow=True),
-        Step("generation", smoke.equal_texts, ("torch", "demo", "plan"), slow=True),
+        Step("gpu tiles", token_tiles, ("torch", "triton"), slow=True),
+        Step("generation", equal_texts, ("torch", "demo", "plan"), slow=True),
     ]
     return asked if quick else asked + tried
 
 
 def _version(text: str) -> tuple[int, ...]:
     """The leading numbers of a version: 2.13.0+cpu is (2, 13, 0)."""
-    numbers = []
-    for part in text.split("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
+    numbers = re.match(r"[\d.]*\d|", text)
+    return tuple(int(part) for part in numbers[0].split(".") if part) if numbers else ()
+
+
+ASKED = re.compile(r"([\w-]+)([^;]*)(; platform_system .*)?")
+"""A requirement: its name, bounds, and of which system alone; not one of an extra or another Python."""
 
 
 def package_versions() -> Finding:
@@ -121,17 +95,17 @@ def package_versions() -> Finding:
 
     found: dict[str, str] = {"spd": __version__, "python": platform.python_version()}
     missing, odd = [], []
-    for name, (low, high) in SUPPORTED.items():
-        wanted = f"{name}>={low}" + (f",<{high}" if high else "")
+    for wanted in filter(None, map(ASKED.fullmatch, importlib.metadata.requires("spd") or ())):
+        name, words, optional = wanted.groups()
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            if name not in OPTIONAL:
-                missing.append(wanted)
+            missing += [] if optional else [f"{name}{words}"]
             continue
         known = _version(found[name])
-        if known < _version(low) or (high is not None and known >= _version(high)):
-            odd.append(wanted)
+        bounds = [(sign, _version(bound)) for sign, bound in re.findall(r"(<|>=)([\d.]+)", words)]
+        if not all(known < bound if sign == "<" else known >= bound for sign, bound in bounds):
+            odd.append(f"{name}{words}")
     line = " · ".join(f"{name} {version}" for name, version in found.items())
     found["system"] = platform.platform()
     install = "pip install " + " ".join(f"'{wanted}'" for wanted in missing + odd)
@@ -142,18 +116,6 @@ def package_versions() -> Finding:
     return Finding(OK, line, (), found)
 
 
-def main_memory() -> Finding:
-    """Memory of the host, in bytes."""
-    lines = (line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    numbers = {name: int(rest.split()[0]) * 1024 for name, rest in lines}
-    total, free = numbers["MemTotal"], numbers["MemAvailable"]
-    facts = {"total_bytes": total, "available_bytes": free}
-    line = f"{free / GIB:.1f} GiB available of {total / GIB:.1f} GiB"
-    if free < LOW_MEMORY:
-        return Finding(WARNING, line, ("close other programs, or use a small --ctx",), facts)
-    return Finding(OK, line, (), facts)
-
-
 def _existing(folder: Path) -> Path:
     """The folder, or the nearest one above it that is there."""
     while not folder.exists():
@@ -161,30 +123,20 @@ def _existing(folder: Path) -> Path:
     return folder
 
 
-def free_disk() -> Finding:
-    """Room where models and temporary files are kept."""
-    from spd.formats.hub import cache_folder
-
-    facts = {}
-    for folder in (cache_folder(), Path(tempfile.gettempdir())):
-        facts[str(folder)] = shutil.disk_usage(_existing(folder)).free
-    line = " · ".join(f"{free / GIB:.1f} GiB free for {folder}" for folder, free in facts.items())
-    if min(facts.values()) < LOW_DISK:
-        return Finding(WARNING, line, ("free some space, or set HF_HOME and TMPDIR to another disk",), facts)
-    return Finding(OK, line, (), facts)
-
-
-def hugging_face_cache() -> Finding:
-    """Where downloaded models are looked for, and how many there are."""
+def storage() -> Finding:
+    """Models that were downloaded, and room for more and for temporary files."""
     from spd.formats.hub import cache_folder, list_cached_models
 
-    folder = cache_folder()
-    facts = {"folder": str(folder), "models": list_cached_models()}
-    if not folder.exists():
-        return Finding(OK, f"{folder} is not there yet: only folders and the demos can be used", (), facts)
-    if not folder.is_dir() or not os.access(folder, os.R_OK | os.X_OK):
-        return Finding(FAILED, f"{folder} cannot be read", (f"make {folder} a folder you can read",), facts)
-    return Finding(OK, f"{folder} · {len(facts['models'])} models", (), facts)
+    cache, models = cache_folder(), list_cached_models()
+    if cache.exists() and not (cache.is_dir() and os.access(cache, os.R_OK | os.X_OK)):
+        return Finding(FAILED, f"{cache} cannot be read", (f"make {cache} a folder you can read",))
+    free = {str(at): shutil.disk_usage(_existing(at)).free for at in (cache, Path(tempfile.gettempdir()))}
+    facts = {"folder": str(cache), "models": models, "free_bytes": free}
+    rooms = (f"{room / GIB:.1f} GiB free for {folder}" for folder, room in free.items())
+    line = " · ".join([*rooms, f"{len(models)} models downloaded"])
+    if min(free.values()) < LOW_DISK:
+        return Finding(WARNING, line, ("free some space, or set HF_HOME and TMPDIR to another disk",), facts)
+    return Finding(OK, line, (), facts)
 
 
 def demo_files() -> Finding:
@@ -239,7 +191,6 @@ def processor() -> Finding:
         "bfloat16": compiled or cpu_has_fast_bfloat16(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "onednn": bool(torch._C._has_mkldnn),
         "other_load": round(load.read(), 2),
     }
     names = [name for name, fact in (("AMX", "amx"), ("AVX512-BF16", "avx512_bf16")) if facts[fact]]
@@ -247,10 +198,7 @@ def processor() -> Finding:
     threads = f"{facts['threads']} threads of {facts['cores']} cores"
     if facts["other_load"] > SLIGHT:
         threads += f", of which other programs keep {facts['other_load']:.1f} busy"
-    line = f"{facts['capability']} · {', '.join(names or [rest])} · {threads}"
-    if not facts["onednn"]:
-        return Finding(WARNING, f"{line} · torch lacks oneDNN", ("install torch from its own index",), facts)
-    return Finding(OK, line, (), facts)
+    return Finding(OK, f"{facts['capability']} · {', '.join(names or [rest])} · {threads}", (), facts)
 
 
 def cuda_devices() -> Finding:
@@ -284,7 +232,7 @@ def cuda_devices() -> Finding:
 
 
 def triton_library() -> Finding:
-    """Whether Triton can be imported; without it a GPU runs torch's kernels."""
+    """Whether Triton can be imported and keep what it compiles; without it a GPU runs torch's kernels."""
     import torch
 
     try:
@@ -293,29 +241,17 @@ def triton_library() -> Finding:
     except ImportError as error:
         line, fix = f"cannot be imported: {error}", ("pip install triton",)
         return Finding(FAILED if torch.cuda.is_available() else WARNING, line, fix, {"version": None})
-    facts = {"version": triton.__version__, "interpreted": bool(knobs.runtime.interpret)}
-    if facts["interpreted"]:
+    interpreted, cache = bool(knobs.runtime.interpret), Path(knobs.cache.dir)
+    facts = {"version": triton.__version__, "interpreted": interpreted, "cache": str(cache)}
+    if interpreted:
         line = f"triton {triton.__version__}, interpreted (TRITON_INTERPRET is set): very slow"
         return Finding(WARNING, line, ("unset TRITON_INTERPRET",), facts)
-    return Finding(OK, f"triton {triton.__version__}", (), facts)
-
-
-def compile_cache() -> Finding:
-    """Whether compiled kernels can be kept."""
-    from triton import knobs
-
-    folder = Path(knobs.cache.dir)
-    there = _existing(folder)
-    facts = {"folder": str(folder)}
     try:
-        if not there.is_dir():
-            raise NotADirectoryError(f"{there} is no folder")
-        with tempfile.TemporaryFile(dir=there) as file:
-            file.write(b"spd")
+        with tempfile.TemporaryFile(dir=_existing(cache)):
+            return Finding(OK, f"triton {triton.__version__} · keeps kernels in {cache}", (), facts)
     except OSError as error:
-        fix = "set TRITON_CACHE_DIR to a folder you can write to"
-        return Finding(WARNING, f"{folder} cannot be written ({error.strerror or error})", (fix,), facts)
-    return Finding(OK, f"{folder} · writable", (), facts)
+        line = f"triton {triton.__version__} · {cache} cannot be written ({error.strerror})"
+        return Finding(WARNING, line, ("set TRITON_CACHE_DIR to a folder you can write to",), facts)
 
 
 def demo_plan() -> Finding:
@@ -328,3 +264,50 @@ def demo_plan() -> Finding:
     facts = plan.as_dict()
     words = [f"{name} {facts[name]}" for name in ("device", "dtype", "kernels", "graphs", "lag", "threads")]
     return Finding(OK, " · ".join([*words, f"{plan.memory_budget_bytes / GIB:.1f} GiB to use"]), (), facts)
+
+
+def token_tiles() -> Finding:
+    """Ask each GPU how wide its tiles of tokens may be, and keep what it answers for engines."""
+    from triton import knobs
+
+    from spd.formats.hub import own_cache
+    from spd.runtime.lab.tile_questions import ask_gpus
+
+    began = time.perf_counter()
+    answers = [] if knobs.runtime.interpret else ask_gpus(own_cache)
+    if not answers:
+        return Finding(OK, "not asked: no GPU runs Triton's kernels here", (), {"asked": []})
+    words = "; ".join(" ".join(f"{kind} {tile}" for kind, tile in each["widest"].items()) for each in answers)
+    line = f"tiles of tokens that change no bit: {words} · asked in {time.perf_counter() - began:.1f} s"
+    if any(each["file"] is None for each in answers):
+        fix = "make ~/.cache/spd yours and writable, or set XDG_CACHE_HOME"
+        return Finding(WARNING, f"{line}; that cannot be kept for engines", (fix,), {"asked": answers})
+    return Finding(OK, line, (), {"asked": answers})
+
+
+def equal_texts() -> Finding:
+    """Let the demo answer by torch's kernels and by the plan's, and by these with drafts, too.
+
+    Drafts must change no token; another kernel set may turn a near-tie around, and no more.
+    """
+    from spd.formats.demo import demo_folder
+    from spd.runtime.lab.prompt_set import choose, encode_questions, read_prompts
+    from spd.runtime.lab.replay import make_requests, replay
+    from spd.runtime.plan.config import EngineConfig
+
+    # One thread: more gain a model of this size nothing, and lose much on a busy machine.
+    plain = EngineConfig(model=demo_folder(), spec="off", ctx=512, threads=1)
+    questions = encode_questions(plain.model, choose(read_prompts(), ["code"], 1), [None], NUM_TOKENS)
+    asked = make_requests(questions, (0.0, 0.8), max_tokens=NUM_TOKENS, least=0, ignore_eos=True)
+    drafted = replay(plain, replace(plain, spec="draft", adaptive=False), asked)
+    ported = replay(replace(plain, kernels="torch"), plain, asked[:1])
+    off = [found for found in ported.differences if not found.near_tie]
+    kernels = ported.plans[1]["kernels"]
+    line = f"{drafted.tokens} tokens of the demo by {kernels} kernels, {drafted.speculated} of them drafted"
+    facts = {"tokens": drafted.tokens, "accepted": drafted.speculated, "kernels": kernels}
+    facts["differences"] = [asdict(found) for found in (*drafted.differences, *off)]
+    if drafted.differences:
+        return Finding(FAILED, f"{line}: not the same text", ("--spec off", REPORT), facts)
+    if off:
+        return Finding(FAILED, f"{line}: not the text of torch's", ("--kernels torch", REPORT), facts)
+    return Finding(OK, f"{line}: the same text", (), facts)
