@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import Any
 
 from spd.runtime.lab.load import Sample
-from spd.runtime.lab.statistics import percentile, repeat_interval, welch
+from spd.runtime.lab.statistics import percentile, repeat_interval, within_noise
 
 ALL = "all"
 KEYS = ("category", "temperature", "prompt_tokens_asked", "concurrency", "rate")
@@ -125,8 +125,6 @@ def verdict(spread: Mapping[str, Any] | None) -> str:
     return "faster" if low > 1 else "slower"
 
 
-SIGNIFICANT = 0.05
-"""A change is called one where noise alone would show as much in fewer cases than this."""
 CONDITIONS = ("device", "dtype", "quantize", "kernels", "threads")
 """Of a plan: what a comparison may be about, so that rows match all the same, and it is said."""
 
@@ -164,17 +162,15 @@ def _keyed(result: Mapping[str, Any]) -> dict[tuple[Any, ...], Mapping[str, Any]
 
 
 def _change(before: Mapping[str, Any], after: Mapping[str, Any], threshold: float) -> dict[str, Any]:
-    """`probability`: of a difference at least as large if nothing had changed (Welch's t on logarithms)."""
+    """How a row's speed has changed; noise is told by the logarithms of its repetitions."""
     speeds = [row["tokens_per_second"] for row in (before, after)]
     then, now = (speed["median"] for speed in speeds)
-    probability = welch(*([log(value) for value in speed["values"]] for speed in speeds))
-    noise = probability > SIGNIFICANT
+    noise = within_noise(*([log(value) for value in speed["values"]] for speed in speeds))
     return {
         **{name: after[name] for name in IDENTITY},
         "before": then,
         "after": now,
         "change": now / then - 1,
-        "probability": probability,
         "verdict": "within noise" if noise else "faster" if now > then else "slower",
         "regressed": not noise and now < (1 - threshold) * then,
     }
