@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.drafters import drafters, model_folder
 from benchmarks.environment import ROOT, describe_commit, describe_machine
 from spd.runtime import Engine, EngineConfig, Request, RoundRecord, SamplingParams
-from spd.runtime.lab.explain import Trace, explain
+from spd.runtime.lab.explain import Trace, explain_traces
 from spd.runtime.lab.load import run_pass
 from spd.runtime.lab.prompt_set import OWN, choose, encode_questions, read_prompts
 
@@ -80,8 +80,8 @@ def predictions(records: Records) -> list[dict[str, Any]]:
     for k in records:
         if k:
             others = [Trace(list(rounds)) for other, rounds in records.items() if other != k]
-            foreseen = explain(others).own[k - 1].tokens_per_second
-            measured = explain([Trace(list(records[k]))]).tokens_per_second
+            foreseen = explain_traces(others).own[k - 1].tokens_per_second
+            measured = explain_traces([Trace(list(records[k]))]).tokens_per_second
             found.append(
                 {"k": k, "measured": measured, "predicted": foreseen, "error": foreseen / measured - 1}
             )
@@ -91,8 +91,8 @@ def predictions(records: Records) -> list[dict[str, Any]]:
 def judge(method: str, records: Records) -> dict[str, Any]:
     """A method's predictions, and how good the k is that explain would choose from all rounds."""
     pairs = predictions(records)
-    speeds = {k: explain([Trace(list(rounds))]).tokens_per_second for k, rounds in records.items()}
-    whole = explain([Trace(list(rounds)) for rounds in records.values()])
+    speeds = {k: explain_traces([Trace(list(rounds))]).tokens_per_second for k, rounds in records.items()}
+    whole = explain_traces([Trace(list(rounds)) for rounds in records.values()])
     own = {0: whole.plain, **{prospect.k: prospect for prospect in whole.own}}
     chosen = max(records, key=lambda k: own[k].tokens_per_second)
     best = max(speeds, key=lambda k: speeds[k])

@@ -30,7 +30,7 @@ from tests.json_schema import faults
 pytestmark = pytest.mark.usefixtures("keep_threads")
 
 ROOT = Path(__file__).resolve().parents[2]
-LOOKED_AT = ["packages", "disk", "demo", "terminal", "torch", "cpu", "cuda", "triton", "plan"]
+LOOKED_AT = ["packages", "disk", "terminal", "cpu", "cuda", "triton", "demo"]
 TRIED = ["gpu tiles", "generation"]
 
 
@@ -61,7 +61,7 @@ def test_a_real_run() -> None:
         assert one(shown, "gpu tiles")["line"] == "not asked: no GPU runs Triton's kernels here"
     text = one(shown, "generation")["facts"]
     assert text["tokens"] == 48 > text["accepted"] > 0 and text["differences"] == []
-    assert one(shown, "plan")["facts"]["model"] == str(demo_folder())
+    assert one(shown, "demo")["facts"]["model"] == str(demo_folder())
 
 
 def test_lines_of_a_quick_look(spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,16 +102,17 @@ def test_what_hangs_on_a_failure_is_not_asked(spd_run: Callable, monkeypatch: py
         one(ran.json, "demo")["line"] == "demo/model.safetensors: gone; demo-hybrid/model.safetensors: gone"
         and one(ran.json, "demo")["fix"]
     )
-    assert one(ran.json, "plan")["line"] == "not checked, because demo failed"
+    lacking = Step("x", lambda: Finding(OK, "asked"), ("y",)).run({"y": Finding(FAILED, "")})
+    assert lacking.line == "not checked, because y failed"
     assert Step("x", lambda: Finding(OK, "asked"), ("y",)).run({"y": Finding(WARNING, "")}).line == "asked"
 
 
 def test_a_torch_that_cannot_be_imported(spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     ran = spd_run("doctor", "--json")
-    assert ran.code == 1 and one(ran.json, "torch")["line"].startswith("ModuleNotFoundError")
-    for name in ("cpu", "cuda", "triton", "plan", *TRIED):
-        assert one(ran.json, name)["line"] == "not checked, because torch failed"
+    assert ran.code == 1 and one(ran.json, "cpu")["line"].startswith("ModuleNotFoundError")
+    for name in ("cuda", "triton", "demo", *TRIED):
+        assert one(ran.json, name)["line"] == "not checked, because cpu failed"
 
 
 @pytest.mark.parametrize(
@@ -130,10 +131,10 @@ def test_other_text_is_a_failure(
 
     def forged(reference: EngineConfig, candidate: EngineConfig, asked: Any) -> Replay:
         near = kernels if reference.kernels == "torch" else drafts
-        differences = [] if near is None else [Difference("a", 0.0, 0, 1, 2, 3, 0.1, 0.1, near)]
+        differences = [] if near is None else [Difference("a", 0.0, 0, 1, 2, 3, 0.1, near)]
         return Replay(({}, {"kernels": "native"}), 1, 8, 4, Pass([], [], 0.0), differences)
 
-    monkeypatch.setattr(replay, "replay", forged)
+    monkeypatch.setattr(replay, "replay_requests", forged)
     finding = diagnostics.equal_texts()
     assert finding.line.endswith(said) and (finding.status == OK) == (said == "the same text")
     assert len(finding.facts["differences"]) == (finding.status == FAILED)
@@ -209,7 +210,7 @@ def test_a_bug_report_holds_no_names(
     ran = spd_run("doctor", "--quick", "--bug-report", tmp_path / "report.json")
     text = (tmp_path / "report.json").read_text()
     assert "read it before you send it" in ran.err and json.loads(text)["schema"] == "spd.doctor/1"
-    assert {"packages", "plan"} <= {check["name"] for check in json.loads(text)["checks"]}
+    assert {"packages", "demo"} <= {check["name"] for check in json.loads(text)["checks"]}
     assert str(home) not in text and "someone" not in text and "hf_abc" not in text and "~/models" in text
     assert redacted("x /h/me/a hf_12345678 box1 boxes", Path("/h/me"), "box1") == "x ~/a TOKEN HOST boxes"
 

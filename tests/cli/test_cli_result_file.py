@@ -11,7 +11,7 @@ import pytest
 
 from spd.cli.commands.compare import read_result
 from spd.errors import UsageError
-from spd.runtime.lab.rows import compare, make_rows
+from spd.runtime.lab.rows import compare_results, make_rows
 from tests.runtime.measuring.measuring_helpers import DRAFT, PLAIN, make_sample
 
 
@@ -44,7 +44,9 @@ def test_a_whole_result_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["bench_demo", "bench_pairs", "bench_concurrency", "bench_rate_draft_tp"])
 def test_results_that_are_kept_without_their_passes_compare(name: str) -> None:
     kept = read_result(Path(__file__).parents[2] / "benchmarks" / "results" / f"{name}.json")
-    assert len(compare(kept, kept, 0.03)["changes"]) == len(kept["rows"]) > 0 and "samples" not in kept
+    assert (
+        len(compare_results(kept, kept, 0.03)["changes"]) == len(kept["rows"]) > 0 and "samples" not in kept
+    )
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def doctor(session: Session, options: DoctorOptions) -> int:
     sink = Sink.stdout()
     marks = MARKS if sink.is_unicode else PLAIN_MARKS
     asked = steps(quick=options.quick)
-    asked.insert(3, Step("terminal", lambda: terminal(session.console.color)))
+    asked.insert(2, Step("terminal", lambda: terminal(session.console.color)))
     done: dict[str, Finding] = {}
     checks: list[dict[str, Any]] = []
     for step in asked:

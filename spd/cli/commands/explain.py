@@ -82,9 +82,9 @@ def explanation_lines(found: Explanation, columns: int | None) -> list[str]:
     header = ["", "ms/round", "tok/round", "pays from", "tok/s", "× plain", ""]
     measured = " ".join(f"{n}:{ms:.2f}" for n, ms in found.costs.verify.items())
     lines = [*table_lines(header, rows, columns=columns), f"verify ms by rows, measured: {measured}"]
-    if found.acceptance.conditional:
-        rates = " ".join(f"{rate:.0%}" for rate in found.acceptance.conditional)
-        lines.append(f"accepted by position, if all before were: {rates}")
+    if found.acceptance.survival:
+        shares = " ".join(f"{share:.0%}" for share in found.acceptance.survival)
+        lines.append(f"accepted by position: {shares}")
     return [*lines, *textwrap.wrap(paragraph(found), min(columns or WIDTH, WIDTH))]
 
 

@@ -124,25 +124,24 @@ def _examine(
     A near-tie is a fault, too, where equal bits are promised. Other rules than coupled promise them at T 0.
     """
     from spd.cli.text.report import versions
-    from spd.runtime.lab import describe_machine, encode_questions, make_requests, promised_equal
-    from spd.runtime.lab import replay_requests as replay
+    from spd.runtime import lab
 
     prompts = chosen_prompts(options.prompts)
-    questions = encode_questions(candidate.model, prompts, [None], options.max_tokens)
+    questions = lab.encode_questions(candidate.model, prompts, [None], options.max_tokens)
     ctx = max(len(question.ids) for question in questions) + options.max_tokens
     reference, candidate = (replace(config, ctx=ctx) for config in (reference, candidate))
     coupled = candidate.verify == "coupled" and reference.verify == "coupled"
     compared = [t for t in temperatures if coupled or not t] or [0.0]
-    requests = make_requests(questions, compared, max_tokens=options.max_tokens, least=options.tokens)
-    result = replay(reference, candidate, requests, watch)
-    wrong = [d for d in result.differences if not d.near_tie or promised_equal(result.plans)]
+    requests = lab.make_requests(questions, compared, max_tokens=options.max_tokens, least=options.tokens)
+    result = lab.replay_requests(reference, candidate, requests, watch)
+    wrong = [d for d in result.differences if not d.near_tie or lab.promised_equal(result.plans)]
     faults = [f"{len(wrong)} of {result.texts} texts differ"] if wrong else []
     return {
         "schema": SCHEMA,
         "model": options.model,
         "files": file_hashes(candidate.model, result.plans[1]["draft_model"]),
         "versions": versions(),
-        "machine": describe_machine(),
+        "machine": lab.describe_machine(),
         "against": options.against,
         "plans": dict(zip(("reference", "candidate"), result.plans, strict=True)),
         "prompts": {question.prompt.name: question.prompt.digest for question in questions},
@@ -180,12 +179,11 @@ def _words(certificate: dict[str, Any]) -> list[str]:
         f"against {certificate['against']}",
     ]
     for difference in certificate["differences"][:SHOWN]:
-        margins = (difference[name] for name in ("margin", "top_margin"))
-        margin, top = ("unknown" if value is None else f"{value:.4f}" for value in margins)
+        margin = "unknown" if difference["margin"] is None else f"{difference['margin']:.4f}"
         lines += [
             f"  {difference['prompt']}, T {difference['temperature']:g}, token {difference['position']}: "
             f"{difference['reference']} became {difference['candidate']}",
-            f"    margin {margin}, top 2 {top}: {'near-tie' if difference['near_tie'] else 'fault'} "
+            f"    margin {margin}: {'near-tie' if difference['near_tie'] else 'fault'} "
             f"(seed {difference['seed']})",
         ]
     if len(certificate["differences"]) > SHOWN:

@@ -62,7 +62,7 @@ def processor_features(source: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     """The processor's features by Linux's names; empty where it does not say."""
     try:
         with source.open() as lines:
-            line = next((line for line in lines if line.startswith("flags")), "")
+            line = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     except OSError:
         return frozenset()
     return frozenset(line.partition(":")[2].split())

@@ -30,21 +30,19 @@ class CostModel:
     rest: float
     host: float
 
-    def verify_ms(self, rows: int) -> float:
-        """Measured, between two measured ones, or carried on from all of them."""
-        known = self.verify
-        if len(known) > 1:
-            return _between(known, rows)
-        ((measured, ms),) = known.items()
-        return ms * (1 + ROW_COST * rows) / (1 + ROW_COST * measured)
-
-    def draft_ms(self, k: int) -> float:
-        """Of drafting k tokens, as `verify_ms`; no tokens take no time."""
-        return _between({0: 0.0, **self.draft}, k) if self.draft else 0.0
+    def parts(self, k: int) -> dict[str, float]:
+        """What a round spends on what."""
+        drafting = _on_line({0: 0.0, **self.draft}, k) if self.draft else 0.0
+        return {
+            "verification": _on_line(self.verify, k + 1),
+            "drafting": drafting,
+            "sampling and bookkeeping": self.rest,
+            "the host": self.host,
+        }
 
     def round_ms(self, k: int) -> float:
         """A whole round."""
-        return self.verify_ms(k + 1) + self.draft_ms(k) + self.rest + self.host
+        return sum(self.parts(k).values())
 
     @property
     def plain_measured(self) -> bool:
@@ -73,15 +71,14 @@ def _medians(samples: Mapping[int, list[float]]) -> dict[int, float]:
     return {key: median(values) for key, values in sorted(enough.items())}
 
 
-def _between(known: Mapping[int, float], at: int) -> float:
-    """Linear between the nearest known keys; beyond them with the slope of all, never falling."""
+def _on_line(known: Mapping[int, float], at: int) -> float:
+    """As measured, or by the line through all that was, which never falls."""
     if at in known:
         return known[at]
-    below, above = ([key for key in known if (key < at) == side] for side in (True, False))
-    if below and above:
-        low, high = max(below), min(above)
-        return known[low] + (at - low) / (high - low) * (known[high] - known[low])
-    nearest = max(below) if below else min(above)
+    if len(known) == 1:
+        ((measured, ms),) = known.items()
+        return ms * (1 + ROW_COST * at) / (1 + ROW_COST * measured)
+    nearest = min(known, key=lambda key: abs(key - at))
     slope = max(0.0, linear_regression(list(known), list(known.values())).slope)
     return max(known[nearest] + slope * (at - nearest), known[nearest] / 2)
 
@@ -114,12 +111,6 @@ class Acceptance:
         while len(shares) < k:
             shares.append((shares[-1] if shares else 1.0) * rate)
         return 1.0 + sum(shares)
-
-    @property
-    def conditional(self) -> tuple[float, ...]:
-        """The chance of each position, given that all before it were accepted."""
-        before = (1.0, *self.survival)
-        return tuple(now / then if then else 0.0 for then, now in zip(before, self.survival, strict=False))
 
 
 def fit_acceptance(traces: Iterable[Sequence[RoundRecord]]) -> Acceptance:

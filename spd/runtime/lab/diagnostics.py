@@ -62,27 +62,22 @@ class Step:
 
 def steps(*, quick: bool = False) -> list[Step]:
     """Every question in order; `quick` leaves out those that compile or generate."""
-    asked = [
+    every = [
         Step("packages", package_versions),
         Step("disk", storage),
-        Step("demo", demo_files),
-        Step("torch", torch_build),
-        Step("cpu", processor, ("torch",)),
-        Step("cuda", cuda_devices, ("torch",)),
-        Step("triton", triton_library, ("torch",)),
-        Step("plan", demo_plan, ("torch", "demo")),
+        Step("cpu", processor),
+        Step("cuda", cuda_devices, ("cpu",)),
+        Step("triton", triton_library, ("cpu",)),
+        Step("demo", demo, ("cpu",)),
+        Step("gpu tiles", token_tiles, ("cpu", "triton"), slow=True),
+        Step("generation", equal_texts, ("cpu", "demo"), slow=True),
     ]
-    tried = [
-        Step("gpu tiles", token_tiles, ("torch", "triton"), slow=True),
-        Step("generation", equal_texts, ("torch", "demo", "plan"), slow=True),
-    ]
-    return asked if quick else asked + tried
+    return [step for step in every if not (quick and step.slow)]
 
 
 def _version(text: str) -> tuple[int, ...]:
     """The leading numbers of a version: 2.13.0+cpu is (2, 13, 0)."""
-    numbers = re.match(r"[\d.]*\d|", text)
-    return tuple(int(part) for part in numbers[0].split(".") if part) if numbers else ()
+    return tuple(map(int, re.findall(r"\d+", text.partition("+")[0])))
 
 
 ASKED = re.compile(r"([\w-]+)([^;]*)(; platform_system .*)?")
@@ -139,66 +134,37 @@ def storage() -> Finding:
     return Finding(OK, line, (), facts)
 
 
-def demo_files() -> Finding:
-    """Whether the embedded demos are there, every file as it was published."""
+def demo() -> Finding:
+    """Whether the embedded demos are as they were published, and the plan for one with default options."""
     from spd.formats.demo import DEMOS, demo_faults, demo_folder
+    from spd.runtime.plan.config import EngineConfig
+    from spd.runtime.plan.plan import make_plan
 
     faults = [f"{name}/{fault}" for name in DEMOS for fault in demo_faults(demo_folder(name))]
-    facts = {"folder": str(demo_folder()), "faults": faults}
     if faults:
-        return Finding(FAILED, "; ".join(faults), ("install spd again",), facts)
-    return Finding(OK, "embedded models, a draft and a head, every file's hash as recorded", (), facts)
-
-
-def torch_build() -> Finding:
-    """What torch was built for, and whether that fits the machine."""
-    import torch
-
-    from spd.runtime.load.token_tiles import driver_version
-
-    facts = {"version": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads()}
-    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPU only"
-    line = f"torch {torch.__version__} {built}"
-    driver = driver_version()
-    if driver and torch.version.cuda is None:
-        return Finding(
-            WARNING,
-            f"{line}, but there is an NVIDIA driver ({driver})",
-            ("pip install --force-reinstall torch, from the index for your CUDA version",),
-            facts,
-        )
-    return Finding(OK, line, (), facts)
-
-
-LOOK = 0.3
-"""Seconds that the load of other programs is watched."""
+        return Finding(FAILED, "; ".join(faults), ("install spd again",), {"faults": faults})
+    plan = make_plan(EngineConfig(model=demo_folder()))
+    facts = plan.as_dict()
+    words = [f"{name} {facts[name]}" for name in ("device", "dtype", "kernels", "graphs", "lag", "threads")]
+    return Finding(OK, " · ".join([*words, f"{plan.memory_budget_bytes / GIB:.1f} GiB to use"]), (), facts)
 
 
 def processor() -> Finding:
-    """The CPU, the instructions that matter for matrix products, and the threads."""
+    """The CPU, whether the C kernels can run on it, and the threads."""
     import torch
 
     from spd.kernels.native.build import obstacle
-    from spd.runtime.plan.machine import cpu_has_fast_bfloat16
+    from spd.runtime.lab.machine import describe_machine
 
-    compiled = obstacle() is None
-    load = OtherLoad()
-    time.sleep(LOOK)
-    facts: dict[str, Any] = {
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "amx": bool(torch.cpu._is_amx_tile_supported()),
-        "avx512_bf16": bool(torch.cpu._is_avx512_bf16_supported()),
-        "bfloat16": compiled or cpu_has_fast_bfloat16(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "other_load": round(load.read(), 2),
-    }
-    names = [name for name, fact in (("AMX", "amx"), ("AVX512-BF16", "avx512_bf16")) if facts[fact]]
-    rest = "bfloat16 products by FMA" if compiled else "no bfloat16 products: float32 is used"
+    load, why = OtherLoad(), obstacle()
+    time.sleep(0.3)  # in which other programs are watched
+    facts = {**describe_machine(), "threads": torch.get_num_threads(), "other_load": round(load.read(), 2)}
     threads = f"{facts['threads']} threads of {facts['cores']} cores"
     if facts["other_load"] > SLIGHT:
         threads += f", of which other programs keep {facts['other_load']:.1f} busy"
-    return Finding(OK, f"{facts['capability']} · {', '.join(names or [rest])} · {threads}", (), facts)
+    kernels = "C kernels" if why is None else f"torch's kernels, for {why}"
+    line = " · ".join([facts["cpu"], " ".join(facts["cpu_features"]), kernels, threads])
+    return Finding(OK, line, (), facts)
 
 
 def cuda_devices() -> Finding:
@@ -206,28 +172,26 @@ def cuda_devices() -> Finding:
     import torch
 
     from spd.runtime.load.token_tiles import driver_version
-    from spd.runtime.plan.kernel_choice import OLDEST_CAPABILITY
 
     driver = driver_version()
     devices: list[dict[str, Any]] = []
     facts = {"devices": devices, "driver": driver}
     if not torch.cuda.is_available():
-        if driver and torch.version.cuda is not None:
+        if driver and torch.version.cuda is None:
+            fix = "pip install --force-reinstall torch, from the index for your CUDA version"
+            return Finding(WARNING, f"driver {driver}, but torch is built for CPUs only", (fix,), facts)
+        if driver:
             fix = "nvidia-smi, to see whether the driver works; CUDA_VISIBLE_DEVICES hides devices"
             return Finding(WARNING, f"driver {driver}, but torch sees no device", (fix,), facts)
         return Finding(OK, "no CUDA device: everything runs on the CPU", (), facts)
-    shown, old = [], []
+    shown = []
     for index in range(torch.cuda.device_count()):
         name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
         free, total = torch.cuda.mem_get_info(index)
         devices.append({"name": name, "capability": capability, "free_bytes": free, "total_bytes": total})
         kind = "sm_{}{}".format(*capability)
         shown.append(f"{index} {name} {kind} {free / GIB:.1f} of {total / GIB:.1f} GiB free")
-        old += [name] if capability < OLDEST_CAPABILITY else []
     line = f"{'; '.join(shown)} · driver {driver or 'unknown'}"
-    if old:
-        line += f" · older than sm_80, so that torch's kernels run: {', '.join(old)}"
-        return Finding(WARNING, line, ("a newer GPU, if there is one: --device cuda:N",), facts)
     return Finding(OK, line, (), facts)
 
 
@@ -254,18 +218,6 @@ def triton_library() -> Finding:
         return Finding(WARNING, line, ("set TRITON_CACHE_DIR to a folder you can write to",), facts)
 
 
-def demo_plan() -> Finding:
-    """The plan for the demo with default options."""
-    from spd.formats.demo import demo_folder
-    from spd.runtime.plan.config import EngineConfig
-    from spd.runtime.plan.plan import make_plan
-
-    plan = make_plan(EngineConfig(model=demo_folder()))
-    facts = plan.as_dict()
-    words = [f"{name} {facts[name]}" for name in ("device", "dtype", "kernels", "graphs", "lag", "threads")]
-    return Finding(OK, " · ".join([*words, f"{plan.memory_budget_bytes / GIB:.1f} GiB to use"]), (), facts)
-
-
 def token_tiles() -> Finding:
     """Ask each GPU how wide its tiles of tokens may be, and keep what it answers for engines."""
     from triton import knobs
@@ -273,12 +225,11 @@ def token_tiles() -> Finding:
     from spd.formats.hub import own_cache
     from spd.runtime.lab.tile_questions import ask_gpus
 
-    began = time.perf_counter()
     answers = [] if knobs.runtime.interpret else ask_gpus(own_cache)
     if not answers:
         return Finding(OK, "not asked: no GPU runs Triton's kernels here", (), {"asked": []})
     words = "; ".join(" ".join(f"{kind} {tile}" for kind, tile in each["widest"].items()) for each in answers)
-    line = f"tiles of tokens that change no bit: {words} · asked in {time.perf_counter() - began:.1f} s"
+    line = f"tiles of tokens that change no bit: {words}"
     if any(each["file"] is None for each in answers):
         fix = "make ~/.cache/spd yours and writable, or set XDG_CACHE_HOME"
         return Finding(WARNING, f"{line}; that cannot be kept for engines", (fix,), {"asked": answers})
@@ -292,15 +243,15 @@ def equal_texts() -> Finding:
     """
     from spd.formats.demo import demo_folder
     from spd.runtime.lab.prompt_set import choose, encode_questions, read_prompts
-    from spd.runtime.lab.replay import make_requests, replay
+    from spd.runtime.lab.replay import make_requests, replay_requests
     from spd.runtime.plan.config import EngineConfig
 
     # One thread: more gain a model of this size nothing, and lose much on a busy machine.
     plain = EngineConfig(model=demo_folder(), spec="off", ctx=512, threads=1)
     questions = encode_questions(plain.model, choose(read_prompts(), ["code"], 1), [None], NUM_TOKENS)
     asked = make_requests(questions, (0.0, 0.8), max_tokens=NUM_TOKENS, least=0, ignore_eos=True)
-    drafted = replay(plain, replace(plain, spec="draft", adaptive=False), asked)
-    ported = replay(replace(plain, kernels="torch"), plain, asked[:1])
+    drafted = replay_requests(plain, replace(plain, spec="draft", adaptive=False), asked)
+    ported = replay_requests(replace(plain, kernels="torch"), plain, asked[:1])
     off = [found for found in ported.differences if not found.near_tie]
     kernels = ported.plans[1]["kernels"]
     line = f"{drafted.tokens} tokens of the demo by {kernels} kernels, {drafted.speculated} of them drafted"

@@ -85,7 +85,6 @@ def read_trace(path: Path) -> Trace:
 SCHEMA = "spd.explain/1"
 BEYOND = 2
 """Drafts a round that are weighed beyond the most that a trace held: of more it knows nothing."""
-HOST = "the host, which the device waits for"
 NOTICEABLE = 0.02
 """A prospect is worth a try when it is faster by more than this."""
 
@@ -147,19 +146,16 @@ class Explanation:
             "acceptance": "imposed" if self.imposed else "natural",
             "acceptance_length": self.now.length,
             "survival": list(self.acceptance.survival),
-            "conditional_rates": list(self.acceptance.conditional),
             "break_even": {str(each.k): each.round_ms / self.plain.round_ms for each in self.own},
-            "plain": vars(self.plain),
-            "now": vars(self.now),
+            **{name: vars(getattr(self, name)) for name in ("plain", "now", "best")},
             "prospects": [vars(prospect) for prospect in self.own],
-            "best": vars(self.best),
             "bottleneck": bottleneck(self),
             "try": next_step(self),
             "words": paragraph(self),
         }
 
 
-def explain(traces: Sequence[Trace]) -> Explanation:
+def explain_traces(traces: Sequence[Trace]) -> Explanation:
     """Weigh the rounds of one or more traces of one model; costs come from all, acceptance from those
     that drafted."""
     records = [record for trace in traces for record in trace.rounds]
@@ -212,15 +208,11 @@ def _measured(records: Sequence[RoundRecord]) -> float:
 
 
 def bottleneck(e: Explanation) -> str:
-    """What a round spends most on beside the first row of verification; acceptance where that decides."""
+    """What a round spends most on beside verifying one row; acceptance where that alone decides."""
     if not e.k:
         return "that nothing was drafted"
-    costs, now = e.costs, e.now
-    spent = {
-        "drafting": costs.draft_ms(e.k),
-        "the extra rows of verification": costs.verify_ms(e.k + 1) - costs.verify_ms(1),
-        HOST: costs.host,
-    }
+    now, spent = e.now, e.costs.parts(e.k)
+    spent["verification"] -= e.costs.parts(0)["verification"]
     worst = max(spent, key=lambda part: spent[part])
     if spent[worst] < 0.1 * now.round_ms:
         return "acceptance: the rounds are as cheap as plain ones"
@@ -235,7 +227,7 @@ def next_step(e: Explanation) -> str:
     if best.k == 0:
         return "--spec off" if e.k else "--spec auto, or a draft model: --draft-model FOLDER"
     if best.tokens_per_second <= (1 + NOTICEABLE) * now.tokens_per_second or split_spec(e.method)[1]:
-        if bottleneck(e) == HOST:
+        if bottleneck(e) == "the host":
             return "--graphs on, --lag 1"
         return "nothing: this is the best that the trace knows of"  # beside lookup k is a model's alone
     return f"--spec {best.method} --draft-max {best.k}"
@@ -243,7 +235,7 @@ def next_step(e: Explanation) -> str:
 
 def paragraph(e: Explanation) -> str:
     """What a person wants to know, in a few sentences."""
-    costs, now, best, sentences = e.costs, e.now, e.best, []
+    now, best, sentences = e.now, e.best, []
     if e.other_load > SLIGHT:
         sentences.append(f"Other programs kept {e.other_load:.1f} CPUs busy: a quiet machine is faster.")
     if e.imposed:
@@ -251,14 +243,9 @@ def paragraph(e: Explanation) -> str:
     if not e.k:
         sentences.append(f"Nothing was drafted in {e.rounds} rounds of {e.plain.round_ms:.2f} ms.")
     else:
-        parts = {
-            "verifying": costs.verify_ms(e.k + 1),
-            "drafting": costs.draft_ms(e.k),
-            "the rest": costs.rest,
-            "waiting for the host": costs.host,
-        }
+        parts = e.costs.parts(e.k)
         shares = ", ".join(f"{ms / now.round_ms:.0%} {name}" for name, ms in parts.items() if ms > 0)
-        plain = "" if costs.plain_measured else " (estimated: the trace holds no plain rounds)"
+        plain = "" if e.costs.plain_measured else " (estimated: the trace holds no plain rounds)"
         sentences += [
             f"With {e.method} at k = {e.k} a round takes {now.round_ms:.2f} ms ({shares}) and brings "
             f"{now.length:.2f} tokens.",

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from spd.runtime.engine.driver import drive
@@ -220,6 +221,7 @@ def per_position(records: Sequence[RoundRecord]) -> tuple[list[int], list[int], 
     return drafted, tried, accepted
 
 
-def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
-    """The position of the first token that differs, or the shorter length."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def parting(a: Sequence[int], b: Sequence[int]) -> tuple[int, int | None, int | None] | None:
+    """Where two texts part, and the tokens there, None behind an end; None where they are the same."""
+    pairs = enumerate(zip_longest(a, b))
+    return next(((at, *pair) for at, pair in pairs if pair[0] != pair[1]), None)

@@ -12,11 +12,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from spd.errors import UsageError
 from spd.formats.chat_template import encode_chat
 from spd.formats.files import read_input_text
 from spd.formats.folder import ModelFolder
+from spd.runtime.engine.request import Request, derived_seed
+from spd.runtime.round.sampling_params import SamplingParams
 
 OWN = Path(__file__).with_name("prompts.jsonl")
 
@@ -42,6 +45,11 @@ class Question:
     prompt: Prompt
     ids: tuple[int, ...]
     prompt_tokens: int | None = None
+
+    def request(self, name: str, number: int, **params: Any) -> Request:
+        """A request for the reply of this number, whose seed no other question or number has."""
+        seed = derived_seed(0, self.prompt.name, number)
+        return Request(name, self.ids, SamplingParams(seed=seed, **params))
 
 
 def read_prompts(path: Path = OWN) -> tuple[Prompt, ...]:

@@ -16,8 +16,8 @@ import torch
 
 from spd.kernels.sampling.philox import STREAM_TARGET, gumbel
 from spd.runtime.engine.engine import Engine
-from spd.runtime.engine.request import Request, derived_seed
-from spd.runtime.lab.load import Pass, Timeline, first_difference, run_pass
+from spd.runtime.engine.request import Request
+from spd.runtime.lab.load import Pass, Timeline, parting, run_pass
 from spd.runtime.lab.prompt_set import Question
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.round.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -32,8 +32,8 @@ ARITHMETIC = ("device", "dtype", "quantize", "kernels", "threads", "load")
 class Difference:
     """Where two texts part: both tokens, and how far apart the reference holds them.
 
-    margin: score of the reference's token over the other's; None when the other is not even among the
-    likeliest. top_margin: between the reference's two best. Scores are log-probabilities over T and noise.
+    margin: score of the reference's token over the other's, log-probabilities over T and noise; None when
+    the other is not even among the likeliest.
     """
 
     prompt: str
@@ -43,7 +43,6 @@ class Difference:
     reference: int | None
     candidate: int | None
     margin: float | None
-    top_margin: float | None
     near_tie: bool
 
 
@@ -64,10 +63,6 @@ Watch = Callable[[str, int, int], None]
 """Told what runs, how many of its requests have ended, and how many there are; may raise to end it."""
 
 
-def unwatched(what: str, ended: int, asked: int) -> None:
-    """Tell nothing."""
-
-
 def make_requests(
     questions: Sequence[Question],
     temperatures: Sequence[float],
@@ -82,16 +77,18 @@ def make_requests(
     for number in count():
         for question, temperature in product(questions, temperatures):
             if temperature or not number:
-                seed = derived_seed(0, question.prompt.name, number)
-                params = SamplingParams(temperature, max_tokens=max_tokens, ignore_eos=ignore_eos, seed=seed)
-                made.append((question.prompt.name, Request(str(len(made)), question.ids, params)))
+                params = {"temperature": temperature, "max_tokens": max_tokens, "ignore_eos": ignore_eos}
+                made.append((question.prompt.name, question.request(str(len(made)), number, **params)))
         if len(made) * max_tokens >= least or not any(temperatures):
             break
     return made
 
 
 def run_requests(
-    config: EngineConfig, requests: Sequence[Request], what: str = "", watch: Watch = unwatched
+    config: EngineConfig,
+    requests: Sequence[Request],
+    what: str = "",
+    watch: Watch = lambda what, ended, asked: None,
 ) -> tuple[dict[str, Any], Pass]:
     """The plan of an engine that lives for these requests only, and what they gave."""
     engine, asked = Engine(config), len(requests)
@@ -100,11 +97,11 @@ def run_requests(
     return engine.plan.as_dict(), ran
 
 
-def replay(
+def replay_requests(
     reference: EngineConfig,
     candidate: EngineConfig,
     requests: Sequence[tuple[str, Request]],
-    watch: Watch = unwatched,
+    watch: Watch = lambda what, ended, asked: None,
 ) -> Replay:
     """Run the requests with both settings, one engine after the other, and compare every token."""
     bare = [request for _, request in requests]
@@ -139,10 +136,9 @@ def promised_equal(plans: tuple[Mapping[str, Any], Mapping[str, Any]]) -> bool:
 def _explain(engine: Engine, name: str, expected: Timeline, found: Timeline, tie: float) -> Difference:
     """Ask the reference again, with log-probabilities, for what it thought where the texts part."""
     request = expected.request
-    at = first_difference(expected.token_ids, found.token_ids)
-    a, b = (tokens[at] if at < len(tokens) else None for tokens in (expected.token_ids, found.token_ids))
-    margin = top = None
-    near = False
+    ends = len(expected.token_ids), None, None  # the same text, ended for another reason
+    at, a, b = parting(expected.token_ids, found.token_ids) or ends
+    margin, near = None, False
     if a is not None and b is not None:
         params = replace(request.params, max_tokens=at + 1, logprobs=MAX_LOGPROBS)
         entries = [
@@ -152,12 +148,10 @@ def _explain(engine: Engine, name: str, expected: Timeline, found: Timeline, tie
         ]
         position = len(request.prompt_ids) + at
         scores = _scores(dict(entries[at].top), params, position, engine.usable_vocab)
-        best = sorted(scores.values(), reverse=True)
-        top = best[0] - best[1] if len(best) > 1 else None
         if a in scores and b in scores:
             margin = scores[a] - scores[b]
             near = abs(margin) <= tie / (params.temperature or 1.0)
-    return Difference(name, request.params.temperature, request.params.seed, at, a, b, margin, top, near)
+    return Difference(name, request.params.temperature, request.params.seed, at, a, b, margin, near)
 
 
 def _scores(

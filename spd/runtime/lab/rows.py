@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count, zip_longest
-from math import log
 from statistics import fmean, median
 from typing import Any
 
 from spd.runtime.lab.load import Sample
-from spd.runtime.lab.statistics import percentile, repeat_interval, within_noise
+from spd.runtime.lab.statistics import percentile, repeat_interval
 
 ALL = "all"
 KEYS = ("category", "temperature", "prompt_tokens_asked", "concurrency", "rate")
@@ -129,7 +128,7 @@ CONDITIONS = ("device", "dtype", "quantize", "kernels", "threads")
 """Of a plan: what a comparison may be about, so that rows match all the same, and it is said."""
 
 
-def compare(before: Mapping[str, Any], after: Mapping[str, Any], threshold: float) -> dict[str, Any]:
+def compare_results(before: Mapping[str, Any], after: Mapping[str, Any], threshold: float) -> dict[str, Any]:
     """The matched rows of two results, how many of each side have no partner, and how the two ran otherwise.
 
     A row has regressed where it is slower by more than `threshold`, and that is no noise.
@@ -162,10 +161,11 @@ def _keyed(result: Mapping[str, Any]) -> dict[tuple[Any, ...], Mapping[str, Any]
 
 
 def _change(before: Mapping[str, Any], after: Mapping[str, Any], threshold: float) -> dict[str, Any]:
-    """How a row's speed has changed; noise is told by the logarithms of its repetitions."""
-    speeds = [row["tokens_per_second"] for row in (before, after)]
-    then, now = (speed["median"] for speed in speeds)
-    noise = within_noise(*([log(value) for value in speed["values"]] for speed in speeds))
+    """How a row's speed has changed; it is noise where either run's interval holds the other's median."""
+    old, new = (row["tokens_per_second"] for row in (before, after))
+    then, now = old["median"], new["median"]
+    crossed = ((old, now), (new, then))
+    noise = any(run["low"] is None or run["low"] <= median <= run["high"] for run, median in crossed)
     return {
         **{name: after[name] for name in IDENTITY},
         "before": then,

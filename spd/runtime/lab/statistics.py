@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import ceil, exp, log, pi, sqrt
-from statistics import fmean, median, stdev, variance
+from statistics import median, stdev
 from typing import Any
 
 
 def percentile(values: Sequence[float], share: float) -> float:
     """The smallest value that at least `share` of the sample does not exceed (nearest rank)."""
-    if not values:
-        raise ValueError("nothing was measured")
     return sorted(values)[max(0, ceil(share * len(values)) - 1)]
 
 
@@ -65,18 +63,6 @@ def repeat_interval(values: Sequence[float]) -> Spread:
     freedom = n - 1 - 2 * drawn_in
     reach = student_quantile(freedom) * deviation * sqrt(pi / n)
     return Spread(middle, middle * exp(-reach), middle * exp(reach), tuple(values))
-
-
-def within_noise(first: Sequence[float], second: Sequence[float]) -> bool:
-    """Whether means this far apart are no surprise if both samples had one (Welch's test, 5 % of cases)."""
-    if len(first) < 2 or len(second) < 2:
-        return True
-    errors = variance(first) / len(first), variance(second) / len(second)
-    distance = abs(fmean(first) - fmean(second))
-    if not sum(errors):
-        return not distance
-    freedom = sum(errors) ** 2 / (errors[0] ** 2 / (len(first) - 1) + errors[1] ** 2 / (len(second) - 1))
-    return distance <= student_quantile(freedom) * sqrt(sum(errors))
 
 
 def student_quantile(freedom: float) -> float:

@@ -13,13 +13,13 @@ from itertools import cycle, islice
 from typing import Any
 
 from spd.runtime.engine.engine import Engine
-from spd.runtime.engine.request import Request, derived_seed
+from spd.runtime.engine.request import Request
 from spd.runtime.lab.load import (
     Load,
     Pass,
     Sample,
     Work,
-    first_difference,
+    parting,
     poisson_arrivals,
     run_pass,
     take_sample,
@@ -49,7 +49,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Progress:
+class SweepProgress:
     """How far a sweep has come: passes done and to do, and the seconds that are left, once known."""
 
     done: int
@@ -70,8 +70,8 @@ class Sweep:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.configs, self.questions, self.settings = tuple(configs), tuple(questions), settings
-        self.check = check
-        self.report: Callable[[Progress], None] = lambda progress: None
+        self._watch: Callable[[int], None] = lambda ended: check()
+        self.report: Callable[[SweepProgress], None] = lambda progress: None
         self.samples: list[Sample] = []
         self.plans: list[dict[str, Any]] = []
         """One a configuration; of the first load."""
@@ -91,14 +91,11 @@ class Sweep:
             for engine in engines:
                 engine.close()
 
-    def _watch(self, ended: int) -> None:
-        self.check()
-
     def _measure(self, load: Load, engines: Sequence[Engine]) -> None:
         units = list(self._units(load))
         for index, engine in enumerate(engines):
             run_pass(engine, self._requests(*units[0], "warming up"), watch=self._watch)
-            self.report(Progress(0, 0, None, f"warming up {index + 1} of {len(engines)}"))
+            self.report(SweepProgress(0, 0, None, f"warming up {index + 1} of {len(engines)}"))
         began, done, each = time.perf_counter(), 0, len(units) * len(engines)
         planned, repetition = self.settings.repetitions, 0
         while planned is None or repetition < planned:
@@ -110,7 +107,7 @@ class Sweep:
                     ran[index] = self._pass(index, engines[index], work, asked, repetition)
                     done += 1
                     left = (time.perf_counter() - began) / done * ((planned or LEAST) * each - done)
-                    self.report(Progress(done, (planned or LEAST) * each, left, work.category))
+                    self.report(SweepProgress(done, (planned or LEAST) * each, left, work.category))
                 self._compare(work, asked, ran)
             repetition += 1
             if planned is None:
@@ -134,17 +131,10 @@ class Sweep:
 
     def _requests(self, work: Work, asked: Sequence[Question], tag: str) -> list[Request]:
         """The same seeds for every engine and repetition."""
+        settings = self.settings
+        params = {"max_tokens": settings.max_tokens, "ignore_eos": settings.ignore_eos}
         return [
-            Request(
-                f"{tag}.{number}",
-                question.ids,
-                SamplingParams(
-                    temperature=work.temperature,
-                    max_tokens=self.settings.max_tokens,
-                    ignore_eos=self.settings.ignore_eos,
-                    seed=derived_seed(0, question.prompt.name, number),
-                ),
-            )
+            question.request(f"{tag}.{number}", number, temperature=work.temperature, **params)
             for number, question in enumerate(asked)
         ]
 
@@ -172,15 +162,7 @@ class Sweep:
             for question, *lines in pairs:
                 right, found = (line.token_ids for line in lines)
                 self.compared += max(len(right), len(found))
-                if right != found:
-                    at = first_difference(right, found)
-                    self.differences.append(
-                        {
-                            "config": index,
-                            "prompt": question.prompt.name,
-                            "temperature": work.temperature,
-                            "position": at,
-                            "plain": right[at] if at < len(right) else None,
-                            "speculated": found[at] if at < len(found) else None,
-                        }
-                    )
+                if apart := parting(right, found):
+                    parts = zip(("position", "plain", "speculated"), apart, strict=True)
+                    asked_for = {"prompt": question.prompt.name, "temperature": work.temperature}
+                    self.differences.append({"config": index, **asked_for, **dict(parts)})

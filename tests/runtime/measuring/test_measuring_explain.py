@@ -19,7 +19,7 @@ from spd.runtime.lab.explain import (
     Trace,
     TraceHeader,
     bottleneck,
-    explain,
+    explain_traces,
     next_step,
     paragraph,
     read_trace,
@@ -62,7 +62,7 @@ def truth(k: int, rate: float, draft: float = 1.0) -> float:
 @pytest.mark.parametrize("left_out", [1, 2, 3, 5, 8])
 def test_a_length_left_out_is_predicted(rate: float, left_out: int) -> None:
     """Within 10 %: 400 rounds at each of the others leave about 4 % of error at the most."""
-    found = explain([make_trace(k, rate) for k in (0, 1, 2, 3, 4, 5, 6, 8) if k != left_out])
+    found = explain_traces([make_trace(k, rate) for k in (0, 1, 2, 3, 4, 5, 6, 8) if k != left_out])
     assert left_out + 1 not in found.costs.verify
     predicted = 1000 * found.acceptance.length(left_out) / found.costs.round_ms(left_out)
     assert predicted == pytest.approx(truth(left_out, rate), rel=0.1)
@@ -75,15 +75,15 @@ def test_acceptance_that_falls_with_k_is_foreseen_from_what_was_held(left_out: i
     """Easy text fills more of the rounds with few drafts. Pooled rates are further off at both ends."""
     rates = {k: 0.8 - 0.12 * math.log(k) for k in (1, 2, 3, 4, 6, 8)}
     traces = {k: make_trace(k, rate, rounds=800) for k, rate in rates.items()}
-    found = explain([trace for k, trace in traces.items() if k != left_out])
+    found = explain_traces([trace for k, trace in traces.items() if k != left_out])
     law = sum(rates[left_out] ** i for i in range(left_out + 1))
     assert found.acceptance.length(left_out) == pytest.approx(law, rel=0.08)
     together = Trace([record for trace in traces.values() for record in trace.rounds])
-    assert explain([together]).acceptance.held == {}, "k that follows acceptance tells nothing of other k"
+    assert explain_traces([together]).acceptance.held == {}, "adaptive k tells nothing of other k"
 
 
 def test_only_a_little_more_than_what_was_held_is_weighed() -> None:
-    found = explain([make_trace(0, 0.0), make_trace(3, 0.8)])
+    found = explain_traces([make_trace(0, 0.0), make_trace(3, 0.8)])
     assert [prospect.k for prospect in found.own] == [1, 2, 3, 4, 5] and found.best.k <= 5
     few = Acceptance((0.2, 0.1, 0.1))  # all six rounds that got so far accepted the third, too
     assert few.length(5) < 1 + 0.4 + 0.1 * (0.75 + 0.75**2)
@@ -92,14 +92,14 @@ def test_only_a_little_more_than_what_was_held_is_weighed() -> None:
 def test_rounds_of_lookup_alone_say_nothing_of_a_model_beside_it() -> None:
     """They come where text is copied, and more tokens at a time than the model drafts."""
     trace = make_trace(3, 0.5)
-    lone = explain([trace])
+    lone = explain_traces([trace])
     copies = [
         dataclasses.replace(record, method="draft+ngram", k=8, match=6, accepted=8, draft_forwards=0)
         for record in trace.rounds[::3]
     ]
     both = Trace([dataclasses.replace(r, method="draft+ngram") for r in trace.rounds] + copies)
     both.header = TraceHeader("m", 0.0, {"model_drafts": 3, "draft_max": 8})
-    found = explain([both])
+    found = explain_traces([both])
     assert found.acceptance.survival == lone.acceptance.survival and found.k == 3
     assert [prospect.k for prospect in found.own] == [1, 2, 3]
     assert found.rounds == len(both.rounds)
@@ -111,7 +111,7 @@ def test_no_length_is_advised_beside_lookup(method: str, advised: bool) -> None:
     traces = [make_trace(1, 0.95, rounds=900), make_trace(3, 0.95), make_trace(0, 0.0)]
     for trace in traces:
         trace.rounds = [dataclasses.replace(record, method=method) for record in trace.rounds]
-    found = explain(traces)
+    found = explain_traces(traces)
     assert (found.k, found.best.method) == (1, method) and found.best.k > 1
     assert ("--draft-max" in found.as_dict()["try"]) is advised
 
@@ -119,16 +119,16 @@ def test_no_length_is_advised_beside_lookup(method: str, advised: bool) -> None:
 def test_what_a_plan_adds_to_the_words() -> None:
     """Acceptance that was imposed, and states that each round moves."""
     trace = make_trace(3, 0.8)
-    said = {False: paragraph(explain([trace]))}
+    said = {False: paragraph(explain_traces([trace]))}
     trace.header = TraceHeader("m", 0.0, {"synthetic_acceptance": 2.5, "state_bytes": 48 << 20})
-    assert explain([trace]).as_dict()["acceptance"] == "imposed"
-    said[True] = paragraph(explain([trace]))
+    assert explain_traces([trace]).as_dict()["acceptance"] == "imposed"
+    said[True] = paragraph(explain_traces([trace]))
     for words in ("Acceptance was imposed", "Recurrent states, 48.00 MiB, are read and written once a round"):
         assert [words in text for text in said.values()] == [False, True]
 
 
 def test_plain_decoding_is_carried_over_where_no_plain_round_was_seen() -> None:
-    found = explain([make_trace(2, 0.7), make_trace(4, 0.7)])
+    found = explain_traces([make_trace(2, 0.7), make_trace(4, 0.7)])
     assert not found.costs.plain_measured and "holds no plain rounds" in paragraph(found)
     assert found.plain.round_ms == pytest.approx(10.6, rel=0.1)
     assert found.as_dict()["break_even"]["4"] == pytest.approx((11.0 + 4 + 0.4) / 10.6, rel=0.1)
@@ -137,9 +137,9 @@ def test_plain_decoding_is_carried_over_where_no_plain_round_was_seen() -> None:
 GOOD, WIDE, NARROW = (10.0, 0.2), (6.0, 2.5), (5.0, 1.5)
 CASES = {
     "a useless drafter": (4, 0.0, {}, "acceptance: without drafting", "--spec off"),
-    "a poor drafter": (4, 0.15, {"verify": NARROW}, "acceptance: without the extra rows", "--spec off"),
+    "a poor drafter": (4, 0.15, {"verify": NARROW}, "acceptance: without verification", "--spec off"),
     "a slow drafter": (4, 0.6, {"draft": 6.0}, "drafting", "--spec"),
-    "wide verification": (6, 0.5, {"verify": WIDE, "draft": 0.1}, "the extra rows", "--draft-max 1"),
+    "wide verification": (6, 0.5, {"verify": WIDE, "draft": 0.1}, "verification", "--draft-max 1"),
     "a slow host": (2, 0.5, {"host": 12.0}, "the host", "--graphs on"),
     "a good drafter": (4, 0.8, {}, "drafting", "nothing: this is the best"),
     "a free drafter": (4, 0.8, {"draft": 0.01}, "acceptance: the rounds are as cheap", "--draft-max 6"),
@@ -149,7 +149,9 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_what_limits_it_and_what_to_try(name: str) -> None:
     k, rate, costs, limit, step = CASES[name]
-    found = explain([make_trace(k, rate, **costs), make_trace(0, 0.0, verify=costs.get("verify", GOOD))])
+    found = explain_traces(
+        [make_trace(k, rate, **costs), make_trace(0, 0.0, verify=costs.get("verify", GOOD))]
+    )
     assert (found.now.speed_up < 1) == (name in list(CASES)[:4]), found.now
     assert bottleneck(found).startswith(limit), bottleneck(found)
     assert step in next_step(found), next_step(found)
@@ -157,7 +159,7 @@ def test_what_limits_it_and_what_to_try(name: str) -> None:
 
 
 def test_a_trace_of_plain_decoding() -> None:
-    found = explain([make_trace(0, 0.0)])
+    found = explain_traces([make_trace(0, 0.0)])
     assert (found.k, found.own, found.now) == (0, (), found.plain)
     assert paragraph(found).startswith("Nothing was drafted in 400 rounds")
 
@@ -214,7 +216,7 @@ def test_one_line_that_is_no_trace_is_not_taken_for_a_cut_one(tmp_path: Path, te
 
 
 def test_an_explanation_is_plain_json() -> None:
-    found: Explanation = explain([make_trace(4, 0.7, temperature=0.5)])
+    found: Explanation = explain_traces([make_trace(4, 0.7, temperature=0.5)])
     shown = json.loads(json.dumps(found.as_dict()))
     assert shown["schema"] == "spd.explain/1" and shown["best"]["k"] == found.best.k
     assert shown["words"] == paragraph(found)

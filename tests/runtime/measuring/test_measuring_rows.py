@@ -8,7 +8,7 @@ import pytest
 
 from spd.runtime.engine.metrics import RoundRecord
 from spd.runtime.lab.load import Load, Work, per_position
-from spd.runtime.lab.rows import compare, make_rows, verdict
+from spd.runtime.lab.rows import compare_results, make_rows, verdict
 from tests.runtime.measuring.measuring_helpers import DRAFT, PLAIN, make_sample
 
 PLANS = [PLAIN, DRAFT]
@@ -78,7 +78,7 @@ def result(speeds: list[float], **settings: Any) -> dict[str, Any]:
 
 
 def change(before: dict[str, Any], after: dict[str, Any], threshold: float = 0.03) -> dict[str, Any]:
-    (found,) = compare(before, after, threshold)["changes"]
+    (found,) = compare_results(before, after, threshold)["changes"]
     return dict(found)
 
 
@@ -100,21 +100,21 @@ def test_a_change_is_told_from_noise(
 
 
 def test_only_the_same_work_is_compared() -> None:
-    found = compare(result([100.0]), result([100.0], max_tokens=32), 0.03)
+    found = compare_results(result([100.0]), result([100.0], max_tokens=32), 0.03)
     assert (found["changes"], found["only_before"], found["only_after"]) == ([], 1, 1)
     real = result([100.0])
     imposed = {**real, "rows": [row | {"acceptance": "imposed"} for row in real["rows"]]}
     for other in (imposed, {**real, "prompts": {"code/1": "abd"}}, {**real, "plans": [{"load": "dummy"}]}):
-        assert compare(real, other, 0.03)["changes"] == []
+        assert compare_results(real, other, 0.03)["changes"] == []
     more = {**real, "prompts": {"code/1": "abc", "code/2": "x"}}
     assert change(real, more), "a prompt of other rows"
-    wide = compare(real, {**real, "plans": [{"load": "auto", "dtype": "float32"}]}, 0.03)
+    wide = compare_results(real, {**real, "plans": [{"load": "auto", "dtype": "float32"}]}, 0.03)
     assert len(wide["changes"]) == 1 and wide["conditions"] == ["dtype bfloat16 → float32"]
 
 
 def test_rows_of_one_key_are_all_compared() -> None:
     twice = result([100.0])
     twice["rows"] = [twice["rows"][0], twice["rows"][0]]
-    found = compare(twice, twice, 0.03)
+    found = compare_results(twice, twice, 0.03)
     assert len(found["changes"]) == 2 and found["only_before"] == found["only_after"] == 0
-    assert compare(twice, result([100.0]), 0.03)["only_before"] == 1
+    assert compare_results(twice, result([100.0]), 0.03)["only_before"] == 1

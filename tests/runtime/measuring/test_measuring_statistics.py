@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from spd.runtime.lab.statistics import repeat_interval, student_quantile, within_noise
+from spd.runtime.lab.statistics import repeat_interval, student_quantile
 
 
 @pytest.mark.parametrize(
@@ -15,20 +15,6 @@ from spd.runtime.lab.statistics import repeat_interval, student_quantile, within
 )
 def test_students_t_is_the_table_s(freedom: float, expected: float) -> None:
     assert student_quantile(freedom) == pytest.approx(expected, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "noise"),
-    [
-        ([1, 2, 3, 4, 5], [3, 4, 5, 6, 7], True),  # p is 0.081
-        ([1, 2, 3, 4, 5], [3.4, 4.4, 5.4, 6.4, 7.4], False),  # p is 0.043
-        ([1.0], [2.0, 3.0], True),
-        ([1.0, 1.0], [2.0, 2.0], False),
-        ([1.0, 1.0], [1.0, 1.0], True),
-    ],
-)
-def test_a_difference_is_told_from_noise(first: list[float], second: list[float], noise: bool) -> None:
-    assert within_noise(first, second) is noise
 
 
 @pytest.mark.parametrize("repetitions", [3, 5, 12])
