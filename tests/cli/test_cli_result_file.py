@@ -57,7 +57,7 @@ def test_results_that_are_kept_without_their_passes_compare(name: str) -> None:
         (("model",), None),
         (("rows", 1, "method"), None),
         (("rows", 0, "tokens_per_second"), None),
-        (("rows", 0, "tokens_per_second", "values"), [0.0, 1.0, 2.0]),
+        (("rows", 0, "tokens_per_second", "low"), "slow"),
         (("rows",), 3),
         (("rows",), ["a"]),
         (("settings",), []),

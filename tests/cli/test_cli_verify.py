@@ -43,7 +43,7 @@ def test_words_and_a_fault(run: Callable[..., Any], monkeypatch: pytest.MonkeyPa
     assert ran.code == 0 and ran.text.endswith("passed\n") and ran.err == ""
     planted.verify(planted.first_is_free)(monkeypatch)
     ran = run()
-    assert ran.code == 6 and "FAILED" in ran.text and ": fault (seed " in ran.text and "top 2 " in ran.text
+    assert ran.code == 6 and "FAILED" in ran.text and ": fault (seed " in ran.text and "margin " in ran.text
     assert "2 of 2 texts differ" in ran.err
     assert max(map(len, ran.text.splitlines())) <= 80
 
