@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from spd.cli.commands.convert_mtp import MANIFEST
 from spd.formats.demo import demo_folder
 from spd.formats.folder import ModelFolder
 from spd.formats.mtp import FAMILIES, head_config
@@ -67,4 +66,3 @@ def test_layouts_and_keys_are_all_there() -> None:
         assert f"speculators_config.{key}" in PAGE, key
     for key in config["speculators_config"]["verifier"]:
         assert f"verifier.{key}`" in PAGE, key
-    assert f"`{MANIFEST}`" in PAGE

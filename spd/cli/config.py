@@ -26,7 +26,7 @@ else:
     import tomli as tomllib
 
 TYPED = frozenset(
-    {"continue", "dry-run", "file", "force", "help", "json", "jsonl", "messages", "output", "prompt-ids"}
+    {"continue", "dry-run", "file", "help", "json", "jsonl", "messages", "output", "prompt-ids"}
     | {"pull", "resume", "version", "yes", "host", "detach", "status", "no-server"}
 )
 """Options that no file may set."""

@@ -39,6 +39,7 @@ CUT: Mapping[str, str] = MappingProxyType(
         "--dtype": "leave it out: tensors are read and written as they are stored",
         "--each": "--prompts FILE",
         "--explain": "spd generate --trace FILE …, then spd explain FILE",
+        "--force": "rm -r FOLDER, then again",
         "--frequency-penalty": "--set frequency_penalty=X",
         "--goodput": "jq .samples of --json, which hold every time",
         "--hide-thinking": "--think hide",

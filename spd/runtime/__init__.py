@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from spd.runtime.load.quantize import rounded_outputs as rounded_outputs
     from spd.runtime.models import family_layout as family_layout
     from spd.runtime.models.eagle3 import check_eagle3 as check_eagle3
-    from spd.runtime.models.eagle3 import shares_head as shares_head
     from spd.runtime.models.mtp_weights import check_source as check_source
     from spd.runtime.models.mtp_weights import module_position_size as module_position_size
     from spd.runtime.models.weights import check_weights as check_weights
@@ -46,7 +45,7 @@ _HOMES = {
     "load.progress": ("LoadProgress", "Progress"),
     "load.quantize": ("quantization_config", "rounded_names", "rounded_outputs"),
     "models": ("family_layout",),
-    "models.eagle3": ("check_eagle3", "shares_head"),
+    "models.eagle3": ("check_eagle3",),
     "models.mtp_weights": ("check_source", "module_position_size"),
     "models.weights": ("check_weights",),
     "plan.config": ("EngineConfig",),

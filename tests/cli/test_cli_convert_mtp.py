@@ -70,8 +70,6 @@ def test_the_head_is_cut_out_byte_for_byte(spd_run: Callable, original: Path, tm
     folder = ModelFolder(head).head
     assert folder.layout.modules == 1 and folder.verifier == str(original)
     assert folder.verifier_sha256 == facts["verifier"]["sha256"]
-    manifest = json.loads((head / "manifest.json").read_text())
-    assert set(manifest["tensors"]) == set(wanted)
     assert sorted(os.listdir(tmp_path)) == ["head", "original"]
 
 
@@ -96,13 +94,6 @@ def test_a_table_of_its_own_is_kept(spd_run: Callable, original: Path, tmp_path:
     assert facts["own"] == [COPIES[1]] and facts["shared"] == [COPIES[0]]
     written = load_file(tmp_path / "head" / "model.safetensors")
     assert torch.equal(written[COPIES[1]], table + 1) and COPIES[0] not in written
-
-
-def test_what_was_dropped_says_what_to_do(spd_run: Callable, original: Path, tmp_path: Path) -> None:
-    refused(spd_run("convert-mtp", original, tmp_path / "x", "--repeat", 2), 2, "the last module again")
-    refused(spd_run("convert-mtp", original, tmp_path / "x", "--dtype=float32"), 2, "as they are stored")
-    words = ("for its one-layer model", "export_deepseek_nextn.py")
-    refused(spd_run("convert-mtp", original, tmp_path / "x", "--layout=nextn"), 2, *words)
 
 
 def test_fp8_goes_along_with_its_scales(spd_run: Callable, original: Path, tmp_path: Path) -> None:
@@ -163,19 +154,12 @@ def test_wrong_and_foreign_tensors_are_refused_by_name(
 
 def test_nothing_is_overwritten_by_accident(spd_run: Callable, original: Path, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in original.iterdir()}
-    for destination in (original, original / "inside", tmp_path):
-        refused(spd_run("convert-mtp", original, destination, "--force"), 2, "source")
     (tmp_path / "link").symlink_to(original)
-    refused(spd_run("convert-mtp", original, tmp_path / "link", "--force"), 2, "source")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("mine")
-    refused(spd_run("convert-mtp", original, tmp_path / "mine", "--force"), 2, "holds no MTP head")
-    assert (tmp_path / "mine" / "thesis.txt").read_text() == "mine"
+    for destination in (original, tmp_path, tmp_path / "link"):
+        refused(spd_run("convert-mtp", original, destination), 2, "is there")
     (tmp_path / "empty").mkdir()
     assert spd_run("convert-mtp", original, tmp_path / "empty").code == 0
-    refused(spd_run("convert-mtp", original, tmp_path / "empty"), 2, "is there", "--force")
-    ran = spd_run("convert-mtp", original, tmp_path / "empty", "--force")
-    assert ran.code == 0 and ModelFolder(tmp_path / "empty").head.layout.modules == 1
+    refused(spd_run("convert-mtp", original, tmp_path / "empty"), 2, "is there", "a new folder")
     assert before == {path: path.read_bytes() for path in original.iterdir()}
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 

@@ -5,27 +5,17 @@ Reads headers, then the head's own bytes a piece at a time, without torch.
 
 from __future__ import annotations
 
-import os
-import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spd import __version__
 from spd.cli.options import CommonOptions, Session, argument, model_names, printed
-from spd.cli.text.output import Sink, check_folder, to_json
-from spd.cli.text.progress import Ticker
-from spd.errors import UsageError
+from spd.cli.text.output import Sink, check_new_folder
+from spd.cli.text.progress import writing
 
 if TYPE_CHECKING:
     from spd.formats.mtp import HeadPlan
-
-WEIGHTS = "model.safetensors"
-MANIFEST = "manifest.json"
-SCALES = "_scale_inv"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -38,7 +28,6 @@ class ConvertOptions(CommonOptions):
     destination: Path | None = argument("[DST]", "Folder to write. Default: NAME-mtp here.", None)
     attach: str | None = printed(None, "TARGET", "Check that the head fits it.", autocompletion=model_names)
     revision: str | None = printed(None, "REV", "Branch, tag or commit in the cache.")
-    force: bool = printed(False, None, "Replace a head that is already there.")
     dry_run: bool = printed(False, None, "Read headers, write nothing.")
     json: bool = printed(False, None, "One JSON object: every tensor by name.")
 
@@ -49,52 +38,21 @@ def convert_mtp(session: Session, options: ConvertOptions) -> None:
     from spd.formats.mtp import plan_head
     from spd.runtime import check_source
 
-    source = ModelFolder.named(options.source, options.revision)
-    destination = _destination(options, source.path)
+    source, destination = ModelFolder.named(options.source, options.revision), options.destination
+    if destination is None and options.attach is None:  # else the head's fit is all that is asked
+        destination = Path(f"{Path(options.source).resolve().name}-mtp")
+    if destination is not None:
+        destination = destination.expanduser().absolute()
+        check_new_folder(destination)
     plan = plan_head(source, options.source, check_source)
     with plan.checkpoint:
         attached = None if options.attach is None else _attach(plan, options.attach)
         own: list[str] | None = None
         if destination is not None and not options.dry_run:
-            own = _write(session, plan, options, destination)
+            own = _write(session, plan, destination)
     shown = _facts(plan, options, destination, attached, own)
-    sink = Sink.stdout()
-    if options.json:
-        sink.write(to_json(shown) + "\n")
-    else:
-        sink.write_lines(f"{label:<10}{words}" for label, words in convert_lines(shown))
-
-
-def _destination(options: ConvertOptions, source: Path) -> Path | None:
-    """Where to write, seen to be free; None where a head's fit is all that is asked. Raises UsageError."""
-    from spd.formats.folder import ModelFolder
-    from spd.formats.mtp import is_head_folder
-
-    if options.destination is None and options.attach is not None:
-        return None
-    name = source.name if Path(options.source).exists() else options.source.rsplit("/", 1)[-1]
-    destination = Path(os.path.abspath((options.destination or Path(f"{name}-mtp")).expanduser()))
-    real, origin = destination.resolve(), source.resolve()
-    if real == origin or origin in real.parents or real in origin.parents:
-        raise UsageError(
-            f"{destination}: is or holds the source, or lies inside it", fix=["name a folder elsewhere"]
-        )
-    if not options.dry_run:
-        check_folder(destination)
-    if options.dry_run or not (destination.exists() or destination.is_symlink()):
-        return destination
-    if not destination.is_dir() or destination.is_symlink():
-        raise UsageError(f"{destination}: exists and is not a folder", fix=["name another folder"])
-    if not any(destination.iterdir()):
-        return destination
-    if not is_head_folder(ModelFolder(destination)) and not (destination / MANIFEST).exists():
-        raise UsageError(
-            f"{destination}: exists and holds no MTP head, so --force does not replace it either",
-            fix=["name another folder"],
-        )
-    if not options.force:
-        raise UsageError(f"{destination}: is there", fix=["--force replaces it, or name another folder"])
-    return destination
+    lines = (f"{label:<10}{words}" for label, words in convert_lines(shown))
+    Sink.stdout().answer(options.json, shown, lines)
 
 
 def _attach(plan: HeadPlan, name: str) -> dict[str, Any]:
@@ -110,31 +68,17 @@ def _attach(plan: HeadPlan, name: str) -> dict[str, Any]:
     return {"target": name, "sha256": digest, "same_verifier": digest == plan.head.verifier_sha256}
 
 
-def _write(session: Session, plan: HeadPlan, options: ConvertOptions, destination: Path) -> list[str]:
-    """Write the folder: weights, config, manifest; then it gets its name. Returns the head's own tables."""
+def _write(session: Session, plan: HeadPlan, destination: Path) -> list[str]:
+    """Write the folder, which gets its name once it is whole. Returns the head's own tables."""
     from spd.formats.mtp import differing_copies, head_config, outputs
     from spd.formats.writer import open_stage, write_json, write_tensors
 
-    own = differing_copies(plan)
-    tensors = [*plan.tensors, *own]
-    with Ticker(session.console) as ticker, open_stage(destination, replaces=options.force) as stage:
-
-        def show(done: int, total: int, tensor: str) -> None:
-            ticker.write(f"writing {done / 2**20:,.0f} of {total / 2**20:,.0f} MiB · {tensor}")
-
-        digests = write_tensors(stage / WEIGHTS, outputs(plan.checkpoint, tensors), show)
+    own, head = differing_copies(plan), plan.head
+    with writing(session.console) as report, open_stage(destination, replaces=False) as stage:
+        write_tensors(stage / "model.safetensors", outputs(plan.checkpoint, [*plan.tensors, *own]), report)
         plan.checkpoint.check_unchanged()
-        told = (plan.head.verifier, plan.head.verifier_sha256, plan.head.layout.modules)
-        write_json(stage / "config.json", head_config(plan.raw_config, *told, quantized=plan.quantized))
-        manifest = {
-            "schema": "spd.manifest/1",
-            "spd": __version__,
-            "source": options.source,
-            "verifier_sha256": plan.head.verifier_sha256,
-            "layout": "spd",
-            "tensors": {meta.name: {"from": meta.name, "sha256": digests[meta.name]} for meta in tensors},
-        }
-        write_json(stage / MANIFEST, manifest)
+        told = (plan.raw_config, head.verifier, head.verifier_sha256, head.layout.modules)
+        write_json(stage / "config.json", head_config(*told, quantized=plan.quantized))
     return [tensor.name for tensor in own]
 
 
@@ -159,13 +103,8 @@ def _facts(
         "verifier": {"name_or_path": plan.head.verifier, "sha256": plan.head.verifier_sha256},
         "attached": attached,
         "mapped": [
-            {
-                "name": tensor.name,
-                "shard": tensor.shard.name,
-                "shape": list(tensor.shape),
-                "dtype": tensor.dtype,
-            }
-            for tensor in plan.tensors
+            {"name": each.name, "shard": each.shard.name, "shape": list(each.shape), "dtype": each.dtype}
+            for each in plan.tensors
         ],
         "shared": [copy.name for copy, _ in plan.copies if copy.name not in (own or ())],
         "own": own or [],
@@ -174,12 +113,11 @@ def _facts(
 
 
 def convert_lines(shown: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The same for people: labels, empty on lines that go on, and words."""
+    """The same for people: labels and words."""
     yield "source", shown["source"]
     declared = shown["declared_modules"]
     differs = f" (config.json speaks of {declared or 'none'}; names decide)"
     yield "found", shown["found"] + (differs if declared != shown["modules"] else "")
-    yield from zip_longest(["map"], _kinds(shown["mapped"]), fillvalue="")
     kept = "equal to the target's, left out" if shown["written"] else "left out where equal to the target's"
     yield "shared", f"{', '.join(shown['shared'])}: {kept}" if shown["shared"] else "no copies of tables"
     if shown["own"]:
@@ -200,16 +138,3 @@ def convert_lines(shown: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "use", f"spd generate -m TARGET --spec mtp --mtp {shown['destination']}"
     elif shown["destination"] is not None:
         yield "dry run", f"{size} would be written; nothing written"
-
-
-def _kinds(mapped: list[dict[str, Any]]) -> Iterator[str]:
-    """Tensors of one name, apart from layers and experts, and of one form."""
-    scaled = {tensor["name"].removesuffix(SCALES) for tensor in mapped if tensor["name"].endswith(SCALES)}
-    counts = Counter[str]()
-    for tensor in mapped:
-        name = tensor["name"]
-        if not name.endswith(SCALES):
-            kind = re.sub(r"\.(layers|experts)\.\d+\.", r".\1.*.", name)
-            scales = " with scales" if name in scaled else ""
-            counts[f"{kind}  {tensor['dtype']} {tensor['shape']}{scales}"] += 1
-    return (line + (f" × {count}" if count > 1 else "") for line, count in counts.items())

@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 from spd.cli.options import CommonOptions, Session, argument, model_names, printed
-from spd.cli.text.output import Sink, to_json
+from spd.cli.text.output import Sink
 from spd.errors import SpdError
 from spd.runtime.plan.config import METHODS, EngineConfig
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 PROBE = ({"role": "user", "content": "Hello"},)
-MAX_LISTED = 8
 CONTEXTS = (4096, 16384, 32768, 65536, 131072)
 """Lengths whose memory is told, as far as the model goes."""
 Facts = dict[str, Any]
@@ -75,10 +74,9 @@ def inspect(session: Session, options: InspectOptions) -> None:
         shown["speculation"] = speculation(choice, folder, draft)
         config = EngineConfig(model=folder, draft_model=draft, quantize=options.quantize, tp=options.tp)
         shown["needs"] = needs(replace(config, draft_tp=options.draft_tp), choice)
-    if not options.json:
-        sink.write_lines(f"{label:<10}{words}" for label, words in inspect_lines(shown))
-    elif refusal is None:  # else the one object on standard output is the error's
-        sink.write(to_json(shown) + "\n")
+    if refusal is None or not options.json:  # else the one object on standard output is the error's
+        lines = (f"{label:<10}{words}" for label, words in inspect_lines(shown))
+        sink.answer(options.json, shown, lines)
     for note in target["notes"]:
         session.console.detail(f"note    {note}")
     if refusal is not None:
@@ -111,7 +109,7 @@ def describe(name: str, folder: ModelFolder) -> Facts:
         "shards": len(checkpoint.shards),
         "unexpected_tensors": check_names(checkpoint, config),
         "mtp": mtp_facts(folder),
-        "eagle3": eagle3_facts(config, checkpoint),
+        "eagle3": eagle3_facts(config),
         "kv_bytes_per_token": position_size(config) * DTYPE_BYTES[config.dtype],
         "state_bytes_per_slot": state_bytes(config),
         "vocabulary": {
@@ -119,21 +117,18 @@ def describe(name: str, folder: ModelFolder) -> Facts:
             "used": None if tokenizer is None else tokenizer.vocab_size,
             "sha256": None if tokenizer is None else tokenizer.fingerprint(),
         },
-        "template": template_facts(folder),
+        "template": template_state(folder),
         "notes": list(checkpoint.notes),
     }
 
 
-def check_names(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
+def check_names(checkpoint: Checkpoint, config: ModelConfig) -> Any:
     """Names that the architecture does not use. Raises one CheckpointError for all that it lacks."""
     from spd.runtime import check_eagle3, check_weights, family_layout
 
-    unused: list[str]
     if config.eagle3 is not None:
-        unused = check_eagle3(config, checkpoint)
-    else:
-        unused = check_weights(checkpoint, config, family_layout(config))
-    return unused
+        return check_eagle3(config, checkpoint)
+    return check_weights(checkpoint, config, family_layout(config))
 
 
 def mtp_facts(folder: ModelFolder) -> dict[str, Any] | None:
@@ -144,59 +139,42 @@ def mtp_facts(folder: ModelFolder) -> dict[str, Any] | None:
     declared, source = declared_modules(folder.fields), folder.mtp_source()
     if source is None:
         return {"family": None, "modules": 0, "declared": declared, "error": None} if declared else None
-    config, checkpoint, layout, error = folder.config, folder.checkpoint, source.layout, None
+    checkpoint, layout, error = folder.checkpoint, source.layout, None
     try:
         check_source(source, checkpoint)
     except SpdError as refusal:
         error = refusal.message
-    tensors = [meta for name, meta in checkpoint.tensors.items() if layout.owns(name)]
-    per_token = layout.modules * module_position_size(config, layout.family)
+    per_token = layout.modules * module_position_size(folder.config, layout.family)
     return {
         "family": layout.family.name,
         "layout": layout.words(),
         "modules": layout.modules,
         "declared": declared,
-        "prefix": layout.layer_prefix(0),
-        "tensors": len(tensors),
-        "weight_bytes": sum(meta.nbytes for meta in tensors),
-        "kv_bytes_per_token": per_token * DTYPE_BYTES[config.dtype],
-        "concat": ["hidden", "embedding"] if layout.family.hidden_first else ["embedding", "hidden"],
-        "recycles": "normed" if layout.family.recycles_normed else "raw",
+        "weight_bytes": sum(meta.nbytes for name, meta in checkpoint.tensors.items() if layout.owns(name)),
+        "kv_bytes_per_token": per_token * DTYPE_BYTES[folder.config.dtype],
         "error": error,
     }
 
 
-def eagle3_facts(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any] | None:
+def eagle3_facts(config: ModelConfig) -> dict[str, Any] | None:
     """How an EAGLE-3 head reads its target; None for a model."""
-    from spd.formats.eagle3 import EMBEDDING
-    from spd.runtime import shares_head
-
     head = config.eagle3
-    if head is None:
-        return None
-    return {
+    return head and {
         "target_hidden_size": head.target_hidden_size,
         "draft_vocab_size": head.draft_vocab_size or config.vocab_size,
         "aux_layers": head.listed_layers,
-        "recycles": "normed" if head.norm_output else "raw",
-        "norms": [
-            name for name in ("norm_before_residual", "norm_before_fc", "fc_norm") if getattr(head, name)
-        ],
-        "own_embedding": EMBEDDING in checkpoint.tensors,
-        "own_head": not shares_head(config, checkpoint),
     }
 
 
-def template_facts(folder: ModelFolder) -> dict[str, Any]:
+def template_state(folder: ModelFolder) -> str:
     """Whether there is a chat template, and whether it renders a greeting."""
     try:
-        template = folder.template
-        if template is None:
-            return {"present": False, "renders": None, "error": None}
-        template.render(PROBE)
+        if folder.template is None:
+            return "none: use --raw"
+        folder.template.render(PROBE)
     except SpdError as error:
-        return {"present": True, "renders": False, "error": error.message}
-    return {"present": True, "renders": True, "error": None}
+        return f"does not render: {error.message}"
+    return "renders"
 
 
 def _choose(folder: ModelFolder, draft: ModelFolder | None, method: str = "auto") -> Drafter | SpdError:
@@ -291,19 +269,15 @@ def inspect_lines(shown: Facts) -> Lines:
     stored = f"{target['dtype']} (stored {', '.join(target['stored_dtypes'])})"
     size = show_size(target["weight_bytes"])
     yield "weights", f"{stored} · {size} · {target['tensors']:,} tensors in {shards}"
-    unexpected, others = target["unexpected_tensors"], "no others"
-    if unexpected:
-        listed = ", ".join(unexpected[:MAX_LISTED]) + (", …" if len(unexpected) > MAX_LISTED else "")
-        others = f"and {len(unexpected)} that are not used: {listed}"
-    yield "tensors", f"all that the architecture needs, {others}"
+    unused = target["unexpected_tensors"]
+    others = f"and {len(unused)} that are not used: {', '.join(unused[:8])}"
+    yield "tensors", f"all that the architecture needs, {others if unused else 'no others'}"
     yield from _mtp_lines(target["mtp"])
     yield from _eagle3_lines(target["eagle3"])
     size, used, digest = target["vocabulary"].values()
     words = f"({used:,} used) · sha256 {digest[:16]}" if digest else "· no tokenizer.json: --prompt-ids only"
     yield "vocab", f"{size:,} {words}"
-    template = target["template"]
-    words = "renders" if template["renders"] else f"does not render: {template['error']}"
-    yield "template", words if template["present"] else "none: use --raw"
+    yield "template", target["template"]
     yield "memory", _memory_words(target)
     if draft is not None:
         yield "draft", _headline(draft)
@@ -365,8 +339,6 @@ def _eagle3_lines(eagle3: Facts | None) -> Lines:
         f"for a target of hidden {eagle3['target_hidden_size']:,}",
         f"reads it behind {behind} layers",
         f"drafts {eagle3['draft_vocab_size']:,} ids",
-        *eagle3["norms"],
-        *(["recycles normed"] if eagle3["recycles"] == "normed" else []),
     )
     yield "eagle3", " · ".join(facts)
 

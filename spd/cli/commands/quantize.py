@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spd.cli.options import CommonOptions, Session, argument, model_names, printed
-from spd.cli.text.output import Sink, check_folder, to_json
-from spd.cli.text.progress import Ticker
+from spd.cli.text.output import Sink, check_new_folder
+from spd.cli.text.progress import writing
 from spd.errors import UsageError
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -36,33 +36,15 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
     from spd.runtime import quantization_config, rounded_names, rounded_outputs
 
     source, destination = ModelFolder.named(options.model, options.revision), options.destination.expanduser()
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise UsageError(f"{destination}: is there", fix=["name a new folder"])
-    check_folder(destination)
+    check_new_folder(destination)
     with source.checkpoint as checkpoint:
         rounded = set(rounded_names(source, options.mtp_too))
         if not rounded:
             raise UsageError(f"{options.model}: no matrix has rows that groups of 64 divide")
         outputs = rounded_outputs(checkpoint, rounded)
-        shown = {
-            "schema": "spd.quantize/1",
-            "model": options.model,
-            "destination": str(destination),
-            "written": not options.dry_run,
-            "rounded": len(rounded),
-            "kept": len(checkpoint.tensors) - len(rounded),
-            "bytes": {"before": checkpoint.total_bytes, "after": sum(each.nbytes for each in outputs)},
-        }
         if not options.dry_run:
-            with (
-                Ticker(session.console) as ticker,
-                open_stage(destination, replaces=destination.exists()) as stage,
-            ):
-
-                def show(done: int, total: int, tensor: str) -> None:
-                    ticker.write(f"writing {done / 2**20:,.0f} of {total / 2**20:,.0f} MiB · {tensor}")
-
-                write_tensors(stage / WEIGHTS, outputs, show)
+            with writing(session.console) as report, open_stage(destination, replaces=False) as stage:
+                write_tensors(stage / WEIGHTS, outputs, report)
                 checkpoint.check_unchanged()
                 config = json.loads((source.path / CONFIG).read_text(encoding="utf-8"))
                 config["quantization_config"] = quantization_config(checkpoint, rounded)
@@ -70,17 +52,22 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
                 for file in source.path.iterdir():
                     if file.name.endswith(COPIED) and ".safetensors" not in file.name and file.name != CONFIG:
                         shutil.copyfile(file, stage / file.name)
-    sink = Sink.stdout()
-    if options.json:
-        sink.write(to_json(shown) + "\n")
-        return
-    before, after = (shown["bytes"][when] / 2**20 for when in ("before", "after"))  # type: ignore[index]
-    sink.write_lines(
-        (
-            f"rounded   {shown['rounded']:,} matrices to int4, a scale for 64 columns",
-            f"kept      {shown['kept']:,} tensors as they were",
-            f"bytes     {before:,.1f} → {after:,.1f} MiB",
-            f"{'would be' if options.dry_run else 'wrote'}     {destination}",
-            f"use       spd generate -m {destination}",
-        )
+        kept, before = len(checkpoint.tensors) - len(rounded), checkpoint.total_bytes
+    after = sum(each.nbytes for each in outputs)
+    shown = {
+        "schema": "spd.quantize/1",
+        "model": options.model,
+        "destination": str(destination),
+        "written": not options.dry_run,
+        "rounded": len(rounded),
+        "kept": kept,
+        "bytes": {"before": before, "after": after},
+    }
+    lines = (
+        f"rounded   {len(rounded):,} matrices to int4, a scale for 64 columns",
+        f"kept      {kept:,} tensors as they were",
+        f"bytes     {before / 2**20:,.1f} → {after / 2**20:,.1f} MiB",
+        f"{'would be' if options.dry_run else 'wrote'}     {destination}",
+        f"use       spd generate -m {destination}",
     )
+    Sink.stdout().answer(options.json, shown, lines)

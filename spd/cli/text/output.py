@@ -249,6 +249,13 @@ class Sink:
         """Write lines for people, broken between words where a terminal is too narrow for them."""
         self.write_styled("".join(fit_lines(as_line(line), self.columns) + "\n" for line in lines))
 
+    def answer(self, as_json: bool, shown: object, lines: Iterable[str]) -> None:
+        """Write what a command found: as one JSON object, or as lines for people."""
+        if as_json:
+            self.write(to_json(shown) + "\n")
+        else:
+            self.write_lines(lines)
+
     def check_reader(self) -> None:
         """Raise OutputClosed where a pipe's reader has gone, though there is nothing to write yet."""
         poll = select.poll()
@@ -293,12 +300,12 @@ def check_writable(path: Path) -> None:
         raise cannot_write(path, error) from None
 
 
-def check_folder(path: Path) -> None:
-    """Refuse early a folder in which nothing could be written, or that cannot be made. Raises UsageError."""
+def check_new_folder(path: Path) -> None:
+    """Refuse early a folder that holds something, or that cannot be made. Raises UsageError."""
     try:
         existing = next(folder for folder in (path, *path.absolute().parents) if _is_there(folder))
-        if not existing.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if any(existing.iterdir()) and existing == path:
+            raise UsageError(f"{path}: is there", fix=["name a new folder"])
         if not os.access(existing, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:

@@ -88,6 +88,15 @@ def loading(text: str, console: Console) -> Iterator[Callable[[LoadProgress], No
         yield show
 
 
+@contextmanager
+def writing(console: Console) -> Iterator[Callable[[int, int, str], None]]:
+    """As `loading`, for a file of tensors; yields what hears of bytes, of how many, and the tensor."""
+    from spd.runtime.plan.memory import show_size
+
+    with Ticker(console) as ticker:
+        yield lambda done, total, tensor: ticker.count("writing", done, total, show_size)
+
+
 def clock(seconds: float) -> str:
     """Seconds as minutes and seconds."""
     whole = max(0, round(seconds))
