@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from spd.cli.commands.jsonl import _asked, _openai
+from spd.cli.commands.jsonl import _asked, _own
 from spd.cli.text.prompt import Asked
 from spd.errors import UsageError
 from spd.formats.files import open_output
@@ -79,13 +79,25 @@ BAD: list[tuple[Any, str]] = [
     ({"prompt": 3}, "`prompt` is not a text"),
     ({"prompt": "\ud800"}, "lone U+D800"),
     ({"prompt": "x", "promt": 1}, "unknown field 'promt'"),
-    ({"prompt": "x", "params": {"temperature": "hot"}}, 'params.temperature: "hot" has the wrong type'),
-    ({"prompt": "x", "params": {"max_tokens": True}}, "params.max_tokens: true has the wrong type"),
-    ({"prompt": "x", "params": {"heat": 1}}, "params.heat is not known"),
+    (
+        {"prompt": "x", "params": {"temperature": "hot"}},
+        "'params.temperature': expected a number",
+    ),
+    (
+        {"prompt": "x", "params": {"max_tokens": True}},
+        "'params.max_tokens': expected a number",
+    ),
+    ({"prompt": "x", "params": {"heat": 1}}, "Unknown parameter: 'params.heat'"),
     ({"prompt": "x", "params": {"stop_token_ids": [99999]}}, "token id 99999 is not in the vocabulary"),
     ({"prompt": "x", "params": {"regex": "("}}, "--grammar cannot be used"),
-    ({"prompt": "x", "params": {"max_tokens": 10**400}}, "max_tokens of 1329 bits is out of range"),
-    ({"prompt": "x", "params": {"temperature": -(10**400)}}, "temperature of 1329 bits is out of range"),
+    (
+        {"prompt": "x", "params": {"max_tokens": 10**400}},
+        "'params.max_tokens': expected a value",
+    ),
+    (
+        {"prompt": "x", "params": {"temperature": -(10**400)}},
+        "'params.temperature': is beyond all",
+    ),
     ({"prompt_ids": [10**400]}, "is not in the vocabulary"),
     ('{"prompt": "x", "id": ' + "[" * 900 + "]" * 900 + "}", "neither a text nor a number"),
     ('{"prompt": "x", "params": {"schema": ' + '{"a":' * 900 + "1" + "}" * 902, "--schema cannot be used"),
@@ -93,10 +105,10 @@ BAD: list[tuple[Any, str]] = [
     ({"prompt_ids": []}, "not a list of token ids"),
     ({"messages": [{"role": "user"}]}, "has no text in `content`"),
     ({"custom_id": "x", "body": {"messages": [], "n": 2}}, "n 2: one reply a line"),
-    ({"custom_id": "x", "body": {"prompt": "x", "tools": []}}, "params.tools is not known"),
+    ({"custom_id": "x", "body": {"prompt": "x", "tools": []}}, "Unknown parameter: 'params.tools'"),
     ({"prompt_ids": [1], "system": "s"}, "`prompt_ids` is the whole prompt here"),
     ({"messages": [{"role": "system", "content": "a"}], "system": "b"}, "the system message is given twice"),
-    ({"prompt": "x", "params": {"regex": "a", "schema": {}}}, "params.regex and params.schema each say"),
+    ({"prompt": "x", "params": {"regex": "a", "schema": {}}}, "params.schema and params.regex each say"),
     (
         {"custom_id": "x", "url": "/v1/chat/completions", "body": {"prompt": "x"}},
         "url /v1/chat/completions takes no `prompt`",
@@ -106,8 +118,8 @@ BAD: list[tuple[Any, str]] = [
         {"custom_id": "x", "body": {"messages": [], "max_tokens": 2, "max_completion_tokens": 3}},
         "the body says twice, and differently, what max_tokens is",
     ),
-    ({"custom_id": "x", "body": 4}, "`body` is not an object"),
-    ({"custom_id": "x", "url": "/v1/embeddings", "body": {}}, "/v1/embeddings is not answered"),
+    ({"custom_id": "x", "body": 4}, "Invalid 'body': expected an object, but got 4"),
+    ({"custom_id": "x", "url": "/v1/embeddings", "body": {}}, "url /v1/embeddings takes no `messages`"),
 ]
 
 
@@ -171,7 +183,7 @@ def test_what_a_line_begins_with() -> None:
     q, a, x = ({"role": r, "content": c} for r, c in (("user", "q"), ("assistant", "a"), ("user", "x")))
 
     def asked(line: dict[str, Any], *messages: dict[str, str], raw: bool = False, **variables: Any) -> Asked:
-        prompt = _openai(line)[0] if "body" in line else line
+        prompt = _own(line) if "body" in line else line
         return _asked(prompt, Asked(messages=messages, variables=variables), raw or "body" in line)
 
     assert asked({"prompt": "x"}, s, q, a).messages == (s, q, a, x)

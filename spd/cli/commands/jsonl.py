@@ -11,14 +11,15 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.commands.generate import load, say_plan
 from spd.cli.options import GenerateOptions, Session
+from spd.cli.serve.body import OBJECT, TEXT, ApiError, anything, fields, whole
+from spd.cli.serve.wishes import CHAT, IGNORED, SAMPLING, response_format
 from spd.cli.signals import Interrupted
 from spd.cli.text.output import Sink, cannot_write, tell, to_json
 from spd.cli.text.progress import Ticker, clock
@@ -35,6 +36,7 @@ from spd.errors import PartialError, SpdError, UsageError
 from spd.formats.files import INPUT_LIMIT, LINES_LIMIT, read_input
 from spd.runtime.engine.driver import drive
 from spd.runtime.engine.request import Gathered, GrammarText, derived_seed
+from spd.runtime.round.sampling_params import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from spd.cli.text.job import Settings
@@ -47,10 +49,12 @@ WINDOW = 512
 """Lines that may be begun beyond the first unfinished one: what order costs in memory."""
 OWN_FIELDS = ("id", "messages", "params", "prompt", "prompt_ids", "system")
 OPENAI_PATHS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
-"""What is asked by a line of an OpenAI batch, by its url."""
-NOT_PARAMETERS = frozenset({"model", "user", "metadata", "store", "service_tier", "stream"})
-NOT_PARAMETERS |= {"n", "top_logprobs", "prompt", "messages"}
-"""Fields of an OpenAI body that are read elsewhere, or change no text here."""
+"""What holds the prompt in a line of an OpenAI batch, by its url."""
+SHAPES = {"schema": "schema", "regex": "regex", "grammar": "lark"}
+"""What says how the whole reply looks, and how the engine calls it."""
+PARAMETERS = fields(
+    {**SAMPLING, "logprobs": whole(0, MAX_LOGPROBS), "schema": anything, "regex": TEXT, "grammar": TEXT}
+)
 
 
 def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> int:
@@ -152,22 +156,18 @@ def read_wish(line: Line, settings: Settings, shared: Asked, raw: bool) -> tuple
         raise line.error
     value = line.value
     if "body" in value or "custom_id" in value:
-        value, given = _openai(value)
+        value = _own(value)
         raw = raw or "prompt" in value
-    else:
-        if unknown := sorted(value.keys() - set(OWN_FIELDS)):
-            known = [f"known: {', '.join(OWN_FIELDS)}"]
-            raise UsageError(f"the line has an unknown field {unknown[0]!r}", reason=known)
-        given = value.get("params", {})
-        if not isinstance(given, dict):
-            raise UsageError("`params` is not an object")
-    values = {name: _parameter(name, wish) for name, wish in given.items() if wish is not None}
-    shapes = [name for name in values if name in SHAPES]
+    elif unknown := sorted(value.keys() - set(OWN_FIELDS)):
+        known = [f"known: {', '.join(OWN_FIELDS)}"]
+        raise UsageError(f"the line has an unknown field {unknown[0]!r}", reason=known)
+    values, grammar = PARAMETERS(value.get("params", {}), "params"), settings.grammar
+    shapes = [(name, values.pop(name)) for name in SHAPES if name in values]
     if len(shapes) > 1:
-        raise UsageError(
-            f"params.{shapes[0]} and params.{shapes[1]} each say what the whole reply looks like"
-        )
-    grammar = values.pop(shapes[0]) if shapes else settings.grammar
+        names = " and ".join(f"params.{name}" for name, _ in shapes)
+        raise UsageError(f"{names} each say what the whole reply looks like")
+    for name, wish in shapes:
+        grammar = GrammarText(SHAPES[name], wish if isinstance(wish, str) else json.dumps(wish))
     values.setdefault("seed", derived_seed(settings.sampling.params.seed, line.number))
     check_ids(values.get("stop_token_ids", ()), settings.usable_vocab, "stop_token_ids")
     check_ids([token for token, _ in values.get("logit_bias", ())], settings.usable_vocab, "logit_bias")
@@ -211,93 +211,29 @@ def _asked(prompt: Mapping[str, Any], shared: Asked, raw: bool) -> Asked:
     return Asked(messages=(*common, *turns), variables=shared.variables)
 
 
-def _openai(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """The fields of the prompt, and parameters by spd's names, of a line of an OpenAI batch."""
-    body = value.get("body")
-    if not isinstance(body, dict):
-        raise UsageError("`body` is not an object")
-    body = {name: wish for name, wish in body.items() if wish is not None}
-    prompt = {name: body[name] for name in OPENAI_PATHS.values() if name in body}
-    url = value.get("url")
-    if url is not None and url not in OPENAI_PATHS:
-        raise UsageError(f"url {url} is not answered", reason=[f"known: {', '.join(OPENAI_PATHS)}"])
-    for name in prompt:
-        if url is not None and name != OPENAI_PATHS[url]:
-            raise UsageError(f"url {url} takes no `{name}`")
-    if body.get("stream"):
+def _own(value: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of an OpenAI batch as one of ours. Raises UsageError and ApiError."""
+    unread = {*IGNORED, "model", "n", "stream", "max_completion_tokens", "top_logprobs", "response_format"}
+    given = {name: wish for name, wish in OBJECT(value.get("body"), "body").items() if wish is not None}
+    kind, url = "prompt" if "prompt" in given else "messages", value.get("url")
+    if url is not None and OPENAI_PATHS.get(url) != kind:
+        raise UsageError(f"url {url} takes no `{kind}`", reason=[f"known: {', '.join(OPENAI_PATHS)}"])
+    if given.get("stream"):
         raise UsageError("stream: a batch cannot stream")
-    if body.get("n", 1) != 1:
-        raise UsageError(f"n {body['n']}: one reply a line", fix=["repeat the line with another seed"])
-    if "top_logprobs" in body and body.get("logprobs") is not True:
+    if given.get("n", 1) != 1:
+        raise UsageError(f"n {given['n']}: one reply a line", fix=["repeat the line with another seed"])
+    params = {name: wish for name, wish in given.items() if name not in unread and name != kind}
+    most = given.get("max_completion_tokens")
+    if most is not None and params.setdefault("max_tokens", most) != most:
+        raise UsageError("the body says twice, and differently, what max_tokens is")
+    if "top_logprobs" in given and given.get("logprobs") is not True:
         raise UsageError("top_logprobs needs logprobs: true")
-    given: dict[str, Any] = {}
-    for name, wish in body.items():
-        said = {} if name in NOT_PARAMETERS else {name: wish}
-        if name == "max_completion_tokens":
-            said = {"max_tokens": wish}
-        elif name == "response_format":
-            said = _response_format(wish)
-        elif name == "logprobs" and isinstance(wish, bool):
-            said = {name: body.get("top_logprobs", 0)} if wish else {}
-        for ours, what in said.items():
-            if given.setdefault(ours, what) != what:
-                raise UsageError(f"the body says twice, and differently, what {ours} is")
-    return prompt, given
-
-
-def _response_format(wish: Any) -> dict[str, Any]:
-    known = {"text": {}, "json_object": {"schema": {"type": "object"}}}
-    try:
-        return known[wish["type"]] if wish["type"] in known else {"schema": wish["json_schema"]["schema"]}
-    except (KeyError, TypeError):
-        raise UsageError("response_format is none of text, json_object and json_schema") from None
-
-
-def _number(wish: Any) -> Any:
-    if isinstance(wish, bool) or not isinstance(wish, (int, float)):
-        raise TypeError
-    return float(wish) if abs(wish) < 2**64 else wish  # beyond all floats: its range is refused
-
-
-def _exactly(kind: type) -> Callable[[Any], Any]:
-    def read(wish: Any) -> Any:
-        if type(wish) is not kind:
-            raise TypeError
-        return wish
-
-    return read
-
-
-def _list_of(kind: type) -> Callable[[Any], Any]:
-    return lambda wish: tuple(map(_exactly(kind), _exactly(list)(wish)))
-
-
-PARAMETERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
-    {
-        **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), _number),
-        **dict.fromkeys(("presence_penalty", "frequency_penalty"), _number),
-        **dict.fromkeys(("top_k", "min_tokens", "max_tokens", "seed", "logprobs"), _exactly(int)),
-        "ignore_eos": _exactly(bool),
-        "stop": lambda wish: (wish,) if isinstance(wish, str) else _list_of(str)(wish),
-        "stop_token_ids": _list_of(int),
-        "logit_bias": lambda wish: tuple((int(token), _number(bias)) for token, bias in wish.items()),
-        "schema": lambda wish: GrammarText("schema", wish if isinstance(wish, str) else json.dumps(wish)),
-        "regex": lambda wish: GrammarText("regex", _exactly(str)(wish)),
-        "grammar": lambda wish: GrammarText("lark", _exactly(str)(wish)),
-    }
-)
-"""What `params` may hold, and how each is read."""
-SHAPES = ("schema", "regex", "grammar")
-
-
-def _parameter(name: str, wish: Any) -> Any:
-    """A sampling parameter from JSON. Raises UsageError for another name or type."""
-    if name not in PARAMETERS:
-        raise UsageError(f"params.{name} is not known", reason=[f"known: {', '.join(sorted(PARAMETERS))}"])
-    try:
-        return PARAMETERS[name](wish)
-    except (TypeError, ValueError, AttributeError):
-        raise UsageError(f"params.{name}: {json.dumps(wish)[:60]} has the wrong type") from None
+    if isinstance(params.get("logprobs"), bool) and params.pop("logprobs"):
+        params["logprobs"] = given.get("top_logprobs", 0)
+    form = CHAT["response_format"](given.get("response_format", {"type": "text"}), "response_format")
+    if (grammar := response_format({"response_format": form})) is not None:
+        params["schema"] = grammar.text
+    return {kind: given.get(kind), "params": params}
 
 
 # -- what has been answered ----------------------------------------------------------------------
@@ -411,6 +347,8 @@ class Batch:
             entry.request, self.open[request.id] = request, entry
         except RecursionError:
             entry.answer = _refusal(line, UsageError("nested too deep"))
+        except ApiError as error:
+            entry.answer = _refusal(line, UsageError(error.message))
         except SpdError as error:
             entry.answer = _refusal(line, error)
 

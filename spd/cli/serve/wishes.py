@@ -220,7 +220,7 @@ def read_chat(value: Any, service: Service) -> Wish:
     variables = _variables(body, template.default)
     source = template.tool_use or template.default
     tools = _tools(body, source)
-    grammar = _response_format(body)
+    grammar = response_format(body)
     if tools is not None:
         if grammar is not None:
             refuse("response_format", "a reply that may be a tool call cannot be held to a format")
@@ -335,7 +335,8 @@ def _tools(body: Mapping[str, Any], template: str) -> Tools | None:
     return Tools(functions, call_form(template), named, choice == "required", parallel)
 
 
-def _response_format(body: Mapping[str, Any]) -> GrammarText | None:
+def response_format(body: Mapping[str, Any]) -> GrammarText | None:
+    """The grammar of a body's format, if it has one. Raises ApiError."""
     wish = body.get("response_format", {"type": "text"})
     if wish["type"] == "text":
         return None
