@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from spd.cli.chat.slash import Commands
-from spd.cli.chat.view import DraftedText
+from spd.cli.text.reply import DraftedText
 from spd.errors import ResourceError
 from spd.runtime.engine.request import Event, ThinkingBudget, derived_seed
 from tests.cli.conftest import SPECIALS, refused, write_tokenizer

@@ -124,10 +124,9 @@ def test_a_second_signal_ends_at_once(model: Path) -> None:
 
 
 def test_a_signal_swallowed_inside_the_engine_still_stops_the_run(model: Path, script) -> None:
-    from spd.cli.chat.view import Thoughts
     from spd.cli.signals import Interrupted, SignalGuard
     from spd.cli.text.output import Console
-    from spd.cli.text.reply import Delivery
+    from spd.cli.text.reply import Delivery, Thoughts
     from spd.runtime import Engine, EngineConfig, Request, SamplingParams
 
     guard, order = SignalGuard(), Request("0", (1,), SamplingParams())

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,6 @@ from spd.cli.chat.conversation import Conversation, Turn
 from spd.cli.chat.model import ChatModel
 from spd.cli.chat.sessions import SessionStore
 from spd.cli.chat.slash import Commands
-from spd.cli.chat.view import DraftedText, ReplyView, Thoughts, shortened
 from spd.cli.commands.models import ensure_models
 from spd.cli.options import Session
 from spd.cli.text.output import (
@@ -28,11 +26,13 @@ from spd.cli.text.output import (
     columns_of,
     is_terminal,
     paint,
+    shortened,
     terminal_size,
     write_error,
     write_stderr,
 )
 from spd.cli.text.prompt import check_text, read_text, system_text
+from spd.cli.text.reply import DraftedText, ReplyView, Thoughts
 from spd.cli.text.structured import ThinkingSplitter, opens_thinking, thinking_budget
 from spd.cli.text.wrap import fit_lines
 from spd.errors import EngineError, IncompatibleError, SpdError, UsageError
@@ -261,7 +261,7 @@ def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
         request = _request(model, conversation, splitter.thinking)
         thoughts = Thoughts(chat.session.console, hidden=model.options.think == "hide")
         view = _view(chat, splitter, thoughts)
-        model.thread.engine().prefilling = _reading(thoughts)
+        model.thread.engine().prefilling = thoughts.reading
         try:
             for event in model.thread.run(request):
                 gathered.take(event)
@@ -312,28 +312,14 @@ def _request(model: ChatModel, conversation: Conversation, inside: bool) -> Requ
 
 def _view(chat: Chat, splitter: ThinkingSplitter, thoughts: Thoughts) -> ReplyView:
     """How this terminal, or a pipe, shows a reply."""
-    console, drafted, markdown = chat.session.console, None, None
+    drafted, markdown = None, None
     if chat.styled and chat.model.options.show_drafts:
         drafted = DraftedText(chat.model.vocabulary.need_tokenizer().token_bytes)
     elif chat.styled and chat.model.options.markdown != "off":
         from spd.cli.chat.markdown import MarkdownStream
 
-        markdown = MarkdownStream(terminal_size, color=console.color)
-    return ReplyView(chat.sink, console, splitter, thoughts, drafted, markdown)
-
-
-def _reading(thoughts: Thoughts) -> Callable[[int, int], None]:
-    """What shows how far a long prompt is read, of how many tokens; the engine calls it."""
-    began, known = time.perf_counter(), -1
-
-    def show(done: int, whole: int) -> None:
-        nonlocal known
-        known = done if known < 0 else known  # was in the cache, or is read already
-        rate = (done - known) / (time.perf_counter() - began)
-        bar = "#" * (10 * done // max(whole, 1))
-        thoughts.wait(f"reading {done:,}/{whole:,} tok · {rate:,.0f} tok/s [{bar:.<10}]")
-
-    return show
+        markdown = MarkdownStream(terminal_size, color=thoughts.color)
+    return ReplyView(chat.sink, splitter, thoughts, drafted, markdown)
 
 
 class PlainLines:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spd.cli.chat.view import shortened
 from spd.cli.options import (
     in_order,
     model_names,
@@ -21,6 +20,7 @@ from spd.cli.options import (
     read_settings,
     spec_names,
 )
+from spd.cli.text.output import shortened
 from spd.cli.text.prompt import read_text
 from spd.errors import SpdError, UsageError
 

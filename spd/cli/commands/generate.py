@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.commands.explain import trace_header
@@ -16,7 +15,7 @@ from spd.cli.options import GenerateOptions, Session
 from spd.cli.signals import Interrupted
 from spd.cli.text.conflicts import check_conflicts
 from spd.cli.text.output import Console, Sink, check_writable, tell, to_json, write_error
-from spd.cli.text.progress import Ticker, loading
+from spd.cli.text.progress import loading
 from spd.errors import EngineError
 
 if TYPE_CHECKING:
@@ -115,14 +114,13 @@ def _run(
     sink: Sink,
 ) -> int:
     """Decode and deliver; returns the exit status."""
-    from spd.cli.chat.view import Thoughts
-    from spd.cli.text.reply import Delivery
+    from spd.cli.text.reply import Delivery, Thoughts
 
     say_before(session.console, options, settings, engine, request)
     thoughts = Thoughts(session.console, hidden=options.think == "hide")
     delivery = Delivery(sink, engine, request, inside, thoughts, streaming=not options.json)
     trace = None if options.trace is None else Sink(options.trace)
-    with closing(trace or sink), Ticker(session.console) as ticker:
+    with closing(trace or sink):
         if trace is not None:
 
             def record(what: Any) -> None:
@@ -130,7 +128,7 @@ def _run(
 
             record(trace_header(engine, options.model, request.params.temperature, request.prompt_ids))
             engine.trace = record
-        engine.prefilling = partial(ticker.count, "reading the prompt", amount="{:,} tok".format)
+        engine.prefilling = thoughts.reading
         deliver(session, options, delivery, lambda: _finish(session, options, delivery))
     engine.close()
     return outcome(session, options, delivery.reply, request.grammar is not None)

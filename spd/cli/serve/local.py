@@ -21,7 +21,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from spd import __version__, errors
-from spd.cli.chat.view import Thoughts
 from spd.cli.text.output import Sink, tell
 from spd.cli.text.progress import clock, loading
 from spd.errors import EngineError, NotFoundError, ResourceError, SpdError
@@ -198,7 +197,7 @@ def generate_warm(session: Session, options: GenerateOptions, sink: Sink, line: 
     """Answer one prompt through a server; returns the exit status."""
     from spd.cli.commands.generate import deliver, outcome
     from spd.cli.text.prompt import gather
-    from spd.cli.text.reply import Delivery
+    from spd.cli.text.reply import Delivery, Thoughts
     from spd.cli.text.structured import read_grammar
 
     with closing(line):

@@ -71,6 +71,12 @@ def as_line(text: str) -> str:
     return printable(text.replace("\n", "\\n"))
 
 
+def shortened(text: str, size: int) -> str:
+    """The beginning of a text on one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= size else line[: size - 1] + "…"
+
+
 def paint(text: str, style: str, color: bool) -> str:
     """Text in an ANSI style where colour is wanted."""
     return f"\x1b[{style}m{text}\x1b[0m" if color else text

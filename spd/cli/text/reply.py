@@ -1,19 +1,136 @@
-"""The reply while it grows: events in, text out, and what is left when a signal cuts it short."""
+"""The reply while it grows: events in, text out, and what is left when a signal cuts it short.
+
+Thinking is shown apart, the answer as Markdown, with coloured drafts, or plain. Control characters of the
+reply never reach a terminal.
+"""
 
 from __future__ import annotations
 
+import codecs
+import itertools
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
-from spd.cli.chat.view import Thoughts
 from spd.cli.signals import SignalGuard
-from spd.cli.text.output import Sink
+from spd.cli.text.output import CONTROL, Console, Sink, is_terminal, paint, printable, write_stderr
+from spd.cli.text.progress import Ticker
 from spd.cli.text.structured import ThinkingSplitter
 from spd.runtime.engine.driver import drive
 from spd.runtime.engine.request import Gathered
 
 if TYPE_CHECKING:
+    from spd.cli.chat.markdown import MarkdownStream
     from spd.runtime import Engine, Event, Request, RequestMetrics
+
+DIM, GREEN, UNDERLINE = "2", "32", "4"
+
+
+class DraftedText:
+    """Which characters of a reply came from accepted drafts: those whose last byte did."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._known: list[bool] = []
+        """Of each character that is still to come."""
+
+    def take(self, event: Event) -> Iterator[tuple[str, bool]]:
+        """The event's text in stretches, and whether each was drafted; text may come later than tokens."""
+        for token_id, drafted in zip(event.token_ids, event.drafted, strict=False):
+            self._known += [drafted] * len(self._decoder.decode(self._token_bytes(token_id)))
+        marked = itertools.zip_longest(event.text, self._known[: len(event.text)], fillvalue=False)
+        for drafted, stretch in itertools.groupby(marked, key=lambda pair: bool(pair[1])):
+            yield "".join(str(character) for character, _ in stretch), drafted
+        del self._known[: len(event.text)]
+
+
+class Thoughts:
+    """Thinking on a terminal's standard error, dimmed and apart from the answer; nothing elsewhere.
+
+    `ticker` says meanwhile what there is to wait for: what comes next takes it away.
+    """
+
+    def __init__(self, console: Console, *, hidden: bool) -> None:
+        self._shows, self.color = is_terminal(sys.stderr) and not console.quiet, console.color
+        self._hidden, self.ticker = hidden, Ticker(console)
+        self.reading = partial(self.ticker.count, "reading the prompt", amount="{:,} tok".format)
+        """What hears how far a prompt is read, of how many tokens."""
+        self._last = ""
+
+    def write(self, text: str) -> None:
+        """Show what was thought next, or that there is thinking."""
+        if self._hidden:
+            self.ticker.write("thinking…")
+        elif self._shows and text:
+            self.ticker.write("")
+            write_stderr(_styled_lines(printable(text), DIM if self.color else ""), styled=True)
+            self._last = text[-1]
+
+    def end(self) -> None:
+        """Leave a blank line before the answer, once."""
+        self.ticker.write("")
+        write_stderr("\n" * (bool(self._last) + (self._last not in ("", "\n"))))
+        self._last = ""
+
+
+class ReplyView:
+    """Writes one reply, of which `splitter` may have taken a beginning that was shown before.
+
+    `drafted` colours drafts on a terminal, `markdown` draws it there; without both the text stays plain.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        splitter: ThinkingSplitter,
+        thoughts: Thoughts,
+        drafted: DraftedText | None = None,
+        markdown: MarkdownStream | None = None,
+    ) -> None:
+        self._sink, self._splitter, self._thoughts = sink, splitter, thoughts
+        self._drafted, self._markdown = drafted, markdown
+        self.at_row_start = True
+
+    def take(self, event: Event) -> None:
+        """Show what a round brought."""
+        for text, drafted in [(event.text, False)] if self._drafted is None else self._drafted.take(event):
+            self.show(text, drafted)
+
+    def finish(self) -> None:
+        """Show what is still held back, and leave the cursor at the beginning of a row."""
+        self.show("", final=True)
+        self._thoughts.end()
+        if self._markdown is not None:
+            self._sink.write_styled(self._markdown.finish())
+        elif not self.at_row_start:
+            self._sink.write("\n")
+
+    def show(self, text: str, drafted: bool = False, *, final: bool = False) -> None:
+        """Show what comes next, thinking apart."""
+        for thinking, part in self._splitter.feed(text, final=final):
+            if thinking:
+                self._thoughts.write(part)
+            elif part:
+                self._thoughts.end()
+                self.at_row_start = part.endswith("\n")
+                self._write(part, drafted)
+
+    def _write(self, text: str, drafted: bool) -> None:
+        if self._markdown is not None:
+            self._sink.write_styled(self._markdown.feed(printable(text.replace("\r\n", "\n"), CONTROL)))
+        elif drafted:
+            style = GREEN if self._thoughts.color else UNDERLINE
+            self._sink.write_styled(_styled_lines(printable(text, CONTROL), style))
+        else:
+            self._sink.write(text)
+
+
+def _styled_lines(text: str, style: str) -> str:
+    """Text in a style that never crosses the end of a line."""
+    return "\n".join(paint(line, style, bool(style and line)) for line in text.split("\n"))
 
 
 class Delivery:
@@ -34,9 +151,9 @@ class Delivery:
     ) -> None:
         self.sink, self.engine, self.request, self.inside = sink, engine, request, inside
         self.reply = Gathered()
-        self._splitter, self._thoughts = ThinkingSplitter(inside), thoughts
+        self._view = ReplyView(sink, ThinkingSplitter(inside), thoughts)
+        self._view.at_row_start = False  # an empty reply is a line, too
         self._streaming = streaming and engine.tokenizer is not None
-        self._at_row_start = False
 
     def run(self, guard: SignalGuard) -> None:
         """Decode to the end. Raises Interrupted between writes, never inside one."""
@@ -50,17 +167,8 @@ class Delivery:
     def _take(self, event: Event) -> None:
         self.reply.take(event)
         if self._streaming:
-            self._show(event.text)
+            self._view.take(event)
         self.sink.check_reader()
-
-    def _show(self, text: str, *, final: bool = False) -> None:
-        for thinking, part in self._splitter.feed(text, final=final):
-            if thinking:
-                self._thoughts.write(part)
-            elif part:
-                self._thoughts.end()
-                self.sink.write(part)
-                self._at_row_start = part.endswith("\n")
 
     def give_up(self) -> None:
         """Stop early; text that the engine still held back is taken if it can be had."""
@@ -72,11 +180,11 @@ class Delivery:
 
     def finish_text(self) -> None:
         """Write what streaming has not, and end the text with one newline."""
-        ids = "" if self.engine.tokenizer is not None else ",".join(map(str, self.reply.token_ids))
-        self._show(ids or ("" if self._streaming else self.reply.text), final=True)
-        self._thoughts.end()
-        if not self._at_row_start:
-            self.sink.write("\n")
+        if self.engine.tokenizer is None:
+            self._view.show(",".join(map(str, self.reply.token_ids)))
+        elif not self._streaming:
+            self._view.show(self.reply.text)
+        self._view.finish()
 
     @property
     def metrics(self) -> RequestMetrics:
