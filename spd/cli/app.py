@@ -19,7 +19,6 @@ from typing import Any
 import typer
 from typer.main import get_command
 
-from spd import __version__
 from spd.cli.commands import COMMANDS, build_app
 from spd.cli.options import Session
 from spd.cli.rank import dismiss, stand_by
@@ -157,7 +156,7 @@ def _folder(variable: str, usual: str) -> Path:
 
 
 def _explain(error: Exception, console: Console) -> SpdError:
-    """The refusal to show for an exception; an unexpected one goes to a log file."""
+    """The refusal to show for an exception."""
     if isinstance(error, SpdError):
         return error
     if isinstance(error, typer.TyperException):
@@ -174,19 +173,4 @@ def _explain(error: Exception, console: Console) -> SpdError:
             fix=["--ctx 4k for a smaller cache, --spec off or --spec ngram to do without a draft model"],
             code="out_of_memory",
         )
-    why = f"unexpected {type(error).__name__}: {error}"
-    return SpdError(why, reason=() if console.debug else _write_log(error))
-
-
-def _write_log(error: Exception) -> list[str]:
-    """Keep the traceback in a private temporary file: code lines and the message, no prompt."""
-    import tempfile
-
-    try:
-        descriptor, path = tempfile.mkstemp(prefix="spd-error-", suffix=".log")
-        with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as log:
-            log.write(f"spd {__version__}, Python {sys.version}\n")
-            log.write("".join(traceback.format_exception(error)))
-    except OSError:
-        return []
-    return [f"details: {path}"]
+    return SpdError(f"unexpected {type(error).__name__}: {error}")

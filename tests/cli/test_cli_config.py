@@ -180,8 +180,6 @@ def test_a_clash_says_which_file_it_is_with(
     refused(missing, 3, "no file", "none.toml")
 
 
-def test_colour_and_quiet_from_a_file(own: Write, spd_run: Callable, model: Path, script: Any) -> None:
+def test_colour_from_a_file(own: Write, spd_run: Callable, model: Path, script: Any) -> None:
     own('color = "always"\n')
     assert spd_run("generate").err.startswith("\x1b[1;31merror:")
-    own("quiet = true\n")
-    assert "wrote" not in spd_run("doctor", "--quick", "--bug-report", "r.json").err

@@ -189,16 +189,6 @@ def test_errors_while_generating_keep_what_was_printed(
     assert ran.json["error"]["exit"] == code == ran.code and ran.err == ""
 
 
-def test_unexpected_errors_leave_a_log_without_the_prompt(spd_run: Callable, model: Path, script) -> None:
-    script.fail = RuntimeError("odd")
-    ran = spd_run("generate", "-m", model, "my secret words")
-    path = Path(ran.err.split("details: ")[1].splitlines()[0])
-    log = path.read_text()
-    path.unlink()
-    assert "RuntimeError: odd" in log and "secret" not in log
-    assert "-vv" in ran.err
-
-
 @pytest.mark.parametrize("how", ["flag", "variable"])
 def test_debug_shows_the_traceback(
     how: str, spd_run: Callable, model: Path, script, monkeypatch: pytest.MonkeyPatch
@@ -207,7 +197,7 @@ def test_debug_shows_the_traceback(
     if how == "variable":
         monkeypatch.setenv("SPD_DEBUG", "1")
     ran = spd_run("generate", "-m", model, "Hi", *(["-vv"] if how == "flag" else []))
-    assert "Traceback" in ran.err and "details:" not in ran.err
+    assert "Traceback" in ran.err
 
 
 def test_a_model_without_tokenizer_takes_and_gives_ids(spd_run: Callable, model: Path, script) -> None:

@@ -155,17 +155,6 @@ def test_random_weights_cannot_read_text(spd_run: Callable, bare: Path) -> None:
     refused(spd_run("generate", "-m", bare, "--prompt-ids", "1,2"), 4, "model.safetensors")
 
 
-def test_a_verbose_run_counts_memory_part_by_part(
-    spd_run: Callable, bare: Path, random_weights: None
-) -> None:
-    argv = ["generate", "-m", bare, "--prompt-ids", "1", "-n", "1", "-v", "--threads", "1"]
-    line = next(line for line in spd_run(*argv).err.splitlines() if line.startswith("memory  "))
-    size = r"\d+\.\d\d \wiB"
-    assert re.fullmatch(
-        rf"memory  weights {size} \+ caches {size} \+ workspace {size} = {size} of {size} usable", line
-    )
-
-
 def test_too_much_is_refused_before_anything_is_loaded(
     spd_run: Callable, bare: Path, monkeypatch: pytest.MonkeyPatch, random_weights: None
 ) -> None:

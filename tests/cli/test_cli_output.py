@@ -142,7 +142,6 @@ LONG = "x" * 300
         ["generate", "-m", "demo", "Hi", "-o", LONG],
         ["generate", "-m", "demo", "Hi", "--trace", LONG],
         ["bench", "-m", "demo", "-o", LONG],
-        ["doctor", "--bug-report", LONG],
         ["convert-mtp", "demo", LONG],
     ],
     ids=lambda argv: f"{argv[0]} {argv[-2]}",

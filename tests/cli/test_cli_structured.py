@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from spd.cli.text.encode import Vocabulary
+from spd.cli.text.job import Vocabulary
 from spd.cli.text.prompt import Asked
 from spd.cli.text.structured import end_of_thinking
 from spd.errors import UsageError

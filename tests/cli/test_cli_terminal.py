@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from spd.cli.text.table import table_lines
-from spd.cli.text.wrap import cells, fit_lines
+from spd.cli.text.wrap import cells, fit_lines, table_lines
 from tests.recipes.tiny_dense import write_dense
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,7 +20,7 @@ from spd.formats.chat_template import encode_rendered, render_chat
 from spd.runtime.engine.request import SEED_BITS, derived_seed
 
 if TYPE_CHECKING:
-    from spd.cli.text.encode import Vocabulary
+    from spd.cli.text.job import Vocabulary
     from spd.formats.chat_template import RenderedChat
 
 Spans = tuple[tuple[str, int], ...]

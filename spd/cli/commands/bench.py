@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import product
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from spd.cli.commands.bench_report import bench_text
-from spd.cli.commands.values import check_least, chosen_prompts, numbers, parse_share, parse_wish, split, told
+from spd.cli.commands.values import check_least, chosen_prompts, numbers, parse_share, parse_wish, split
 from spd.cli.options import (
     ModelOptions,
     Session,
@@ -24,9 +25,9 @@ from spd.cli.options import (
     printed,
 )
 from spd.cli.signals import Interrupted
-from spd.cli.text.output import Sink, check_writable, to_json, write_result
+from spd.cli.text.output import Sink, check_writable, to_json
 from spd.cli.text.progress import Ticker
-from spd.errors import CheckFailedError, SpdError, UsageError
+from spd.errors import CheckFailedError, UsageError
 from spd.runtime.plan.config import METHODS, split_spec
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class BenchOptions(ModelOptions):
     memory_fraction: float = advanced(0.9, "F", "Share of device memory to use, above 0 to 1. Default: 0.9.")
 
 
-def bench(session: Session, options: BenchOptions) -> int:
+def bench(session: Session, options: BenchOptions) -> None:
     """Measure speculation against plain decoding; exits 6 if texts differ or --fail-if-slower holds."""
     from spd.runtime.lab import Sweep, encode_questions
 
@@ -116,9 +117,19 @@ def bench(session: Session, options: BenchOptions) -> int:
             sweep.report = ticker.show
             sweep.run()
     except Interrupted:
-        _deliver(session, options, sweep, sink, threshold, interrupted=True)
+        _deliver(options, bench_result(options, sweep, interrupted=True), sink)
         raise
-    return _deliver(session, options, sweep, sink, threshold, interrupted=False)
+    result = bench_result(options, sweep, interrupted=False)
+    _deliver(options, result, sink)
+    wrong = []
+    if result["equality"]["differences"]:
+        wrong.append(f"{len(result['equality']['differences'])} texts differ from plain decoding")
+    if threshold is not None and (slower := sum(is_slower(row, threshold) for row in result["rows"])):
+        wrong.append(f"{slower} rows are slower than plain decoding")
+    if not result["rows"]:
+        wrong.append("nothing was measured: every reply ended at its first token")
+    if wrong:
+        raise CheckFailedError("; ".join(wrong), fix=["spd explain, spd verify"])
 
 
 def _settings(options: BenchOptions) -> Settings:
@@ -195,34 +206,12 @@ def _combinations(options: BenchOptions, names: Sequence[str]) -> Iterator[dict[
     return (dict(zip(names, values, strict=True)) for values in product(*axes))
 
 
-def _deliver(
-    session: Session,
-    options: BenchOptions,
-    sweep: Sweep,
-    sink: Sink,
-    threshold: float | None,
-    *,
-    interrupted: bool,
-) -> int:
-    """Print what has been measured, then what is wrong with it; returns the status."""
-    result = bench_result(options, sweep, interrupted=interrupted)
-    text = to_json(result) + "\n"
-    unsaved = write_result(options.output, text)
-    if options.json:
-        sink.write(text)
-    else:
-        sink.write_lines(bench_text(result, sink.columns))
-    failures: list[SpdError] = [] if unsaved is None else [unsaved]
-    wrong = []
-    if result["equality"]["differences"]:
-        wrong.append(f"{len(result['equality']['differences'])} texts differ from plain decoding")
-    if threshold is not None and (slower := sum(is_slower(row, threshold) for row in result["rows"])):
-        wrong.append(f"{slower} rows are slower than plain decoding")
-    if not result["rows"] and not interrupted:
-        wrong.append("nothing was measured: every reply ended at its first token")
-    if wrong:
-        failures.append(CheckFailedError("; ".join(wrong), fix=["spd explain, spd verify"]))
-    return max((told(failure, session) for failure in failures), default=0)
+def _deliver(options: BenchOptions, result: dict[str, Any], sink: Sink) -> None:
+    """Print what has been measured, and write it to the file that was named."""
+    sink.answer(options.json, result, bench_text(result, sink.columns))
+    if options.output is not None:
+        with closing(Sink(options.output)) as file:
+            file.write(to_json(result) + "\n")
 
 
 def is_slower(row: dict[str, Any], threshold: float) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from spd.cli.text.table import WIDTH, table_lines
+from spd.cli.text.wrap import WIDTH, table_lines
 
 SLOWER = "▼"
 Row = Mapping[str, Any]

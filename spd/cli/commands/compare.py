@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from spd.cli.commands.bench_report import SLOWER, load_label, method_label
-from spd.cli.commands.values import parse_share, told
+from spd.cli.commands.values import parse_share
 from spd.cli.options import CommonOptions, Session, argument, first, printed
-from spd.cli.text.output import Sink, to_json
-from spd.cli.text.table import table_lines
+from spd.cli.text.output import Sink
+from spd.cli.text.wrap import table_lines
 from spd.errors import CheckFailedError, UsageError
 from spd.formats.files import read_input
 
@@ -27,7 +27,7 @@ class CompareOptions(CommonOptions):
     json: bool = printed(False, None, "One JSON object.")
 
 
-def compare(session: Session, options: CompareOptions) -> int:
+def compare(session: Session, options: CompareOptions) -> None:
     """Compare results of spd bench with the first of them; exits 6 if a row became slower."""
     from spd.runtime.lab import compare_results
 
@@ -47,19 +47,14 @@ def compare(session: Session, options: CompareOptions) -> int:
             fix=["measure with the same options: spd bench --help"],
         )
     sink = Sink.stdout()
-    if options.json:
-        sink.write(to_json({"schema": SCHEMA, "threshold": threshold, "comparisons": comparisons}) + "\n")
-    else:
-        for path, comparison in zip(others, comparisons, strict=True):
-            sink.write_lines([f"{first.name} → {path.name}", *_lines(comparison, sink.columns)])
+    shown = {"schema": SCHEMA, "threshold": threshold, "comparisons": comparisons}
+    sink.answer(options.json, shown, [line for each in comparisons for line in _lines(each, sink.columns)])
     slower = sum(change["regressed"] for comparison in comparisons for change in comparison["changes"])
-    if not slower:
-        return 0
-    failure = CheckFailedError(
-        f"{slower} rows are slower by more than {threshold:.3g} and by more than noise",
-        fix=["spd explain says what a round's time goes into"],
-    )
-    return told(failure, session)
+    if slower:
+        raise CheckFailedError(
+            f"{slower} rows are slower by more than {threshold:.3g} and by more than noise",
+            fix=["spd explain says what a round's time goes into"],
+        )
 
 
 def _lines(comparison: dict[str, Any], columns: int | None) -> list[str]:
@@ -78,7 +73,8 @@ def _lines(comparison: dict[str, Any], columns: int | None) -> list[str]:
         for row in rows
     ]
     header = ["category", "T", "load", "method", "before", "after", "change", "verdict"]
-    lines = [f"not under the same conditions: {each}" for each in comparison["conditions"]]
+    lines = [f"{Path(comparison['before']).name} → {Path(comparison['after']).name}"]
+    lines += [f"not under the same conditions: {each}" for each in comparison["conditions"]]
     lines += table_lines(header, body, columns=columns) if body else []
     only = ((comparison["only_before"], "first"), (comparison["only_after"], "second"))
     return [*lines, *(f"{count} rows only in the {where}" for count, where in only if count)]

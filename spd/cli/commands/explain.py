@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spd.cli.options import CommonOptions, Session, argument, printed
-from spd.cli.text.output import Sink, to_json
-from spd.cli.text.table import WIDTH, table_lines
+from spd.cli.text.output import Sink
+from spd.cli.text.wrap import WIDTH, table_lines
 from spd.errors import IncompatibleError
 
 if TYPE_CHECKING:
-    from spd.runtime import Engine
-    from spd.runtime.lab import Explanation, Trace, TraceHeader
+    from spd.runtime.lab import Explanation, Trace
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -44,10 +43,7 @@ def explain(session: Session, options: ExplainOptions) -> None:
             fix=["spd explain each by itself, with one of plain decoding beside it"],
         )
     found = explain_traces(traces)
-    if options.json:
-        sink.write(to_json(found.as_dict()) + "\n")
-    else:
-        sink.write_lines(explanation_lines(found, sink.columns))
+    sink.answer(options.json, found.as_dict(), explanation_lines(found, sink.columns))
 
 
 def _way(trace: Trace) -> str:
@@ -86,10 +82,3 @@ def explanation_lines(found: Explanation, columns: int | None) -> list[str]:
         shares = " ".join(f"{share:.0%}" for share in found.acceptance.survival)
         lines.append(f"accepted by position: {shares}")
     return [*lines, *textwrap.wrap(paragraph(found), min(columns or WIDTH, WIDTH))]
-
-
-def trace_header(engine: Engine, model: str, temperature: float, prompt_ids: tuple[int, ...]) -> TraceHeader:
-    """The first line of a trace file."""
-    from spd.runtime.lab import TraceHeader
-
-    return TraceHeader(model, temperature, engine.plan.as_dict(), prompt_ids)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.commands.explain import trace_header
 from spd.cli.options import GenerateOptions, Session
 from spd.cli.signals import Interrupted
 from spd.cli.text.conflicts import check_conflicts
@@ -84,7 +83,7 @@ def _show_prompt(
     options: GenerateOptions, settings: Settings, asked: Asked, request: Request, sink: Sink
 ) -> None:
     """What --dry-run shows: the prompt as text on stdout, how many tokens it is on stderr."""
-    from spd.cli.text.encode import render_asked
+    from spd.cli.text.job import render_asked
 
     ids = request.prompt_ids
     text = render_asked(asked, settings.vocabulary, ids)
@@ -122,11 +121,13 @@ def _run(
     trace = None if options.trace is None else Sink(options.trace)
     with closing(trace or sink):
         if trace is not None:
+            from spd.runtime.lab import TraceHeader
 
             def record(what: Any) -> None:
                 trace.write(to_json(dataclasses.asdict(what)) + "\n")
 
-            record(trace_header(engine, options.model, request.params.temperature, request.prompt_ids))
+            temperature = request.params.temperature
+            record(TraceHeader(options.model, temperature, engine.plan.as_dict(), request.prompt_ids))
             engine.trace = record
         engine.prefilling = thoughts.reading
         deliver(session, options, delivery, lambda: _finish(session, options, delivery))

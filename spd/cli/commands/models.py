@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.options import CommonOptions, RunOptions, Session, argument, cached_names, printed
-from spd.cli.text.output import Sink, as_line, is_terminal, tell, to_json, write_stderr
+from spd.cli.text.output import Sink, as_line, is_terminal, tell, write_stderr
 from spd.cli.text.progress import loading
-from spd.cli.text.table import table_lines
+from spd.cli.text.wrap import table_lines
 from spd.errors import NotFoundError, ResourceError, SpdError, UsageError
 
 if TYPE_CHECKING:
@@ -61,13 +61,9 @@ def pull(session: Session, options: PullOptions) -> None:
     }
     if not options.dry_run:
         shown["folder"] = str(_download(session, model))
-    if options.json:
-        sink.write(to_json(shown) + "\n")
-    elif options.dry_run:
-        lines = [f"{_size(file.size or 0):>12}  {file.rfilename}" for file in model.files]
-        sink.write_lines([*lines, f"{_size(model.missing_bytes)} to download"])
-    else:
-        sink.write(shown["folder"] + "\n")
+    lines = [f"{_size(file.size or 0):>12}  {file.rfilename}" for file in model.files]
+    dry = [*lines, f"{_size(model.missing_bytes)} to download"]
+    sink.answer(options.json, shown, dry if options.dry_run else [shown["folder"]])
 
 
 def ensure_models(session: Session, options: RunOptions) -> None:
@@ -126,10 +122,7 @@ def ls(session: Session, options: ListOptions) -> None:
         sink.write("".join(f"{as_line(name)}\n" for name in names))
         return
     models = [cached_facts(name) for name in names]
-    if options.json:
-        sink.write(to_json({"schema": "spd.ls/1", "models": models}) + "\n")
-        return
-    if not models:
+    if not models and not options.json:
         tell("no model is in the cache; spd pull org/name downloads one, demo and demo-hybrid are built in")
         return
     rows = []
@@ -138,7 +131,8 @@ def ls(session: Session, options: ListOptions) -> None:
         runs = "as a head: --draft-model" if model["eagle3"] else runs
         facts = (model["dtype"] or "?", model["architecture"] or "?", "yes" if model["mtp"] else "no")
         rows.append((model["model"], _size(model["bytes"]), *facts, runs))
-    sink.write_lines(table_lines(("MODEL", "SIZE", "DTYPE", "ARCHITECTURE", "MTP", "RUNS"), rows))
+    lines = table_lines(("MODEL", "SIZE", "DTYPE", "ARCHITECTURE", "MTP", "RUNS"), rows)
+    sink.answer(options.json, {"schema": "spd.ls/1", "models": models}, lines)
 
 
 def cached_facts(name: str) -> dict[str, Any]:

@@ -6,11 +6,9 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from spd.cli.text.output import write_error
-from spd.errors import SpdError, UsageError
+from spd.errors import UsageError
 
 if TYPE_CHECKING:
-    from spd.cli.options import Session
     from spd.runtime.lab import Prompt
 
 EACH = 2
@@ -78,9 +76,3 @@ def chosen_prompts(path: Path | None, category: str | None = None) -> tuple[Prom
     categories = split(category, "--category") if category is not None else None
     chosen: tuple[Prompt, ...] = choose(read_prompts(path or OWN), categories, EACH if path is None else None)
     return chosen
-
-
-def told(failure: SpdError, session: Session) -> int:
-    """Tell of a failure where the answer is on standard output already; its exit status."""
-    write_error(failure, session.console, as_json=False)
-    return failure.exit_code

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.commands.values import check_least, chosen_prompts, numbers, parse_wish, split, told
+from spd.cli.commands.values import check_least, chosen_prompts, numbers, parse_wish, split
 from spd.cli.options import MODEL, EngineOptions, Session, first, option
 from spd.cli.text.job import engine_config
-from spd.cli.text.output import Sink, to_json
+from spd.cli.text.output import Sink
 from spd.cli.text.progress import Ticker
 from spd.errors import CheckFailedError, UsageError
 from spd.runtime.plan.config import METHODS, WEIGHT_WISHES
@@ -47,7 +47,7 @@ class VerifyOptions(EngineOptions):
     prompts: Path | None = option(MODEL, None, "FILE", "Your own, as for spd bench.")
 
 
-def verify(session: Session, options: VerifyOptions) -> int:
+def verify(session: Session, options: VerifyOptions) -> None:
     """Replay prompts with two settings and compare every token; exits 6 if speculation changed one."""
     from spd.formats.folder import ModelFolder
 
@@ -68,18 +68,13 @@ def verify(session: Session, options: VerifyOptions) -> int:
             ticker.write(f"{what}: {ended} of {asked} replies")
 
         certificate = _examine(options, reference, candidate, temperatures, watch)
-    if options.json:
-        sink.write(to_json(certificate) + "\n")
-    else:
-        sink.write_lines(_words(certificate))
-    if certificate["passed"]:
-        return 0
-    failure = CheckFailedError(
-        "; ".join(certificate["faults"]),
-        reason=["The text is not the one that was promised."],
-        fix=["--against with one setting at a time shows which one is at fault; please report it"],
-    )
-    return told(failure, session)
+    sink.answer(options.json, certificate, _words(certificate))
+    if not certificate["passed"]:
+        raise CheckFailedError(
+            "; ".join(certificate["faults"]),
+            reason=["The text is not the one that was promised."],
+            fix=["--against with one setting at a time shows which one is at fault; please report it"],
+        )
 
 
 def apply_settings(config: EngineConfig, text: str) -> EngineConfig:

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from spd.cli.serve.body import TEXT, ApiError, api_error, fields, listed, parse_body, whole
 from spd.cli.serve.service import Answer, Service
 from spd.cli.serve.wishes import Wish, read_chat, read_completion, read_tokenize
-from spd.cli.text.encode import encode_asked
+from spd.cli.text.job import encode_asked
 from spd.cli.text.sampling import check_ids
 
 if TYPE_CHECKING:

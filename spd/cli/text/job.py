@@ -1,4 +1,7 @@
-"""Everything about a run but its prompts, checked: vocabulary, sampling, engine wishes. No torch here."""
+"""Everything about a run but its prompts, checked, and prompts as token ids that fit the context.
+
+A prompt that does not fit is refused, never cut. No torch here.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from spd.cli.text.encode import Vocabulary, encode_asked, overflow
 from spd.cli.text.prompt import Asked
-from spd.cli.text.sampling import Resolved, resolve_sampling
+from spd.cli.text.sampling import Resolved, check_ids, resolve_sampling
 from spd.cli.text.structured import TAIL, end_of_thinking, opens_thinking, read_grammar, thinking_budget
-from spd.errors import UsageError
+from spd.errors import IncompatibleError, UsageError
+from spd.formats.hub import is_repository_name
 
 if TYPE_CHECKING:
     from spd.cli.options import EngineOptions, GenerateOptions
+    from spd.formats.chat_template import ChatTemplate
     from spd.formats.folder import ModelFolder
+    from spd.formats.model_config import ModelConfig
+    from spd.formats.tokenizer import Tokenizer
     from spd.runtime import EngineConfig, Request, SamplingParams
     from spd.runtime.engine.request import GrammarText
 
@@ -26,6 +32,42 @@ WISHES = (
     *("ctx", "memory_fraction", "threads", "tp", "draft_tp", "rendezvous"),
 )
 """Options that are the engine's own, by the same names."""
+DEFAULT_REPLY = 512
+"""Tokens to keep free for a reply where -n does not say how many."""
+
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What turns text into ids for one model; no tokenizer means that only --prompt-ids work."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    template: ChatTemplate | None
+    name: str
+
+    def need_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises IncompatibleError when the folder has none."""
+        if self.tokenizer is None:
+            pull = f"spd pull {self.name}, if its download was not finished"
+            raise IncompatibleError(
+                f"{self.name} has no tokenizer.json, so text cannot be read",
+                fix=[*([pull] if is_repository_name(self.name) else []), "--prompt-ids 1,2,3"],
+                code="no_tokenizer",
+            )
+        return self.tokenizer
+
+    def need_template(self) -> ChatTemplate:
+        """The chat template. Raises IncompatibleError when the folder has none."""
+        if self.template is None:
+            raise IncompatibleError(
+                f"{self.name} has no chat template",
+                reason=["It is a base model: it continues text and does not answer."],
+                fix=["spd generate --raw"],
+                code="no_chat_template",
+            )
+        return self.template
 
 
 @dataclass(frozen=True)
@@ -42,10 +84,17 @@ class Settings:
 
     def fit(self, asked: Asked, params: SamplingParams) -> list[int]:
         """The ids of what is asked. Raises IncompatibleError if they leave no room for a reply."""
-        ids = encode_asked(asked, self.vocabulary, self.context)
-        if len(ids) >= self.context:
-            raise overflow(len(ids), self.context, params.max_tokens, self.vocabulary.config.max_positions)
-        return ids
+        ids, context = encode_asked(asked, self.vocabulary, self.context), self.context
+        if len(ids) < context:
+            return ids
+        reply = min(DEFAULT_REPLY, context // 2) if params.max_tokens is None else params.max_tokens
+        larger = [f"--ctx {-(-(len(ids) + reply) // 1024)}k"]
+        raise IncompatibleError(
+            f"prompt is {len(ids):,} tokens but the context is {context:,}",
+            reason=["A reply needs room too: at most one token less than the context."],
+            fix=[*larger * (len(ids) + reply <= self.vocabulary.config.max_positions), "a shorter prompt"],
+            code="context_overflow",
+        )
 
     def request(
         self,
@@ -73,6 +122,43 @@ class Settings:
             if shape.after is not None:
                 inside = True  # the grammar begins behind thinking, with or without its first tag
         return Request(name, tuple(ids), params, grammar=shape, thinking=thinking), inside
+
+
+def encode_asked(asked: Asked, vocabulary: Vocabulary, context: int) -> list[int]:
+    """Token ids of what is asked. Raises UsageError, and IncompatibleError far beyond `context` of them."""
+    if asked.ids is not None:
+        check_ids(asked.ids, vocabulary.config.vocab_size, "--prompt-ids")
+        return list(asked.ids)
+    tokenizer = vocabulary.need_tokenizer()
+    if asked.text is not None:
+        ids = tokenizer.encode(tokenizer.bounded(asked.text, context), add_special=True)
+        return ids or [_first_token(vocabulary)]
+    from spd.formats.chat_template import RenderedChat, encode_rendered, render_chat
+
+    template, variables = vocabulary.need_template(), asked.variables or {}
+    chat = render_chat(tokenizer, template, asked.messages, **variables)
+    text = tokenizer.bounded(chat.marked, context)
+    return encode_rendered(tokenizer, RenderedChat(text, chat.mark))
+
+
+def render_asked(asked: Asked, vocabulary: Vocabulary, ids: Sequence[int]) -> str:
+    """The prompt as text, with the template's own tokens spelled out."""
+    if asked.messages:
+        return vocabulary.need_template().render(asked.messages, **(asked.variables or {}))
+    if asked.text:
+        return asked.text
+    return "" if vocabulary.tokenizer is None else vocabulary.tokenizer.decode(ids, skip_special=False)
+
+
+def _first_token(vocabulary: Vocabulary) -> int:
+    """What stands for an empty raw prompt: the first-token id, else the end-of-text id."""
+    tokenizer, config = vocabulary.need_tokenizer(), vocabulary.config
+    ends = [tokenizer.token_to_id(text) for text in END_OF_TEXT]
+    known = (tokenizer.bos_id, config.bos_token_id, *ends, tokenizer.eos_id, *config.eos_token_ids)
+    if (token := next((one for one in known if one is not None), None)) is None:
+        words = "the prompt is empty, and there is no beginning-of-text token"
+        raise UsageError(words, fix=['spd generate --raw "text"'])
+    return token
 
 
 def plan_settings(options: GenerateOptions) -> Settings:

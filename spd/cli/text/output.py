@@ -13,13 +13,21 @@ import re
 import select
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TextIO
 
 from spd.cli.text.wrap import fit_lines
-from spd.errors import CheckpointError, EngineError, NotFoundError, ResourceError, SpdError, UsageError
+from spd.errors import (
+    CheckFailedError,
+    CheckpointError,
+    EngineError,
+    NotFoundError,
+    ResourceError,
+    SpdError,
+    UsageError,
+)
 from spd.formats.files import open_output
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -145,7 +153,7 @@ class PrintableStderr:
 def write_error(error: SpdError, console: Console, as_json: bool = False) -> None:
     """Show what is wrong, why, and what to type instead: as lines, or as one JSON object on stdout."""
     fixes = list(error.fix or [_usual_fix(error, console.help)])
-    if as_json:
+    if as_json and not isinstance(error, CheckFailedError):  # whose object is on standard output already
         shown = {
             "code": error.code,
             "exit": error.exit_code,
@@ -332,22 +340,6 @@ def cannot_write(path: Path | str, error: OSError, *, opened: bool = False) -> S
     if opened or error.errno in DISK_FULL:
         return ResourceError(words, fix=["free some space, or name another file"], code="write_failed")
     return UsageError(words, fix=["name a file in a folder you can write to"])
-
-
-def write_file(path: Path, text: str) -> None:
-    """Write a file of UTF-8 text that a user named. Raises UsageError and ResourceError."""
-    with closing(Sink(path)) as sink:
-        sink.write(text)
-
-
-def write_result(path: Path | None, text: str) -> SpdError | None:
-    """Write a file, if one was named; what kept it from being written, to be raised when all is printed."""
-    try:
-        if path is not None:
-            write_file(path, text)
-    except SpdError as error:
-        return error
-    return None
 
 
 def hold_standard_descriptors() -> None:

@@ -121,33 +121,9 @@ def stats_line(metrics: RequestMetrics) -> str:
 
 def plan_lines(plan: Mapping[str, Any], params: SamplingParams, sources: Mapping[str, str]) -> Sequence[str]:
     """What --verbose shows before the first token: the plan, then the parameters with their origin."""
-    lines = ["plan    " + "  ".join(f"{name}={value}" for name, value in plan.items())]
-    if "memory_budget_bytes" in plan:
-        lines.append("memory  " + _memory_words(plan))
-    values = dataclasses.asdict(params)
     shown = [
-        f"{name}={value} ({sources[name]})" if name in sources else f"{name}={value}"
-        for name, value in values.items()
+        f"{name}={value}" + (f" ({sources[name]})" if name in sources else "")
+        for name, value in dataclasses.asdict(params).items()
     ]
-    return [*lines, "params  " + "  ".join(shown)]
-
-
-def _memory_words(plan: Mapping[str, Any]) -> str:
-    """What the plan counted, part by part, against what may be used."""
-    from spd.runtime.plan.memory import show_size
-
-    parts = {
-        "weights": plan["weight_bytes"],
-        "draft weights": plan["draft_weight_bytes"],
-        "caches": plan["cache_bytes"],
-        "workspace": plan["workspace_bytes"],
-        "graphs": plan["graph_bytes"],
-    }
-    kept, beside = plan.get("checkpoint_bytes", 0), ""
-    if plan["device"] == "cpu":
-        parts["checkpoints"] = kept
-    elif kept:
-        beside = f", checkpoints {show_size(kept)} in the host's memory"
-    named = " + ".join(f"{name} {show_size(size)}" for name, size in parts.items() if size)
-    total = show_size(sum(parts.values()))
-    return f"{named} = {total} of {show_size(plan['memory_budget_bytes'])} usable{beside}"
+    plan_words = "  ".join(f"{name}={value}" for name, value in plan.items())
+    return [f"plan    {plan_words}", "params  " + "  ".join(shown)]

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from spd.cli.options import GenerateOptions
-from spd.cli.text.encode import Vocabulary
 from spd.cli.text.output import Console
 from spd.cli.text.prompt import Asked, read_text
 from spd.errors import IncompatibleError, UsageError
 
 if TYPE_CHECKING:
+    from spd.cli.text.job import Vocabulary
     from spd.runtime.engine.request import GrammarText, ThinkingBudget
 
 OPENING, CLOSING = "<think>", "</think>"

@@ -1,11 +1,13 @@
-"""Lines that people read, broken between words where their terminal is too narrow."""
+"""Lines and tables that people read, broken between words where their terminal is too narrow."""
 
 from __future__ import annotations
 
 import re
 import textwrap
 import unicodedata
+from collections.abc import Sequence
 
+WIDTH = 80
 _LABEL = re.compile(r" *(?:\S+ )?\S+ {2,}(?=\S)")
 """What stands in front of a fact: one or two words and a gap."""
 _PASTED = re.compile(
@@ -39,3 +41,27 @@ def cells(text: str) -> int:
     if text.isascii():
         return len(text)
     return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
+
+
+def table_lines(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, expendable: int = 0, columns: int | None = None
+) -> list[str]:
+    """Words to the left, numbers to the right, in a terminal's columns, or in 80 where they can be.
+
+    What is too wide goes without up to `expendable` of its last columns, and may then be too wide still.
+    """
+    lines: list[str] = []
+    for kept in range(len(header), len(header) - expendable - 1, -1):
+        lines = _aligned([row[:kept] for row in (header, *rows)])
+        if max(map(cells, lines)) <= (columns or WIDTH):
+            break
+    return lines
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    turned = []
+    for column in zip(*rows, strict=True):
+        numbers = any(cell[:1].isdigit() and " " not in cell for cell in column[1:])
+        width = max(map(len, column))
+        turned.append([cell.rjust(width) if numbers else cell.ljust(width) for cell in column])
+    return ["  ".join(row).rstrip() for row in zip(*turned, strict=True)]
