@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from spd.cli.text.output import shortened
 from spd.cli.text.wrap import WIDTH, table_lines
 
 SLOWER = "▼"
@@ -23,21 +24,16 @@ def bench_text(result: Mapping[str, Any], columns: int | None) -> list[str]:
 
 def _headline(result: Mapping[str, Any]) -> str:
     """What was measured with what."""
-    plan, name = result["plans"][0], result["model"]
-    if name.startswith(("/", ".", "~")):
-        name = name.rstrip("/").rpartition("/")[2]
-    least, most = (pick(row["repetitions"] for row in result["rows"]) for pick in (min, max))
+    plan, versions, row = result["plans"][0], result["versions"], result["rows"][0]
     parts = [
-        f"{name if len(name) <= WIDTH // 2 else name[: WIDTH // 2 - 1] + '…'} {plan['dtype']}",
+        f"{shortened(result['model'].rstrip('/').rpartition('/')[2], WIDTH // 2)} {plan['dtype']}",
         result["machine"].get("gpu", "CPU") if plan["device"] != "cpu" else f"CPU x{plan['threads']}",
-        f"torch {result['versions'].get('torch', '?')}",
-        f"spd {result['versions']['spd']}",
-        f"r={least}{'' if least == most else f'–{most}'} n={result['settings']['max_tokens']}",
+        f"torch {versions.get('torch', '?')}",
+        f"spd {versions['spd']}",
+        f"r={row['repetitions']} n={result['settings']['max_tokens']}",
+        *(["dummy weights: speed only"] if plan["load"] == "dummy" else []),
+        *(["imposed acceptance"] if _is_imposed(result) else []),
     ]
-    if plan["load"] == "dummy":
-        parts.append("dummy weights: speed only")
-    if _is_imposed(result):
-        parts.append("imposed acceptance")
     return " · ".join(parts)
 
 
@@ -72,13 +68,12 @@ def load_label(row: Row, rows: Sequence[Row]) -> str:
     return f"{row['rate']:g}/s" + (f" ≤{row['concurrency']}" if several else "")
 
 
-EXPENDABLE = 6
+WORK = ("prompt_tokens_asked", "concurrency", "rate")
+EXPENDABLE = 5
 """Columns that a narrow terminal does without, from the right."""
 LEGEND = {
     "±": "95 % interval for a second run's median",
     "len": "tokens a round",
-    "draft ms": "a token",
-    "verify ms": "a round",
     "TTFT": "ms",
     "by position": "% of the first, second, … drafts that were accepted",
 }
@@ -86,16 +81,14 @@ LEGEND = {
 
 def table_rows(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Header and cells; columns that say the same everywhere, and repeated names, are left out."""
-    differ = {
-        name for name in ("prompt_tokens_asked", "concurrency", "rate") if len({r[name] for r in rows}) > 1
-    }
+    several = {name: len({row[name] for row in rows}) > 1 for name in WORK}
     work: list[tuple[str, Callable[[Row], str]]] = [
         ("category", lambda row: str(row["category"])),
         ("T", lambda row: f"{row['temperature']:g}"),
     ]
-    if "prompt_tokens_asked" in differ:
+    if several["prompt_tokens_asked"]:
         work.append(("tokens", lambda row: str(row["prompt_tokens_asked"] or "own")))
-    if differ & {"concurrency", "rate"}:
+    if several["concurrency"] or several["rate"]:
         work.append(("load", lambda row: load_label(row, rows)))
     figures: list[tuple[str, Callable[[Row], str]]] = [
         ("method", lambda row: method_label(row, rows)),
@@ -104,7 +97,6 @@ def table_rows(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         ("×plain", lambda row: _ratio(row["speed_up"])),
         ("±", lambda row: _percent(row["speed_up"])),
         ("len", lambda row: f"{row['acceptance_length']:.2f}"),
-        *([("draft ms", _draft_ms), ("verify ms", _verify_ms)] if any(row["tp"] > 1 for row in rows) else []),
         ("acc", lambda row: "" if row["acceptance_rate"] is None else f"{row['acceptance_rate']:.0%}"),
         *((name.upper(), partial(_latency, f"{name}_ms")) for name in ("ttft", "tpot", "itl")),
         ("by position", _positions),
@@ -147,19 +139,10 @@ def _positions(row: Row) -> str:
     return " ".join(f"{100 * accepted / of:.0f}" for accepted, of in pairs if of)
 
 
-def _draft_ms(row: Row) -> str:
-    drafts = sum(row["drafted_per_position"])
-    return f"{row['round_ms']['draft'] * row['rounds'] / drafts:.2f}" if drafts else ""
-
-
-def _verify_ms(row: Row) -> str:
-    return f"{row['round_ms']['verify']:.2f}"
-
-
 def _summary(result: Mapping[str, Any]) -> list[str]:
     """What stands below a table: equality, the best way of decoding."""
     lines = []
-    equality, rows = result["equality"], result["rows"]
+    equality = result["equality"]
     if equality["differences"]:
         first = equality["differences"][0]
         lines.append(
@@ -172,8 +155,8 @@ def _summary(result: Mapping[str, Any]) -> list[str]:
         lines.append(f"equal: every text is that of plain decoding ({equality['tokens']:,} tokens compared)")
     if result["interrupted"]:
         lines.append("interrupted: whole repetitions are counted, and of a first one what was done")
-    if (best := best_row(rows)) is not None:
-        lines.append(_advice(best, rows))
+    if advice := _advice(result["rows"]):
+        lines.append(advice)
     return lines
 
 
@@ -181,8 +164,8 @@ def _is_imposed(result: Mapping[str, Any]) -> bool:
     return any(row["acceptance"] == "imposed" for row in result["rows"])
 
 
-def best_row(rows: Sequence[Row]) -> Row | None:
-    """The speculating row with the highest ratio to plain, over all categories where there are several.
+def _advice(rows: Sequence[Row]) -> str | None:
+    """What to type for the speculating row with the highest ratio to plain, over all categories if it can be.
 
     A ratio that noise alone would give counts only where no row is faster beyond it.
     """
@@ -191,27 +174,17 @@ def best_row(rows: Sequence[Row]) -> Row | None:
     whole = [row for row in rows if row["category"] == "all"] or rows
     paired = [row for row in whole if row["speed_up"] is not None]
     sure = [row for row in paired if verdict(row["speed_up"]) == "faster"]
-    return max(sure or paired, key=lambda row: float(row["speed_up"]["median"]), default=None)
-
-
-def _advice(best: Row, rows: Sequence[Row]) -> str:
-    """What to type for the best row: its drafts, and whatever else differs between rows or is no default."""
-    from spd.runtime.lab import verdict
-
-    ratio, judged = best["speed_up"]["median"], verdict(best["speed_up"])
+    if not paired:
+        return None
+    best = max(sure or paired, key=lambda row: float(row["speed_up"]["median"]))
+    ratio, judged = f"{best['speed_up']['median']:.2f} × plain", verdict(best["speed_up"])
     if judged == "slower":
-        return f"speculation does not pay here ({ratio:.2f} × plain at best): --spec off"
+        return f"speculation does not pay here ({ratio} at best): --spec off"
     flags = f"--spec {best['method']} --draft-max {best['draft_max']}"
     if best["verify"] != "coupled":
         flags += f" --verify {best['verify']}"
     elif not best["adaptive"]:
         flags += " --no-adaptive"
     flags += "".join(f" --{name} {value}" for name, value in _settings(best, rows))
-    flags += f" at T {best['temperature']:g}"
-    if len({row["prompt_tokens_asked"] for row in rows}) > 1:
-        flags += f", {best['prompt_tokens_asked'] or 'own'} tokens"
-    if len({load_label(row, rows) for row in rows}) > 1:
-        flags += f", load {load_label(best, rows)}"
-    if judged == "faster":
-        return f"best: {flags}, {ratio:.2f} × plain"
-    return f"no difference beyond noise: {flags} gives {ratio:.2f} × plain"
+    flags += f" at T {best['temperature']:g}, load {load_label(best, rows)}"
+    return f"best: {flags}, {ratio}" if sure else f"no difference beyond noise: {flags} gives {ratio}"

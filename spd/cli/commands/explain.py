@@ -51,10 +51,9 @@ def _way(trace: Trace) -> str:
     if trace.header is None:
         return "of an unknown drafter"
     plan = trace.header.plan
-    words = [f"{plan.get('spec')}", f"--verify {plan.get('verify')}", f"T {trace.header.temperature:g}"]
-    words += [str(plan[name]) for name in ("draft_model", "mtp") if plan.get(name)]
-    imposed = plan.get("synthetic_acceptance")
-    return ", ".join(words) + ("" if imposed is None else f", imposed length {imposed:g}")
+    words = [plan.get("spec"), f"--verify {plan.get('verify')}", f"T {trace.header.temperature:g}"]
+    words += [plan[name] for name in ("draft_model", "mtp", "synthetic_acceptance") if plan.get(name)]
+    return ", ".join(map(str, words))
 
 
 def explanation_lines(found: Explanation, columns: int | None) -> list[str]:

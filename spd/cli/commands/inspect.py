@@ -158,8 +158,9 @@ def mtp_facts(folder: ModelFolder) -> dict[str, Any] | None:
 
 def eagle3_facts(config: ModelConfig) -> dict[str, Any] | None:
     """How an EAGLE-3 head reads its target; None for a model."""
-    head = config.eagle3
-    return head and {
+    if (head := config.eagle3) is None:
+        return None
+    return {
         "target_hidden_size": head.target_hidden_size,
         "draft_vocab_size": head.draft_vocab_size or config.vocab_size,
         "aux_layers": head.listed_layers,

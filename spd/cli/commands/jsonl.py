@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from spd.cli.commands.generate import load, say_plan
 from spd.cli.options import GenerateOptions, Session
@@ -50,7 +50,8 @@ WINDOW = 512
 OWN_FIELDS = ("id", "messages", "params", "prompt", "prompt_ids", "system")
 OPENAI_PATHS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
 """What holds the prompt in a line of an OpenAI batch, by its url."""
-SHAPES = {"schema": "schema", "regex": "regex", "grammar": "lark"}
+SHAPES: tuple[tuple[str, Literal["schema", "regex", "lark"]], ...]
+SHAPES = (("schema", "schema"), ("regex", "regex"), ("grammar", "lark"))
 """What says how the whole reply looks, and how the engine calls it."""
 PARAMETERS = fields(
     {**SAMPLING, "logprobs": whole(0, MAX_LOGPROBS), "schema": anything, "regex": TEXT, "grammar": TEXT}
@@ -162,12 +163,12 @@ def read_wish(line: Line, settings: Settings, shared: Asked, raw: bool) -> tuple
         known = [f"known: {', '.join(OWN_FIELDS)}"]
         raise UsageError(f"the line has an unknown field {unknown[0]!r}", reason=known)
     values, grammar = PARAMETERS(value.get("params", {}), "params"), settings.grammar
-    shapes = [(name, values.pop(name)) for name in SHAPES if name in values]
+    shapes = [(name, kind, values.pop(name)) for name, kind in SHAPES if name in values]
     if len(shapes) > 1:
-        names = " and ".join(f"params.{name}" for name, _ in shapes)
+        names = " and ".join(f"params.{name}" for name, *_ in shapes)
         raise UsageError(f"{names} each say what the whole reply looks like")
-    for name, wish in shapes:
-        grammar = GrammarText(SHAPES[name], wish if isinstance(wish, str) else json.dumps(wish))
+    for _, kind, wish in shapes:
+        grammar = GrammarText(kind, wish if isinstance(wish, str) else json.dumps(wish))
     values.setdefault("seed", derived_seed(settings.sampling.params.seed, line.number))
     check_ids(values.get("stop_token_ids", ()), settings.usable_vocab, "stop_token_ids")
     check_ids([token for token, _ in values.get("logit_bias", ())], settings.usable_vocab, "logit_bias")

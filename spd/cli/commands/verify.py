@@ -84,12 +84,6 @@ def apply_settings(config: EngineConfig, text: str) -> EngineConfig:
     for member in split(re.sub(r"(spec\s*=[^,]*),\s*ngram\b", r"\1+ngram", text), "--against"):
         name, equals, value = member.partition("=")
         name = name.strip().lstrip("-").replace("-", "_")
-        if name == "quantize":
-            raise UsageError(
-                f"--against {member} changes the text, so there is nothing to verify",
-                reason=["Both sides have the weights that --quantize names."],
-                fix=["spd verify --quantize int8"],
-            )
         if not equals or name not in SETTINGS:
             raise UsageError(
                 f"--against {member} is not a setting",
