@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import typer
 from typer.main import get_command
 
 from spd.cli.commands import COMMANDS, build_app
@@ -53,7 +52,7 @@ def read_defaults(command: str, path: Path) -> dict[str, Any]:
     wanted = {key: value for key, value in (shared | own).items() if key not in others}
     for key in sorted(wanted.keys() & TYPED):
         raise _fault(path, f"--{key} has to be typed", [f"leave {key} out"])
-    return {params[key].name: _converted(path, key, value, params[key]) for key, value in wanted.items()}
+    return {params[key].name: _as_typed(value, params[key]) for key, value in wanted.items()}
 
 
 def _options_of(name: str) -> dict[str, Any]:
@@ -73,21 +72,11 @@ def _load(path: Path) -> dict[str, Any]:
         raise _fault(path, f"cannot be read: {error}") from None
 
 
-def _converted(path: Path, key: str, value: object, param: Any) -> Any:
-    """A value as if it had been typed. Raises UsageError where it could not have been."""
-    items = value if isinstance(value, list) else [value]
-    is_flag = bool(param.is_flag or param.count)
-    fits = all(isinstance(item, (str, int, float)) and isinstance(item, bool) == is_flag for item in items)
-    if not fits or (items is value and not param.multiple):
-        wanted = "true or false" if is_flag else "a number or a text"
-        raise _fault(path, f"{key} = {value!r} is not {wanted}", [f"spd --help says what --{key} takes"])
-    shown: Any = value if is_flag else [str(item) for item in items] if param.multiple else str(value)
-    try:
-        param.type_cast_value(None, shown)
-    except (typer.TyperException, UsageError) as error:
-        words = error.message if isinstance(error, UsageError) else error.format_message()
-        raise _fault(path, f"{key} = {value!r}: {words}") from None
-    return shown
+def _as_typed(value: object, param: Any) -> Any:
+    """A value as if it had been typed, which the parser reads."""
+    if isinstance(value, list) and param.multiple:
+        return [str(item) for item in value]
+    return value if param.is_flag and isinstance(value, bool) else str(value)
 
 
 def _fault(path: Path, words: str, fix: Sequence[str] = ()) -> UsageError:

@@ -14,6 +14,9 @@ FIRST, IN, OTHER, LAST = "Most used", "Prompt and sampling", "Output", "Advanced
 """Panels: the first one, that of all that goes in, that of what names none, the last one."""
 ARGUMENTS = "Arguments"
 
+BY_NAME = ("top_k", "min_p", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty")
+BY_NAME += ("logit_bias", "stop_token_id")
+"""Parameters that --set takes."""
 FOREIGN: Mapping[str, str] = MappingProxyType(
     {
         "--system-prompt": "--system",
@@ -32,49 +35,32 @@ FOREIGN: Mapping[str, str] = MappingProxyType(
 CUT: Mapping[str, str] = MappingProxyType(
     {
         "-p": 'spd generate "your prompt"',
-        "--bug-report": "spd doctor --json",
-        "--config": "SPD_CONFIG=FILE spd …",
         "--csv": "--json | jq -r '.rows[] | [.method, .tokens_per_second.median] | @csv'",
         "--debug": "-vv",
-        "--draft-ctx": "leave it out, or a smaller --ctx",
-        "--dtype": "leave it out: tensors are read and written as they are stored",
         "--each": "--prompts FILE",
         "--explain": "spd generate --trace FILE …, then spd explain FILE",
-        "--force": "rm -r FOLDER, then again",
-        "--frequency-penalty": "--set frequency_penalty=X",
         "--goodput": "jq .samples of --json, which hold every time",
         "--hide-thinking": "--think hide",
-        "--layout": "scripts/export_deepseek_nextn.py of SGLang, for its one-layer model",
         "--load": "spd bench --load dummy",
-        "--logit-bias": "--set logit_bias=ID=VALUE",
-        "--min-p": "--set min_p=P",
-        "--min-tokens": "--set min_tokens=N",
         "--ngram-max": "--spec ngram finds the longest match by itself",
         "--ngram-min": "--spec ngram finds the longest match by itself",
         "--no-color": "--color never",
         "--no-history": "XDG_STATE_HOME=FOLDER spd chat keeps its files elsewhere",
-        "--no-input": "spd … < /dev/null",
         "--no-stream": "--json | jq -r .text",
         "--no-think": "--think off",
-        "--offline": "HF_HUB_OFFLINE=1 spd …",
         "--parse-special": "--prompt-ids 1,2,3",
-        "--presence-penalty": "--set presence_penalty=X",
         "--profile": "spd generate --trace FILE …, then spd explain FILE",
         "--prompt": 'spd generate "your prompt"',
         "--regex": "--grammar /REGEX/",
         "--rendezvous": "torchrun says where ranks meet",
-        "--repeat": "leave it out: spd uses the last module again by itself",
-        "--repetition-penalty": "--set repetition_penalty=X",
-        "--revision": "spd pull NAME --revision REV prints a folder for -m",
         "--session": "-c NAME",
-        "--stop-token-id": "--set stop_token_id=ID",
         "--stream": "leave it out: text comes as it is made",
         "--synthetic-acceptance": "spd bench --synthetic-acceptance LENGTH",
         "--system-file": "-s @FILE",
         "--think-budget": "--think N",
         "--time": "-r N",
-        "--top-k": "--set top_k=K",
         "--vi": "Ctrl-G opens $EDITOR",
+        **{f"--{name.replace('_', '-')}": f"--set {name}=VALUE" for name in BY_NAME},
     }
 )
 """What to type now in the place of an option that some command had."""

@@ -369,8 +369,6 @@ def test_rm_frees_and_touches_nothing_else(hub: Hub, cache: Path, tmp_path: Path
     outside.write_bytes(b"precious")
     (snapshot(cache) / "link").symlink_to(outside)
     (cache / "models--org--Other" / "snapshots").mkdir(parents=True)
-    ran = spd_run("rm", NAME, "--dry-run")
-    assert "would remove 1 model" in ran.err and snapshot(cache).exists()
     ran = spd_run("rm", NAME, stdin=b"y\n")
     assert ran.code == 2 and "-y" in ran.err and snapshot(cache).exists(), "a script must say -y"
     assert spd_run("rm", "-y", NAME).code == 0
@@ -394,5 +392,6 @@ def test_rm_refuses_a_link(cache: Path, tmp_path: Path, spd_run: Callable) -> No
     elsewhere.mkdir()
     cache.mkdir()
     (cache / "models--org--Tiny").symlink_to(elsewhere)
-    refused(spd_run("rm", "-y", NAME), 2, "is a link")
+    ran = spd_run("rm", "-y", NAME)
+    assert ran.code == 5 and "symbolic link" in ran.err
     assert elsewhere.exists()

@@ -16,7 +16,7 @@ from spd.cli.text.sampling import resolve_sampling
 from spd.cli.text.structured import note_thinking, thinking_budget
 from spd.errors import UsageError
 from spd.runtime.engine.driver import EngineThread
-from spd.runtime.plan.config import METHODS, WEIGHT_WISHES, split_spec
+from spd.runtime.plan.config import METHODS, WEIGHT_WISHES, show_size, split_spec
 
 if TYPE_CHECKING:
     from spd.cli.commands.chat import ChatOptions
@@ -166,8 +166,6 @@ class ChatModel:
 
     def lines(self) -> Sequence[str]:
         """The model, what drafts for it, and the memory they take."""
-        from spd.runtime.plan.memory import show_size
-
         plan = self.plan
         need = {"weights": plan.need.weights, "draft": plan.need.draft_weights, "caches": plan.need.caches}
         sizes = " + ".join(f"{name} {show_size(size)}" for name, size in need.items() if size)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from spd.cli.options import CommonOptions, Session, argument, model_names, printed
 from spd.cli.text.output import Sink
 from spd.errors import SpdError
-from spd.runtime.plan.config import METHODS, EngineConfig
+from spd.runtime.plan.config import METHODS, EngineConfig, show_size
 
 if TYPE_CHECKING:
     from spd.formats.checkpoint import Checkpoint
@@ -252,8 +252,6 @@ def needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
 
 def inspect_lines(shown: Facts) -> Lines:
     """The facts for people."""
-    from spd.runtime.plan.memory import show_size
-
     target, draft = shown["target"], shown.get("draft")
     yield "target", _headline(target)
     heads = f"{target['heads']}/{target['kv_heads']}"
@@ -299,8 +297,6 @@ def _headline(model: Facts) -> str:
 
 
 def _memory_words(model: Facts) -> str:
-    from spd.runtime.plan.memory import show_size
-
     weights, states = show_size(model["weight_bytes"]), model["state_bytes_per_slot"]
     words = f"{weights} weights + {show_size(model['kv_bytes_per_token'])} a token of context"
     return words if not states else f"{words} + {show_size(states)} of states a request"
@@ -320,8 +316,6 @@ def _pair_words(ours: str | None, draft: Facts, compatible: bool) -> str:
 
 
 def _mtp_lines(mtp: Facts | None) -> Lines:
-    from spd.runtime.plan.memory import show_size
-
     if mtp is None:
         return
     if mtp["family"] is None:
@@ -361,7 +355,6 @@ def speculation_lines(found: Mapping[str, Any]) -> Lines:
 def need_lines(need: Mapping[str, Any]) -> Lines:
     """The memory of a run, whether it is there, and that of other contexts."""
     from spd.runtime import AS_STORED
-    from spd.runtime.plan.memory import show_size
 
     parts = [f"{show_size(size)} {name.replace('_', ' ')}" for name, size in need["parts"].items() if size]
     form = f", weights {need['weights']} ({need['weights_reason']})"

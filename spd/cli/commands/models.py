@@ -16,6 +16,7 @@ from spd.cli.text.output import Sink, as_line, is_terminal, tell, write_stderr
 from spd.cli.text.progress import loading
 from spd.cli.text.wrap import table_lines
 from spd.errors import NotFoundError, ResourceError, SpdError, UsageError
+from spd.runtime.plan.config import show_size
 
 if TYPE_CHECKING:
     from spd.formats.hub_download import RemoteModel
@@ -44,7 +45,6 @@ class RemoveOptions(CommonOptions):
 
     names: list[str] = argument("NAME…", "org/name in the cache.", autocompletion=cached_names)
     yes: bool = printed(False, None, "Do not ask.", "-y")
-    dry_run: bool = printed(False, None, "Say what would be removed.")
 
 
 def pull(session: Session, options: PullOptions) -> None:
@@ -61,8 +61,8 @@ def pull(session: Session, options: PullOptions) -> None:
     }
     if not options.dry_run:
         shown["folder"] = str(_download(session, model))
-    lines = [f"{_size(file.size or 0):>12}  {file.rfilename}" for file in model.files]
-    dry = [*lines, f"{_size(model.missing_bytes)} to download"]
+    lines = [f"{show_size(file.size or 0):>12}  {file.rfilename}" for file in model.files]
+    dry = [*lines, f"{show_size(model.missing_bytes)} to download"]
     sink.answer(options.json, shown, dry if options.dry_run else [shown["folder"]])
 
 
@@ -83,7 +83,7 @@ def ensure_models(session: Session, options: RunOptions) -> None:
             if is_offline() or not (options.pull or can_ask):
                 raise
             model = _look_up(session, reference, None)
-            if not options.pull and not _agrees(f"download {reference}, {_size(model.missing_bytes)}?"):
+            if not options.pull and not _agrees(f"download {reference}, {show_size(model.missing_bytes)}?"):
                 raise
             _download(session, model)
 
@@ -130,7 +130,7 @@ def ls(session: Session, options: ListOptions) -> None:
         runs = "yes" if model["supported"] else f"no: {model['reason']}"
         runs = "as a head: --draft-model" if model["eagle3"] else runs
         facts = (model["dtype"] or "?", model["architecture"] or "?", "yes" if model["mtp"] else "no")
-        rows.append((model["model"], _size(model["bytes"]), *facts, runs))
+        rows.append((model["model"], show_size(model["bytes"]), *facts, runs))
     lines = table_lines(("MODEL", "SIZE", "DTYPE", "ARCHITECTURE", "MTP", "RUNS"), rows)
     sink.answer(options.json, {"schema": "spd.ls/1", "models": models}, lines)
 
@@ -166,23 +166,14 @@ def rm(session: Session, options: RemoveOptions) -> None:
     for name in dict.fromkeys(options.names):
         check_repository_name(name)
         folder = folders[name] = cached_folder(name)
-        if folder.is_symlink():
-            raise UsageError(
-                f"{folder} is a link, so the model lies elsewhere", fix=[f"remove the link: rm {folder}"]
-            )
         if not folder.is_dir():
             raise NotFoundError(f"{name} is not in the local cache", fix=["spd ls"], code="not_cached")
-    sizes = {name: _bytes_below(folder) for name, folder in folders.items()}
-    for name, size in sizes.items():
-        tell(f"{_size(size):>12}  {name}")
-    total = f"{len(folders)} model{'s' if len(folders) > 1 else ''}, {_size(sum(sizes.values()))}"
-    if options.dry_run:
-        tell(f"would remove {total}")
-        return
+    for name, folder in folders.items():
+        tell(f"{show_size(_bytes_below(folder)):>12}  {name}")
     if not options.yes:
         if not is_terminal(sys.stdin):
             raise UsageError("spd cannot ask: standard input is not a terminal", fix=["spd rm -y NAME"])
-        if not _agrees(f"remove {total} from {cache_folder()}?"):
+        if not _agrees(f"remove {len(folders)} from {cache_folder()}?"):
             tell("nothing was removed")
             return
     for name, folder in folders.items():
@@ -193,7 +184,7 @@ def rm(session: Session, options: RemoveOptions) -> None:
                 shutil.rmtree(locks)
         except OSError as error:
             raise ResourceError(
-                f"cannot remove {error.filename or folder}: {error.strerror}",
+                f"cannot remove {error.filename or folder}: {error.strerror or error}",
                 fix=["check who owns the cache"],
             ) from None
         session.console.note(f"removed {name}")
@@ -208,9 +199,3 @@ def _agrees(question: str) -> bool:
 def _bytes_below(folder: Path) -> int:
     """Bytes of the files below a folder, links not counted."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-
-
-def _size(count: int) -> str:
-    from spd.runtime.plan.memory import show_size
-
-    return show_size(count)

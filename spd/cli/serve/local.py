@@ -26,6 +26,7 @@ from spd.cli.text.progress import clock, loading
 from spd.errors import EngineError, NotFoundError, ResourceError, SpdError
 from spd.formats.folder import ModelFolder
 from spd.runtime.engine.request import Event
+from spd.runtime.plan.config import show_size
 
 if TYPE_CHECKING:
     from spd.cli.commands.serve import ServeOptions
@@ -249,8 +250,6 @@ def control(session: Session, options: ServeOptions) -> int:
 
 
 def _status_line(said: dict[str, Any]) -> str:
-    from spd.runtime.plan.memory import show_size
-
     state = f"{said['running']} running" if said["running"] else f"idle {clock(said['idle_seconds'])}"
     parts = [said["model"], said["url"], f"pid {said['pid']}", show_size(said["memory_bytes"])]
     return " · ".join([*parts, f"{said['requests']:,} requests", state, f"drafts {said['spec']}"])

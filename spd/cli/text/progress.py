@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.text.output import Console, as_line, columns_of, is_terminal, write_stderr
+from spd.runtime.plan.config import show_size
 
 if TYPE_CHECKING:
     from spd.runtime import LoadProgress
@@ -77,22 +78,14 @@ def loading(text: str, console: Console) -> Iterator[Callable[[LoadProgress], No
 
     Yields what is to be told of the progress.
     """
-
-    def show(progress: LoadProgress) -> None:
-        from spd.runtime.plan.memory import show_size
-
-        ticker.count(WORDS[progress.phase], progress.done, progress.total, show_size)
-
     with Ticker(console) as ticker:
         ticker.write(f"{text} …")
-        yield show
+        yield lambda progress: ticker.count(WORDS[progress.phase], progress.done, progress.total, show_size)
 
 
 @contextmanager
 def writing(console: Console) -> Iterator[Callable[[int, int, str], None]]:
     """As `loading`, for a file of tensors; yields what hears of bytes, of how many, and the tensor."""
-    from spd.runtime.plan.memory import show_size
-
     with Ticker(console) as ticker:
         yield lambda done, total, tensor: ticker.count("writing", done, total, show_size)
 

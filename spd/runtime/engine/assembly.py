@@ -18,7 +18,8 @@ from spd.runtime.models.destinations import Shard
 from spd.runtime.models.eagle3 import head_parts
 from spd.runtime.models.mtp_weights import module_bytes, module_parts
 from spd.runtime.models.weight_form import WIDE
-from spd.runtime.plan.memory import pages_a_slot, remedies, show_size, tensor_bytes
+from spd.runtime.plan.config import show_size
+from spd.runtime.plan.memory import pages_a_slot, remedies, tensor_bytes
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.proposers import build_proposer
 from spd.runtime.ranks.communicator import Ranks

@@ -16,8 +16,7 @@ from spd.errors import UsageError
 from spd.formats.files import LINES_LIMIT, read_input_text
 from spd.runtime.engine.metrics import RoundRecord
 from spd.runtime.lab.cost_model import Acceptance, CostModel, fit_acceptance, fit_costs
-from spd.runtime.plan.config import MAX_DRAFT, split_spec
-from spd.runtime.plan.memory import show_size
+from spd.runtime.plan.config import MAX_DRAFT, show_size, split_spec
 from spd.runtime.round.cpu_load import SLIGHT
 
 HEADER = "spd.trace/1"

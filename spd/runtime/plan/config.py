@@ -129,6 +129,14 @@ class EngineConfig:
                 raise clash.kind(clash.message, reason=clash.reason, fix=clash.fix)
 
 
+def show_size(size: int) -> str:
+    """Bytes in the unit that suits them, two decimals."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
+        if abs(size) >= scale / 10:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size / 2**10:.2f} KiB" if abs(size) >= 2**10 else f"{size} B"
+
+
 def split_spec(spec: str) -> tuple[str, bool]:
     """A method, and whether prompt lookup is arbitrated with it."""
     method, _, other = spec.partition("+")

@@ -20,7 +20,7 @@ from spd.runtime.models.layouts import DeltaLayout, GqaLayout
 from spd.runtime.models.mtp_weights import module_bytes, module_position_size
 from spd.runtime.models.weight_form import DTYPE_BYTES, WIDE, WeightForm, int4_form, int8_form
 from spd.runtime.models.weights import ModelLayout, destinations
-from spd.runtime.plan.config import METHODS, EngineConfig
+from spd.runtime.plan.config import METHODS, EngineConfig, show_size
 from spd.runtime.round.limits import (
     CATCH_UP,
     CHUNK,
@@ -129,14 +129,6 @@ class MemoryNeed:
         """Every part that takes something, such as `weights 15.26 GiB + cache 4.50 GiB`."""
         named = {name.replace("_", " "): size for name, size in vars(self).items()}
         return " + ".join(f"{name} {show_size(size)}" for name, size in named.items() if size)
-
-
-def show_size(size: int) -> str:
-    """Bytes in the unit that suits them, two decimals."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
-        if abs(size) >= scale / 10:
-            return f"{size / scale:.2f} {unit}"
-    return f"{size / 2**10:.2f} KiB" if abs(size) >= 2**10 else f"{size} B"
 
 
 def rank_layout(config: ModelConfig, ranks: int) -> ModelLayout:
