@@ -146,7 +146,7 @@ METHODS = ("ngram", "draft", "self", "draft+ngram")
 HEADS = ("one", "three", "deepseek", "eagle", "speculators")
 WINDOWED = ("mistral", "qwen2", "gemma2", "gemma3", "phi3")
 """Families whose layers slide or cap, over prompts that are longer than their windows."""
-SPARSE = ("deepseek_v3", "deepseek_v2_lite", "glm4_moe", "qwen3_moe", "ernie4_5_moe")
+SPARSE = ("deepseek_v3", "deepseek_v2_lite", "glm4_moe", "glm4_moe_lite", "qwen3_moe", "ernie4_5_moe")
 """Families of latent attention and routed experts."""
 LOOKED_UP = (
     *("olmo3", "ministral3", "exaone4", "cohere2", "hunyuan", "granite_moe"),

@@ -14,8 +14,10 @@ FIRST, IN, OTHER, LAST = "Most used", "Prompt and sampling", "Output", "Advanced
 """Panels: the first one, that of all that goes in, that of what names none, the last one."""
 ARGUMENTS = "Arguments"
 
-BY_NAME = ("top_k", "min_p", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty")
-BY_NAME += ("logit_bias", "stop_token_id")
+BY_NAME = (
+    *("top_k", "min_p", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "stop_token_id"),
+)
 """Parameters that --set takes."""
 FOREIGN: Mapping[str, str] = MappingProxyType(
     {

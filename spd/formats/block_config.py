@@ -189,7 +189,7 @@ def _listed(
     if not isinstance(names, list) or len(names) != num_layers:
         raise fields.refused(key, f"is not a list of {num_layers} names, one a layer")
     each = (Fields(fields.where, {key: name}) for name in names)
-    return [kind.choice(key, kinds) != KINDS[0] for kind in each]
+    return [kind.choice(key, kinds) != kinds[0] for kind in each]
 
 
 def read_latent(fields: Fields) -> LatentConfig:
@@ -287,6 +287,8 @@ def _deepseek_router(fields: Fields, count: int, router: RouterConfig) -> Router
 
 
 def _deepseek_sparse(fields: Fields, num_layers: int) -> list[bool]:
+    if (listed := _listed(fields, num_layers, ("dense", "sparse"), "mlp_layer_types")) is not None:
+        return listed
     first = fields.integer("first_k_dense_replace", 0, 1 << 16, 0)
     every = fields.integer("moe_layer_freq", 1, 1 << 16, 1)
     return [layer >= first and layer % every == 0 for layer in range(num_layers)]

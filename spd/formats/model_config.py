@@ -116,6 +116,7 @@ _STILL = {"no_rope_layers": None, "no_rope_layer_interval": 4}
 _SMOLLM3 = {**_QWEN, **_STILL, "rope_theta": 2e6, "tie_word_embeddings": True}
 _MIXTRAL = {**_LONG, **_EPS, "rope_theta": 1e6, "sliding_window": None}
 _GLM4_MOE = {**_LONG, **_EPS, "partial_rotary_factor": 0.5, "first_k_dense_replace": 1}
+_GLM4_LITE = {**_EPS, "max_position_embeddings": 202752, "first_k_dense_replace": 1}
 _GLM4 = {**_GLM4_MOE, "rms_norm_eps": 1.5625e-7, "attention_bias": True, "head_dim": 128}
 _FAMILIES = {
     "LlamaForCausalLM": _Family("llama", _SHORT, mlp_bias="mlp_bias"),
@@ -131,6 +132,7 @@ _FAMILIES = {
     "DeepseekV2ForCausalLM": _Family("deepseek_v2", _SHORT, latent=True, experts=blocks.DEEPSEEK2),
     "DeepseekV3ForCausalLM": _Family("deepseek_v3", _DEEPSEEK3, latent=True, experts=blocks.DEEPSEEK3),
     "Glm4MoeForCausalLM": _Family("glm4_moe", _GLM4_MOE, experts=blocks.DEEPSEEK3),
+    "Glm4MoeLiteForCausalLM": _Family("glm4_moe_lite", _GLM4_LITE, latent=True, experts=blocks.DEEPSEEK3),
     "MiMoForCausalLM": _Family("mimo", _QWEN),
     "Qwen3NextForCausalLM": _Family("qwen3_next", _QUARTER, experts=blocks.HYBRID, interleaved=True),
     "Qwen3_5ForCausalLM": _Family("qwen3_5_text", _QUARTER, interleaved=False),
@@ -207,7 +209,6 @@ SUPPORTED_ARCHITECTURES = (*_FAMILIES, *WRAPPERS)
 REFUSED_ARCHITECTURES = {
     "DeepseekV32ForCausalLM": "its sparse-attention indexer is not supported",
     "GlmMoeDsaForCausalLM": "its sparse-attention indexer is not supported",
-    "Glm4MoeLiteForCausalLM": "latent attention in this family is not supported",
     "Gemma3ForConditionalGeneration": "images are not supported; a text-only Gemma3ForCausalLM is",
 }
 """Architectures close to supported ones, and why they are not."""

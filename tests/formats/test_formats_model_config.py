@@ -206,6 +206,19 @@ GLM4 = {
     **{"rms_norm_eps": 1e-5, "rope_theta": 1e6, "routed_scaling_factor": 1.0, "topk_group": 1},
     **{"vocab_size": 151552, "use_qk_norm": False, "max_position_embeddings": 131072},
 }
+GLM4_FLASH = {
+    **{"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "attention_bias": False},
+    **{"eos_token_id": [154820, 154827, 154829], "first_k_dense_replace": 1, "hidden_act": "silu"},
+    **{"hidden_size": 2048, "intermediate_size": 10240, "kv_lora_rank": 512, "v_head_dim": 256},
+    **{"max_position_embeddings": 202752, "moe_intermediate_size": 1536, "n_group": 1, "topk_group": 1},
+    **{"n_routed_experts": 64, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 20},
+    **{"num_experts_per_tok": 4, "num_hidden_layers": 47, "num_key_value_heads": 20, "q_lora_rank": 768},
+    **{"num_nextn_predict_layers": 1, "partial_rotary_factor": 1.0, "qk_nope_head_dim": 192},
+    **{"qk_rope_head_dim": 64, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 1000000},
+    **{"routed_scaling_factor": 1.8, "tie_word_embeddings": False, "topk_method": "noaux_tc"},
+    "vocab_size": 154880,
+}
+"""The sizes are the defaults of `transformers`' class, which are the release's own."""
 QWEN3_MOE = {
     **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_local_experts": 8},
     **{"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "vocab_size": 300},
@@ -244,6 +257,17 @@ def test_glm_as_published(tmp_path: Path) -> None:
     nested = {"rope_theta": 1e6, "rope_type": "default", "partial_rotary_factor": 0.25}
     new = {k: v for k, v in GLM4.items() if k not in ("rope_theta", "partial_rotary_factor")}
     assert read(tmp_path, {**new, "rope_parameters": nested}).rotary_dim == 32
+
+
+def test_glm_flash_as_published(tmp_path: Path) -> None:
+    config = read(tmp_path, GLM4_FLASH)
+    assert config.latent == LatentConfig(768, 512, 192, 64, 256, True)
+    assert (config.rope, config.rotary_dim) == (RopeConfig("default", 1e6), None)
+    router = RouterConfig(4, True, True, True, 1.8, group_best=2)
+    assert config.experts == ExpertsConfig(64, 1536, 1536, (False,) + (True,) * 46, router)
+    kinds = {"first_k_dense_replace": None, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 45}
+    listed = read(tmp_path, {**GLM4_FLASH, **kinds}).experts
+    assert listed is not None and listed.sparse_layers == (False,) * 2 + (True,) * 45
 
 
 VALUES = [
@@ -345,6 +369,10 @@ REFUSED = [
     (DEEPSEEK_V2_LITE, {"topk_method": "noaux_tc"}, ("topk_method",)),
     (GLM4, {"partial_rotary_factor": 0.01}, ("partial_rotary_factor",)),
     (GLM4, {"partial_rotary_factor": 1.5}, ("partial_rotary_factor",)),
+    (GLM4_FLASH, {"mlp_layer_types": ["sparse"] * 46}, ("mlp_layer_types: is not a list of 47 names",)),
+    (GLM4_FLASH, {"mlp_layer_types": ["moe"] * 47}, ("mlp_layer_types",)),
+    (GLM4_FLASH, {"partial_rotary_factor": 0.5}, ("partial_rotary_factor",)),
+    (GLM4_FLASH, {"kv_lora_rank": None}, ("kv_lora_rank",)),
     (QWEN3_MOE, {"num_experts": 9}, ("num_local_experts: 8 disagrees with num_experts 9",)),
     (QWEN3_MOE, {"num_local_experts": None}, ("num_experts: is missing",)),
 ]

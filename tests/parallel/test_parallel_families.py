@@ -28,6 +28,7 @@ PARAMS = [
 HEADS = {
     "glm4_moe": "glm4",
     "glm4_moe_air": "glm4",
+    "glm4_moe_lite": "glm4",
     "mimo": "mimo",
     "ernie4_5": "ernie",
     "qwen3_moe": "mtp",

@@ -31,6 +31,7 @@ MODEL_TYPES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "MiMoForCausalLM": "mimo",
     "Ernie4_5ForCausalLM": "ernie4_5",
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
@@ -148,6 +149,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "extra": {**EXPERTS, "use_qk_norm": False, "partial_rotary_factor": 0.5},
         "rope_style": "parameters",
+    },
+    "glm4_moe_lite": {
+        **DEEPSEEK,
+        "architecture": "Glm4MoeLiteForCausalLM",
+        "extra": {**LATENT, **EXPERTS, "q_lora_rank": 24, "n_group": 1, "topk_group": 1},
     },
     "qwen3_moe": {
         "architecture": "Qwen3MoeForCausalLM",

@@ -22,6 +22,7 @@ FAMILIES: dict[str, Callable[[ModelConfig], ModelLayout]] = {
     "DeepseekV2ForCausalLM": deepseek.layout,
     "DeepseekV3ForCausalLM": deepseek.layout,
     "Glm4MoeForCausalLM": variants.glm4_moe,
+    "Glm4MoeLiteForCausalLM": deepseek.layout,
     "Qwen3NextForCausalLM": qwen3_5.layout,
     "Qwen3_5ForCausalLM": qwen3_5.layout,
     "Qwen3_5MoeForCausalLM": qwen3_5.layout,

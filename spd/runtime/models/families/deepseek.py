@@ -1,4 +1,4 @@
-"""DeepSeek V2, V2-Lite, V3, R1, V3.1: latent attention; experts after the first dense layers.
+"""DeepSeek V2, V2-Lite, V3, R1, V3.1, GLM-4.7-Flash: latent attention; experts after the first layers.
 
 Source: DeepSeek-V2 (2405.04434), DeepSeek-V3 (2412.19437), and their published configurations.
 """
