@@ -136,7 +136,7 @@ def read_sliding(fields: Fields, num_layers: int, known: Container[str]) -> tupl
     that are unknown, and for lists that contradict the rest.
     """
     slides = "sliding_window" in known
-    listed = _listed(fields, num_layers, KINDS if slides else KINDS[:1])
+    listed = listed_kinds(fields, num_layers, KINDS if slides else KINDS[:1])
     switched = "use_sliding_window" in (known if slides else fields)
     window = fields.optional_integer("sliding_window", 0 if switched else 1, MAX_POSITIONS)
     if switched and not fields.boolean("use_sliding_window", False):
@@ -179,7 +179,7 @@ def read_scales(fields: Fields) -> Scales:
     )
 
 
-def _listed(
+def listed_kinds(
     fields: Fields, num_layers: int, kinds: tuple[str, ...], key: str = "layer_types"
 ) -> list[bool] | None:
     """Whether each layer's kind is another than the first; None where the key is absent."""
@@ -206,13 +206,13 @@ def read_latent(fields: Fields) -> LatentConfig:
     )
 
 
-def read_delta(fields: Fields, num_layers: int, *, interleaved: bool) -> DeltaConfig:
+def read_delta(fields: Fields, num_layers: int, *, interleaved: bool = False) -> DeltaConfig:
     """Of `qwen3_next` and `qwen3_5`, in both spellings of the list of layers."""
     fields.choice("output_gate_type", ("silu", "swish"), "silu")
     gated = fields.boolean("attn_output_gate", True)
     fields.require(gated, "attn_output_gate", "false: attention without gates is not supported here")
     key = next((key for key in ("layer_types", "layers_block_type") if key in fields), "layer_types")
-    linear = _listed(fields, num_layers, (KINDS[0], LINEAR), key)
+    linear = listed_kinds(fields, num_layers, (KINDS[0], LINEAR), key)
     if linear is None:
         interval = fields.integer("full_attention_interval", 1, MAX_PERIOD, 4)
         linear = [bool((layer + 1) % interval) for layer in range(num_layers)]
@@ -287,7 +287,7 @@ def _deepseek_router(fields: Fields, count: int, router: RouterConfig) -> Router
 
 
 def _deepseek_sparse(fields: Fields, num_layers: int) -> list[bool]:
-    if (listed := _listed(fields, num_layers, ("dense", "sparse"), "mlp_layer_types")) is not None:
+    if (listed := listed_kinds(fields, num_layers, ("dense", "sparse"), "mlp_layer_types")) is not None:
         return listed
     first = fields.integer("first_k_dense_replace", 0, 1 << 16, 0)
     every = fields.integer("moe_layer_freq", 1, 1 << 16, 1)
@@ -298,6 +298,13 @@ def _qwen_sparse(fields: Fields, num_layers: int) -> list[bool]:
     step, key = fields.integer("decoder_sparse_step", 1, 1 << 16, 1), "mlp_only_layers"
     dense = fields.integers(key, 0, 1 << 16) if key in fields else []
     return [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
+
+
+def _lfm2_sparse(fields: Fields, num_layers: int) -> list[bool]:
+    corrected = fields.boolean("use_expert_bias", True)
+    fields.require(corrected, "use_expert_bias", "false is not supported")
+    first = fields.integer("num_dense_layers", 0, 1 << 16, 2)
+    return [layer >= first for layer in range(num_layers)]
 
 
 def _ernie_sparse(fields: Fields, num_layers: int) -> list[bool]:
@@ -325,6 +332,14 @@ QWEN2 = replace(QWEN3, shared_width=5632)
 HYBRID = replace(QWEN3, shared_width=512, normalised=True)
 MIXTRAL = ExpertKeys(("num_local_experts", "num_experts"), width="intermediate_size")
 """Of `granitemoe`, too: the softmax of the chosen logits alone is that of all, divided by its sum."""
+LFM2 = ExpertKeys(
+    ("num_experts",),
+    normalised=True,
+    sparse=_lfm2_sparse,
+    router=_SIGMOID,
+    correction="expert_bias",
+    grouped=True,
+)
 GPT_OSS = replace(MIXTRAL, clamped=True)
 GEMMA4 = ExpertKeys(("num_experts",), "top_k_experts", switch="enable_moe_block")
 ERNIE = ExpertKeys(

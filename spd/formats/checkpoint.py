@@ -78,20 +78,29 @@ _WRAPPED |= {"language_model.lm_head.": "lm_head."}
 """What stands before the names of a text model's tensors inside one that sees images too, and without it."""
 
 
-_EXPERTS = {".w1.weight": ".gate_proj.weight", ".w3.weight": ".up_proj.weight"}
-_EXPERTS |= {".w2.weight": ".down_proj.weight", ".router.layer.weight": ".gate.weight"}
-_EXPERTS |= {".input_linear.weight": ".experts.gate_up_proj", ".output_linear.weight": ".experts.down_proj"}
-"""Names of Mixtral's and Granite's experts inside their block, and what others call the same."""
+_RENAMED = {
+    **{"block_sparse_moe": "mlp", "router.layer": "gate", "w1": "gate_proj", "w3": "up_proj"},
+    **{"w2": "down_proj", "input_linear.weight": "experts.gate_up_proj"},
+    **{
+        "output_linear.weight": "experts.down_proj",
+        "feed_forward": "mlp",
+        "ffn_norm": "post_attention_layernorm",
+    },
+    **{
+        "operator_norm": "input_layernorm",
+        "self_attn.out_proj": "self_attn.o_proj",
+        "embedding_norm": "norm",
+    },
+}
+"""Parts of names in Mixtral's, Granite's and LFM2's checkpoints, and what others call the same."""
+_RENAMED_PART = re.compile(rf"\.({'|'.join(map(re.escape, _RENAMED))})(?=\.|$)")
 
 
 def text_name(name: str) -> str:
     """A tensor's name as a checkpoint of the text model alone has it."""
     wrapped = next(filter(name.startswith, _WRAPPED), "")
     name = _WRAPPED.get(wrapped, "") + name.removeprefix(wrapped)
-    if ".block_sparse_moe." not in name:
-        return name
-    name = name.replace(".block_sparse_moe.", ".mlp.")
-    return next((name.replace(old, new) for old, new in _EXPERTS.items() if name.endswith(old)), name)
+    return _RENAMED_PART.sub(lambda found: f".{_RENAMED[found[1]]}", name)
 
 
 def unpacked(name: str, meta: TensorMeta) -> Iterator[tuple[str, TensorMeta]]:

@@ -6,8 +6,9 @@ change the model. Nothing a folder brings (`auto_map`, custom code) is ever impo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from spd.errors import CheckpointError
@@ -17,6 +18,7 @@ from spd.formats.eagle3 import ARCHITECTURE as EAGLE3
 from spd.formats.eagle3 import Eagle3Config, read_eagle3
 from spd.formats.json_file import Fields, names_in, shown
 from spd.formats.quantized import Quantization, read_quantization
+from spd.formats.recurrent_config import ConvConfig, lfm2_keys, read_conv
 from spd.formats.rope_config import (
     RopeConfig,
     read_growth,
@@ -75,7 +77,7 @@ class ModelConfig:
     """Which layers know no positions; empty where every one turns."""
     scales: blocks.Scales = blocks.PLAIN
     gemma4: blocks.Gemma4Config | None = None
-    delta: blocks.DeltaConfig | None = None  # of recurrent layers, which stand between those that attend
+    recurrent: blocks.DeltaConfig | ConvConfig | None = None  # of layers between those that attend
     eagle3: Eagle3Config | None = None
     """Of an EAGLE-3 head, which is no model by itself: how it reads its target."""
 
@@ -90,7 +92,9 @@ class _Family:
     epsilon: str = "rms_norm_eps"  # the key of what norms add
     experts: blocks.ExpertKeys | None = None
     latent: bool = False
-    interleaved: bool | None = None  # how recurrent layers' projections are stored; None: there are none
+    recurrent: Callable[[Fields, int], blocks.DeltaConfig | ConvConfig] | None = None
+    """What reads of recurrent layers, where there are some."""
+    spelled: Callable[[Fields], Mapping[str, object]] | None = None  # what its own keys say, in the others'
     local_base: str | None = None  # the key of the base of layers that slide, where these turn in another way
     global_still: bool = False  # where layers slide, those that see everything do not turn
     gemma4: bool = False  # whether layers have the keys of `read_gemma4`
@@ -118,6 +122,8 @@ _MIXTRAL = {**_LONG, **_EPS, "rope_theta": 1e6, "sliding_window": None}
 _GLM4_MOE = {**_LONG, **_EPS, "partial_rotary_factor": 0.5, "first_k_dense_replace": 1}
 _GLM4_LITE = {**_EPS, "max_position_embeddings": 202752, "first_k_dense_replace": 1}
 _GLM4 = {**_GLM4_MOE, "rms_norm_eps": 1.5625e-7, "attention_bias": True, "head_dim": 128}
+_LFM2: dict[str, object] = {"max_position_embeddings": 128000, "norm_eps": 1e-5, "rope_theta": 1e6}
+_LFM2["tie_word_embeddings"] = True
 _FAMILIES = {
     "LlamaForCausalLM": _Family("llama", _SHORT, mlp_bias="mlp_bias"),
     "MistralForCausalLM": _Family("mistral", {**_LONG, **_SLIDES}, bias=None),
@@ -134,9 +140,30 @@ _FAMILIES = {
     "Glm4MoeForCausalLM": _Family("glm4_moe", _GLM4_MOE, experts=blocks.DEEPSEEK3),
     "Glm4MoeLiteForCausalLM": _Family("glm4_moe_lite", _GLM4_LITE, latent=True, experts=blocks.DEEPSEEK3),
     "MiMoForCausalLM": _Family("mimo", _QWEN),
-    "Qwen3NextForCausalLM": _Family("qwen3_next", _QUARTER, experts=blocks.HYBRID, interleaved=True),
-    "Qwen3_5ForCausalLM": _Family("qwen3_5_text", _QUARTER, interleaved=False),
-    "Qwen3_5MoeForCausalLM": _Family("qwen3_5_moe_text", _QUARTER, experts=blocks.HYBRID, interleaved=False),
+    "Lfm2ForCausalLM": _Family(
+        "lfm2",
+        {**_LFM2, "block_auto_adjust_ff_dim": True},
+        bias=None,
+        epsilon="norm_eps",
+        recurrent=read_conv,
+        spelled=lfm2_keys,
+    ),
+    "Lfm2MoeForCausalLM": _Family(
+        "lfm2_moe",
+        _LFM2,
+        bias=None,
+        epsilon="norm_eps",
+        recurrent=read_conv,
+        spelled=lfm2_keys,
+        experts=blocks.LFM2,
+    ),
+    "Qwen3NextForCausalLM": _Family(
+        "qwen3_next", _QUARTER, experts=blocks.HYBRID, recurrent=partial(blocks.read_delta, interleaved=True)
+    ),
+    "Qwen3_5ForCausalLM": _Family("qwen3_5_text", _QUARTER, recurrent=blocks.read_delta),
+    "Qwen3_5MoeForCausalLM": _Family(
+        "qwen3_5_moe_text", _QUARTER, experts=blocks.HYBRID, recurrent=blocks.read_delta
+    ),
     "Ernie4_5ForCausalLM": _Family("ernie4_5", _ERNIE, bias="use_bias", mlp_bias="use_bias"),
     "Ernie4_5_MoeForCausalLM": _Family("ernie4_5_moe", _ERNIE, bias="use_bias", experts=blocks.ERNIE),
     "SmolLM3ForCausalLM": _Family("smollm3", _SMOLLM3, mlp_bias="mlp_bias"),
@@ -253,15 +280,16 @@ def _decoder_config(fields: Fields) -> ModelConfig:
     known = fields.values.keys() - (_OWN - family.absent.keys() - _COMMON.keys())
     said = {key: fields.get(key) for key in known if key in fields or key in _NULL_IS_NONE}
     fields = Fields(fields.where, {**_COMMON, **family.absent, **said})
+    if family.spelled is not None:
+        fields = Fields(fields.where, {**fields.values, **family.spelled(fields)})
     fp8_block, quantization = blocks.read_fp8_block(fields), read_quantization(fields)
     _refuse_unsupported(fields)
     num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
     num_heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
     vocab_size = fields.integer("vocab_size", 1, MAX_VOCAB)
     max_positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
-    mixed = family.interleaved
-    delta = None if mixed is None else blocks.read_delta(fields, num_layers, interleaved=mixed)
-    sliding = () if delta else blocks.read_sliding(fields, num_layers, family.absent)
+    recurrent = family.recurrent(fields, num_layers) if family.recurrent else None
+    sliding = () if recurrent else blocks.read_sliding(fields, num_layers, family.absent)
     latent = blocks.read_latent(fields) if family.latent else None
     experts = blocks.read_experts(fields, num_layers, family.experts) if family.experts else None
     inner = experts.intermediate_size if experts else None  # where every layer has experts
@@ -298,7 +326,7 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         rotary_dim=rotary_dim,
         qk_norm=fields.boolean("use_qk_norm", False),
         latent=latent,
-        delta=delta,
+        recurrent=recurrent,
         experts=experts,
         fp8_block=fp8_block,
         quantization=quantization,

@@ -260,6 +260,13 @@ def recurrent() -> Launches:
         inputs, gates = of(dtype, 20, channels + heads * size), of(dtype, 20, 2 * heads)
         mixed = inputs[:, :channels]
         OPS.short_conv(mixed, of(F32, 4, channels), None, of(dtype, 16, depth, channels), rows)
+        alone = (
+            of(dtype, 20, channels),
+            of(F32, 3, channels),
+            of(F32, channels),
+            of(dtype, 16, 54, channels),
+        )
+        OPS.short_conv(*alone, rows, silu=False)
         memory = DeltaMemory(
             of(F32, 16, heads, width, size),
             of(F32, 16, depth, key_heads, width),

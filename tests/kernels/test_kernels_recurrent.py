@@ -221,6 +221,23 @@ def test_forms_are_the_published_recurrence(
         assert error(load_kernels("triton"), dtype, device) < (1e-5 if dtype == torch.float32 else 2**-10)
 
 
+def test_a_convolution_may_stand_alone(native: NativeLibrary, device: str) -> None:
+    """Without its silu, as LFM2's: every form's is what the silu was made of."""
+    shape, found = Shape(1, 1, 5, 7, taps=3, depth=20), []
+    forms = [load_kernels("torch"), load_kernels("triton"), native]
+    for kernels, place in zip(forms, ("cpu", device, "cpu"), strict=True):
+        dtype = native.dtype if kernels is native else torch.float32
+        plain, opened = (Layer(shape, kernels, dtype, 1, bias=True, device=place) for _ in range(2))
+        x, rows = plain.inputs(9), plain.rows((0, 1, 8, 0, 0))
+        given = (x[:, : shape.channels], plain.weight, plain.bias)
+        made = kernels.short_conv(*given, plain.ring, rows, silu=False)
+        usual = kernels.short_conv(*given, opened.ring, rows)
+        assert made[1:].abs().max() > 1 and not made[0].any()
+        assert torch.allclose(made * made.sigmoid(), usual, atol=1e-6)
+        found.append(made.cpu())
+    assert torch.allclose(found[0], found[1], atol=1e-6) and torch.allclose(found[0], found[2], atol=0.1)
+
+
 def test_threads_change_no_bit(native: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, made = Shape(6, 2, 64, 64), []
     for threads in (1, 2, 3):

@@ -217,6 +217,28 @@ def with_sides(tensors: Tensors, sparse: bool = False) -> Tensors:
     return found
 
 
+def with_convolutions(tensors: Tensors) -> Tensors:
+    """LFM2: every layer but each third one convolves; norms and projections under its own names."""
+    names = {"input_layernorm": "operator_norm", "post_attention_layernorm": "ffn_norm"}
+    names |= {"q_norm": "q_layernorm", "k_norm": "k_layernorm", "o_proj": "out_proj", "mlp": "feed_forward"}
+    names |= {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2", "norm": "embedding_norm"}
+    found = renamed(**names)(tensors)
+    for name in [name for name in found if name.endswith("self_attn.out_proj.weight")]:
+        stem, hidden = name.removesuffix("self_attn.out_proj.weight"), len(found[name])
+        if int(stem.split(".")[2]) % 3 != 2:
+            found[f"{stem}conv.out_proj.weight"] = found[name]
+            found = {each: t for each, t in found.items() if not each.startswith(f"{stem}self_attn.")}
+            found[f"{stem}conv.in_proj.weight"] = drawn(f"{stem}in", (3 * hidden, hidden), 1.5 / hidden**0.5)
+            found[f"{stem}conv.conv.weight"] = drawn(f"{stem}conv", (hidden, 1, 3), 0.7)
+        if f"{stem}feed_forward.gate.weight" in found:
+            found[f"{stem}feed_forward.expert_bias"] = drawn(f"{stem}bias", (8,), 0.1)
+    return found
+
+
+LFM2 = {
+    **{"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "norm_eps": 1e-5, "conv_L_cache": 3},
+    **{"block_ff_dim": 120, "block_multiple_of": 16, "full_attn_idxs": [2], "pad_token_id": 0},
+}
 GEMMA4 = {
     **{"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "sliding_window": WINDOW},
     **{"hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": 8.0, "global_head_dim": 32},
@@ -415,6 +437,16 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Tensors], Te
         {"architectures": ["HunYuanDenseV1ForCausalLM"], "model_type": "hunyuan_v1_dense"},
         renamed(q_norm="query_layernorm", k_norm="key_layernorm"),
     ),
+    "lfm2": ({"architecture": QWEN3, "intermediate": 80}, LFM2, with_convolutions),
+    "lfm2_moe": (
+        {"architecture": "Qwen3MoeForCausalLM", "extra": {**EXPERTS, "mlp_only_layers": [0]}, "tie": False},
+        {
+            **{"architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "norm_eps": 1e-5},
+            **{"num_dense_layers": 1, "routed_scaling_factor": 1.5, "tie_embedding": False},
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+        },
+        with_convolutions,
+    ),
     "mixtral": (
         SPARSE,
         {
@@ -464,7 +496,7 @@ def write_dense(folder: Path, family: str, **options: Any) -> Path:
     config = json.loads(path.read_text(encoding="utf-8"))
     for key in ("attention_bias", "mlp_bias", *(("num_experts",) if "num_local_experts" in keys else ())):
         config.pop(key, None)
-    if "layer_norm_eps" in keys:
+    if "layer_norm_eps" in keys or "norm_eps" in keys:
         config.pop("rms_norm_eps")
     write_json(path, {**config, **keys, **extra})
     write_tensors(folder, change(load_file(folder / "model.safetensors")))

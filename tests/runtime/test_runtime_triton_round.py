@@ -274,6 +274,19 @@ def test_a_hybrid_and_its_head(tmp_path: Path) -> None:
     assert 0 < accepted < drafted
 
 
+def test_short_convolutions(tmp_path: Path, methods: Methods) -> None:
+    """LFM2: two layers that convolve and one that attends, over a chunk of a prompt and its tail."""
+    folder = write_dense(
+        tmp_path, "lfm2", layers=3, **SHAPE, config={"block_ff_dim": 72}, residual_gain=damped
+    )
+    prompts = [random_prompts(1, n, 97, seed=n)[0] for n in (66, 9)]
+    params = [SamplingParams(max_tokens=6, temperature=t, seed=3) for t in (0.0, 0.8)]
+    wishes = {"spec": "draft", "draft_model": folder, "draft_max": 2}
+    first, second = both(folder, prompts, params, slots=2, **wishes)
+    assert_same(first, second)
+    assert tally(first)[0] == tally(first)[1] > 4
+
+
 EAGLES: dict[str, dict[str, Any]] = {
     "few": {"aux": (0, 1), "layout": "speculators", "draft_vocab": 40, "kind": "random"},
     "some": {"aux": (1, 3), "draft_vocab": 80},

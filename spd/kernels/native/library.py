@@ -40,7 +40,7 @@ SIGNATURES: dict[str, Sequence[type]] = {
     "spd_route": (*(POINTER,) * 5, *(LONG,) * 6, INT, INT, FLOAT, INT),
     "spd_sample": (*(POINTER,) * 10, *(LONG,) * 5, *(INT,) * 3),
     "spd_lookup": (*(POINTER,) * 6, *(LONG,) * 6, INT),
-    "spd_short_conv": (*(POINTER,) * 7, *(LONG,) * 6, INT),
+    "spd_short_conv": (*(POINTER,) * 7, *(LONG,) * 6, INT, INT),
     "spd_delta_rule": (*(POINTER,) * 12, *(LONG,) * 8, INT),
     "spd_gated_norm": (*(POINTER,) * 3, FLOAT, POINTER, *(LONG,) * 4, INT),
     "spd_experts": (*(POINTER,) * 7, *(LONG,) * 5, *(POINTER,) * 4, INT),
@@ -387,7 +387,7 @@ class NativeLibrary:
         )  # fmt: skip
 
     def short_conv(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, rows: Segments
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, rows: Segments, silu: bool = True
     ) -> Tensor:
         """See `spd.kernels.recurrent.short_conv`."""
         assert x.stride(1) == 1
@@ -395,7 +395,7 @@ class NativeLibrary:
         self.library.spd_short_conv(
             x.data_ptr(), weight.data_ptr(), address(bias), ring.data_ptr(), out.data_ptr(),
             table.data_ptr(), rows.applied.data_ptr(), table.shape[1], x.stride(0), x.shape[1],
-            weight.shape[0], ring.shape[1], x.shape[0], self.threads,
+            weight.shape[0], ring.shape[1], x.shape[0], int(silu), self.threads,
         )  # fmt: skip
         return out
 

@@ -28,6 +28,7 @@ typedef struct {
     element *ring;
     float *out;
     long stride, channels, taps, depth, blocks;
+    int opens;
 } Convolution;
 
 enum { CHANNELS = 4 * SIDE, MOST_TAPS = 16 };
@@ -53,7 +54,7 @@ static void convolve(const void *work, Share *share, int member)
                 seen[o->taps - 1] = load(x + r * o->stride + c, left);
                 for (long t = 0; t < o->taps; t++)
                     total = vfma(seen[t], loadf(o->weight + t * o->channels + c, left), total);
-                storef(o->out + (o->runs.first[run] + r) * o->channels + c, left, silu(total));
+                storef(o->out + (o->runs.first[run] + r) * o->channels + c, left, o->opens ? silu(total) : total);
                 if (r >= rows - o->depth)
                     store(ring + place(start + r, o->depth) * o->channels + c, left, seen[o->taps - 1]);
             }
@@ -64,11 +65,11 @@ static void convolve(const void *work, Share *share, int member)
 /* See `spd.kernels.recurrent.short_conv`; weight is [taps][channels]. */
 void spd_short_conv(const element *x, const float *weight, const float *bias, element *ring, float *out,
     const int64_t *table, const int64_t *applied, long size, long stride, long channels, long taps, long depth,
-    long rows, int threads)
+    long rows, int opens, int threads)
 {
     long blocks = parts(channels, CHANNELS);
     const Convolution o = {.runs = runs_of(table, applied, size), .x = x, .weight = weight, .bias = bias, .ring = ring, .out = out, .stride = stride, .channels = channels,
-        .taps = taps, .depth = depth, .blocks = blocks};
+        .taps = taps, .depth = depth, .blocks = blocks, .opens = opens};
     share_out(convolve, &o, size * blocks, threads_for(0.5 * (double)(rows * channels), threads));
 }
 

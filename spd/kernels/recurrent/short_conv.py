@@ -37,9 +37,12 @@ def ring_rows(start: int, count: int, depth: int, device: torch.device) -> tuple
     return begin, torch.arange(start + begin, start + count, device=device) % depth
 
 
-def short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, rows: Segments) -> Tensor:
-    """silu(sum over j of weight[j] * the input K - 1 - j positions before) of each row, as float32 [T, C].
+def short_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, rows: Segments, silu: bool = True
+) -> Tensor:
+    """The sum over j of weight[j] * the input K - 1 - j positions before, of each row, as float32 [T, C].
 
+    Or its silu.
     x [T, C], rows with any stride; weight float32 [K, C], bias float32 [C]; ring [S, D, C] in x's dtype,
     D >= K - 1 + the rows of two windows: the inputs of earlier positions are read from it, this pass's last D
     are written, in place. Before position 0 inputs are 0. Rows outside of every segment give zeros.
@@ -54,7 +57,7 @@ def short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, row
             total = torch.zeros_like(inputs[0]) if bias is None else bias
             for tap in range(taps):
                 total = total + inputs[row + tap] * weight[tap]
-            out[first + row] = total * total.sigmoid()
+            out[first + row] = total * total.sigmoid() if silu else total
         begin, places = ring_rows(start, count, depth, x.device)
         ring[slot, places] = own[begin:]
     return out

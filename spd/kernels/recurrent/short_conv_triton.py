@@ -32,7 +32,8 @@ def run_of(table, applied, run, G):
 @triton.jit(do_not_specialize=["G", "stride"], do_not_specialize_on_alignment=["x"])
 def short_conv_kernel(
     x, weight, bias, ring, out, table, applied, G, stride,
-    C: tl.constexpr, TAPS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    C: tl.constexpr, TAPS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, SILU: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Inputs of earlier passes come from the ring, those of this one from x.
 
@@ -58,13 +59,17 @@ def short_conv_kernel(
             earlier = tl.load(ring + (position + DEPTH) % DEPTH * C, mask=kept, other=0.0)
             value = tl.where(position >= start, own, earlier).to(tl.float32)
             total = tl.fma(value, tl.load(weight + tap * C + channel, mask=within, other=0.0), total)
-        tl.store(out + (first + row) * C + channel, total * tl.sigmoid(total), mask=within)
+        if SILU:
+            total *= tl.sigmoid(total)
+        tl.store(out + (first + row) * C + channel, total, mask=within)
     for row in range(tl.maximum(0, count - DEPTH), tl.where(begin == 0, count, 0)):
         own = tl.load(x + (first + row) * stride + channel, mask=within, other=0.0)
         tl.store(ring + (start + row) % DEPTH * C, own, mask=within)
 
 
-def short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, rows: Segments) -> Tensor:
+def short_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, rows: Segments, silu: bool = True
+) -> Tensor:
     """See the torch form."""
     assert x.stride(1) == 1
     (count, channels), runs = x.shape, rows.table.shape[1]
@@ -75,6 +80,7 @@ def short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, row
         TAPS=weight.shape[0],
         DEPTH=ring.shape[1],
         BLOCK=CHANNELS,
+        SILU=silu,
         num_warps=1,
         enable_fp_fusion=False,
         **overlap(x.device),

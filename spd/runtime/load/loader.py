@@ -30,7 +30,7 @@ from spd.runtime.models.builder import Fill, LayerBuilder, LayerTensors, Place, 
 from spd.runtime.models.decoder import Decoder, Parts, build_layer
 from spd.runtime.models.destinations import NOTHING, Cut, Cuts
 from spd.runtime.models.head_model import HeadModel, aux_states
-from spd.runtime.models.layouts import PLAIN_NORM, GqaLayout
+from spd.runtime.models.layouts import GqaLayout
 from spd.runtime.models.weights import (
     HeadPart,
     HeadRules,
@@ -99,7 +99,7 @@ def _filled(space: WeightSpace, fill: Fill, layout: ModelLayout) -> None:
     fill(views)
     if layout.centred_norm:
         for name, view in views.items():
-            if "norm" in name and view.dim() == 1 and not name.endswith(f"linear_attn.{PLAIN_NORM}"):
+            if "norm" in name and view.dim() == 1 and not name.endswith(weights.PLAIN_NORM):
                 view.add_(1)
 
 

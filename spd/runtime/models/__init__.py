@@ -7,7 +7,7 @@ from collections.abc import Callable
 from spd.errors import IncompatibleError
 from spd.formats.model_config import ModelConfig
 from spd.runtime.models import eagle3
-from spd.runtime.models.families import deepseek, gemma, gemma4, llama, qwen3_5, variants
+from spd.runtime.models.families import deepseek, gemma, gemma4, llama, variants
 from spd.runtime.models.weights import ModelLayout
 
 FAMILIES: dict[str, Callable[[ModelConfig], ModelLayout]] = {
@@ -23,9 +23,11 @@ FAMILIES: dict[str, Callable[[ModelConfig], ModelLayout]] = {
     "DeepseekV3ForCausalLM": deepseek.layout,
     "Glm4MoeForCausalLM": variants.glm4_moe,
     "Glm4MoeLiteForCausalLM": deepseek.layout,
-    "Qwen3NextForCausalLM": qwen3_5.layout,
-    "Qwen3_5ForCausalLM": qwen3_5.layout,
-    "Qwen3_5MoeForCausalLM": qwen3_5.layout,
+    "Lfm2ForCausalLM": variants.lfm2,
+    "Lfm2MoeForCausalLM": variants.lfm2,
+    "Qwen3NextForCausalLM": variants.qwen3_5,
+    "Qwen3_5ForCausalLM": variants.qwen3_5,
+    "Qwen3_5MoeForCausalLM": variants.qwen3_5,
     "MiMoForCausalLM": variants.qwen2,
     "Ernie4_5ForCausalLM": variants.ernie4_5,
     "Ernie4_5_MoeForCausalLM": variants.ernie4_5,

@@ -27,7 +27,6 @@ from spd.runtime.models.builder import LayerBuilder, LayerTensors, Tensors
 from spd.runtime.models.gated_delta import GatedDelta
 from spd.runtime.models.latent_attention import LatentAttention
 from spd.runtime.models.layouts import (
-    DeltaLayout,
     GqaLayout,
     LatentLayout,
     LayerLayout,
@@ -37,9 +36,11 @@ from spd.runtime.models.layouts import (
     SideLayout,
 )
 from spd.runtime.models.moe import GatedMlp, MoeMlp
+from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout
+from spd.runtime.models.short_conv import ShortConv
 from spd.runtime.models.side_mlp import LayerEmbeddings, SideMlp
 
-AttentionBlock = Attention | LatentAttention | GatedDelta
+AttentionBlock = Attention | LatentAttention | GatedDelta | ShortConv
 """A layer's first block: it writes the rows' cache entries, then reads the pages; or a state and rings."""
 MlpBlock = GatedMlp | MoeMlp | SideMlp
 """A layer's second block: each row by itself."""
@@ -74,6 +75,7 @@ BLOCKS: dict[type, Any] = {
     GqaLayout: Attention,
     LatentLayout: LatentAttention,
     DeltaLayout: GatedDelta,
+    ConvLayout: ShortConv,
     MlpLayout: GatedMlp,
     MoeLayout: MoeMlp,
     SideLayout: SideMlp,

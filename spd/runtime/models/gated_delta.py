@@ -9,7 +9,7 @@ from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual
 from spd.runtime.layers.linear import AnyLinear
 from spd.runtime.layers.rotary import RotaryRows
 from spd.runtime.models.builder import LayerBuilder, Tensors
-from spd.runtime.models.layouts import DeltaLayout
+from spd.runtime.models.recurrent_layouts import DeltaLayout
 
 
 class GatedDelta:

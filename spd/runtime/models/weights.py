@@ -17,7 +17,7 @@ from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import is_mtp_tensor
 from spd.formats.quantized import UNUSED
 from spd.runtime.models.destinations import Cut, Destination, Part, Shape, Shard
-from spd.runtime.models.layouts import AttentionLayout, DeltaLayout, GqaLayout, LayerLayout
+from spd.runtime.models.layouts import AttentionLayout, GqaLayout, LayerLayout, RecurrentLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,12 +60,13 @@ class ModelLayout:
     def attending(self) -> tuple[AttentionLayout, ...]:
         """The attention of every layer that has one; the sizes of heads are the same in all."""
         blocks = (layer.attention for layer in self.layers)
-        return tuple(block for block in blocks if not isinstance(block, DeltaLayout))
+        return tuple(block for block in blocks if isinstance(block, AttentionLayout))
 
     @property
-    def recurrent(self) -> bool:
-        """Whether a layer keeps states."""
-        return len(self.attending) < len(self.layers)
+    def recurrent(self) -> tuple[RecurrentLayout, ...]:
+        """What stands in place of attention in the other layers."""
+        blocks = (layer.attention for layer in self.layers)
+        return tuple(block for block in blocks if isinstance(block, RecurrentLayout))
 
     def windows(self, heads: tuple[int, int, int] | None = None) -> tuple[int | None, ...]:
         """Every sliding window of a layer, with heads of a shape or of any; None is a layer without one."""
@@ -77,6 +78,8 @@ class ModelLayout:
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+PLAIN_NORM = "linear_attn.norm.weight"
+"""Of a recurrent layer's heads: its scales are what they are, in models that store others around 1."""
 FP8_DTYPE = "F8_E4M3"
 """The safetensors name of the dtype that block-scaled matrices are stored in."""
 

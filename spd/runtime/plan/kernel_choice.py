@@ -15,7 +15,7 @@ from spd.formats.hub import own_cache
 from spd.formats.model_config import ModelConfig
 from spd.formats.quantized import CODES, Quantization
 from spd.kernels.native.build import DTYPE_FLAGS, LARGEST_HEAD, NativeUnavailable, obstacle
-from spd.runtime.models.layouts import DeltaLayout, GqaLayout, LayerLayout, MoeLayout, SideLayout
+from spd.runtime.models.layouts import AttentionLayout, GqaLayout, LayerLayout, MoeLayout, SideLayout
 from spd.runtime.models.weight_form import (
     BLOCK,
     INT4_GROUP,
@@ -53,7 +53,7 @@ def native_obstacle(machine: Machine, dtype: str, quantize: str, layers: Iterabl
     if (only := torch_alone(layers)) is not None:
         return only
     blocks = (layer.attention for layer in layers)
-    largest = max((block.heads[2] for block in blocks if not isinstance(block, DeltaLayout)), default=0)
+    largest = max((block.heads[2] for block in blocks if isinstance(block, AttentionLayout)), default=0)
     if largest > LARGEST_HEAD:
         return f"heads of {largest} are too large for them"
     return obstacle()

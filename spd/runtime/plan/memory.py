@@ -16,7 +16,7 @@ from spd.formats.mtp import MtpSource
 from spd.kernels.attention.attention_chunks import num_chunks
 from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import Shard
-from spd.runtime.models.layouts import DeltaLayout, GqaLayout
+from spd.runtime.models.layouts import GqaLayout
 from spd.runtime.models.mtp_weights import module_bytes, module_position_size
 from spd.runtime.models.weight_form import DTYPE_BYTES, WIDE, WeightForm, int4_form, int8_form
 from spd.runtime.models.weights import ModelLayout, destinations
@@ -167,21 +167,15 @@ def position_size(config: ModelConfig, ranks: int = 1) -> int:
     return sum(math.prod(shape) for layer in layers for shape in layer.attention.cache)
 
 
-def recurrent_blocks(config: ModelConfig, ranks: int) -> list[DeltaLayout]:
-    """A model's recurrent layers, or the first rank's part of them."""
-    blocks = [layer.attention for layer in rank_layout(config, ranks).layers]
-    return [block for block in blocks if isinstance(block, DeltaLayout)]
-
-
 def state_bytes(config: ModelConfig, ranks: int = 1) -> int:
     """Bytes of one slot's states in all recurrent layers, on one of `ranks`; rings stand beside them."""
-    return sum(4 * math.prod(block.state_shape) for block in recurrent_blocks(config, ranks))
+    return sum(4 * math.prod(block.state_shape) for block in rank_layout(config, ranks).recurrent)
 
 
 def slot_bytes(config: ModelConfig, shape: EngineShape, ranks: int) -> int:
     """Bytes that recurrent layers keep of one slot on a rank: states, and rings of the rows behind them."""
     width, depth = DTYPE_BYTES[shape.dtype], ring_depth(shape.draft_max)
-    kept = [each for block in recurrent_blocks(config, ranks) for each in block.slot_shapes(depth)]
+    kept = [each for block in rank_layout(config, ranks).recurrent for each in block.slot_shapes(depth)]
     return sum(math.prod(sizes) * (4 if exact else width) for sizes, exact in kept)
 
 
@@ -190,7 +184,7 @@ def checkpoint_bytes(shape: EngineShape) -> int:
     width, total = DTYPE_BYTES[shape.dtype], 0
     for config, ranks in ((shape.target, shape.tp), (shape.draft, shape.draft_tp)):
         if config is not None:
-            inputs = sum((each.delta.kernel - 1) * each.channels for each in recurrent_blocks(config, ranks))
+            inputs = sum((each.kernel - 1) * each.channels for each in rank_layout(config, ranks).recurrent)
             captured = 0 if config.eagle3 is None else config.hidden_size
             total += state_bytes(config, ranks) + page_bytes(config, shape.dtype, ranks)
             total += (inputs + captured) * width

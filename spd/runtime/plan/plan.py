@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from spd.errors import IncompatibleError, UsageError
+from spd.formats.block_config import DeltaConfig
 from spd.formats.folder import ModelFolder
 from spd.formats.hub import own_cache
 from spd.formats.model_config import ModelConfig
@@ -144,7 +145,7 @@ class EnginePlan:
 
 def _recurrent(*models: ModelConfig | None) -> bool:
     """Whether a model among them keeps states."""
-    return any(model is not None and model.delta is not None for model in models)
+    return any(model is not None and model.recurrent is not None for model in models)
 
 
 def _context(wish: int | None, model: ModelConfig) -> int:
@@ -280,8 +281,8 @@ def _check_ranks(flag: str, ranks: int, config: ModelConfig, what: str) -> None:
     reason = f"{config.num_heads} heads"
     if config.latent is None:
         reason += f", {config.num_kv_heads} of keys and values"
-    if config.delta is not None:
-        reason += f", {config.delta.value_heads} recurrent value heads"
+    if isinstance(config.recurrent, DeltaConfig):
+        reason += f", {config.recurrent.value_heads} recurrent value heads"
     inner = [config.intermediate_size, *([config.experts.intermediate_size] if config.experts else [])]
     raise IncompatibleError(
         f"{flag} {ranks} does not divide {what}",

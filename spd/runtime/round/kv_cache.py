@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spd.runtime.layers.base import LayerCache
-from spd.runtime.models.layouts import DeltaLayout, MixerLayout
+from spd.runtime.models.layouts import MixerLayout, RecurrentLayout
 from spd.runtime.round.limits import NUM_RESERVED
 
 
@@ -45,11 +45,11 @@ class KvCache:
         depth: int = 0,
     ) -> None:
         self.page_size, self.num_pages, self.dtype = page_size, num_pages, dtype
-        self.paged, self.layers = [not isinstance(layer, DeltaLayout) for layer in layers], []
+        self.paged, self.layers = [not isinstance(layer, RecurrentLayout) for layer in layers], []
         self.layouts, self.recurrent = layers, not all(self.paged)
         """Recurrent: a layer keeps states."""
         for layer in layers:
-            if isinstance(layer, DeltaLayout):
+            if isinstance(layer, RecurrentLayout):
                 kept = layer.slot_shapes(depth)
                 sizes = [((slots, *shape), torch.float32 if exact else dtype) for shape, exact in kept]
             else:
@@ -61,10 +61,10 @@ class KvCache:
     def parts(self, slot: int, end: int, page: int) -> Iterator[Tensor]:
         """Views of what a slot goes on with behind position `end`: one page, and what is kept of the slot."""
         for layer, layout in zip(self.layers, self.layouts, strict=True):
-            if isinstance(layout, DeltaLayout):
-                ring, state = layer.pools[:2]
-                yield state[slot]
-                for position in range(end - layout.delta.kernel + 1, end):  # below 0 none is read
+            if isinstance(layout, RecurrentLayout):
+                ring, *states = layer.pools[:2]
+                yield from (state[slot] for state in states)
+                for position in range(end - layout.kernel + 1, end):  # below 0 none is read
                     yield ring[slot, position % ring.shape[1]]
             else:
                 yield from (pool[page] for pool in layer.pools)

@@ -8,8 +8,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spd.formats.model_config import ModelConfig
+from spd.formats.recurrent_config import ConvConfig
 from spd.formats.rope_config import RotaryDims
-from spd.runtime.models.layouts import AttentionLayout, GqaLayout, LayerLayout, MlpLayout, MoeLayout
+from spd.runtime.models.layouts import (
+    AttentionLayout,
+    GqaLayout,
+    LayerLayout,
+    MixerLayout,
+    MlpLayout,
+    MoeLayout,
+    RecurrentLayout,
+)
+from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout
 from spd.runtime.models.weights import ModelLayout
 
 
@@ -33,6 +43,18 @@ def mlp(config: ModelConfig) -> MlpLayout:
     return MlpLayout(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
 
+def recurrent(config: ModelConfig) -> RecurrentLayout | None:
+    """What stands in place of attention in layers of which the configuration says so."""
+    facts, hidden = config.recurrent, config.hidden_size
+    if facts is None:
+        return None
+    return (
+        ConvLayout(hidden, facts.kernel, hidden)
+        if isinstance(facts, ConvConfig)
+        else DeltaLayout(hidden, facts)
+    )
+
+
 def layers(config: ModelConfig, attention: AttentionLayout, dense: MlpLayout | None = None) -> ModelLayout:
     """One kind of attention but for its sliding windows; experts where the configuration says so.
 
@@ -42,17 +64,25 @@ def layers(config: ModelConfig, attention: AttentionLayout, dense: MlpLayout | N
     sparse = MoeLayout(config.hidden_size, experts, dense.centred_norms) if experts else dense
     chosen = experts.sparse_layers if experts else (False,) * config.num_layers
 
-    def attending(sliding: int | None, still: bool) -> AttentionLayout:
+    other, plain = recurrent(config), (False,) * config.num_layers
+
+    def mixing(sliding: int | None, still: bool, keeps: bool) -> MixerLayout:
+        if keeps and other is not None:
+            return other
         if not isinstance(attention, GqaLayout):
             return attention
         return replace(attention, sliding=sliding, local_rope=local and sliding is not None, still=still)
 
-    windows = config.sliding or (None,) * config.num_layers
-    kinds = zip(windows, config.still or (False,) * config.num_layers, chosen, strict=True)
+    windows, keeping = config.sliding or (None,) * config.num_layers, plain
+    if config.recurrent is not None:
+        keeping = config.recurrent.layers
+    mixers = map(mixing, windows, config.still or plain, keeping)
     scales = config.scales
     unit = scales.embedding / scales.residual
     return ModelLayout(
-        tuple(LayerLayout(attending(w, still), sparse if of else dense) for w, still, of in kinds),
+        tuple(
+            LayerLayout(*of) for of in zip(mixers, (sparse if of else dense for of in chosen), strict=True)
+        ),
         embedding_scale=None if unit == 1.0 else unit,
         residual_scale=scales.residual,
         logit_scale=scales.logits,

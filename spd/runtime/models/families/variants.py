@@ -26,6 +26,22 @@ def glm4_moe(config: ModelConfig) -> ModelLayout:
     return llama.layers(config, attention)
 
 
+def qwen3_5(config: ModelConfig) -> ModelLayout:
+    """Qwen3-Next, Qwen3.5, 3.6, 3.8: gated DeltaNet layers, and every few layers attention with gated output.
+
+    Source: `qwen3_next` and `qwen3_5` of Hugging Face transformers 5, and the published checkpoints.
+    """
+    attention = replace(llama.attention(config), qk_norm=True, centred_norms=True, gated=True)
+    mlp = replace(llama.mlp(config), centred_norms=True)
+    return replace(llama.layers(config, attention, mlp), centred_norm=True)
+
+
+def lfm2(config: ModelConfig) -> ModelLayout:
+    """LFM2 and 2.5, dense or with routed experts: short convolutions, and between them attention."""
+    names = ("q_layernorm", "k_layernorm")
+    return llama.layers(config, replace(llama.attention(config), qk_norm=True, head_norms=names))
+
+
 def gpt_oss(config: ModelConfig) -> ModelLayout:
     """gpt-oss: heads with sinks, every other layer slides, routed experts with biases and clamped gates.
 

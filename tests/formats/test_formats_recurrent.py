@@ -1,0 +1,77 @@
+"""Layers that keep a state or the latest inputs in config.json: what is read and refused, by field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.formats.test_formats_block_config import read
+
+from spd.errors import CheckpointError
+from spd.formats.block_config import ExpertsConfig, RouterConfig
+from spd.formats.recurrent_config import ConvConfig
+
+LFM2: dict[str, Any] = {
+    **{"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "block_auto_adjust_ff_dim": True},
+    **{"block_dim": 2048, "block_ff_dim": 12288, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256},
+    **{"bos_token_id": 1, "conv_L_cache": 3, "conv_bias": False, "conv_dim": 2048, "eos_token_id": 7},
+    **{"full_attn_idxs": [2, 5, 8, 10, 12, 14], "hidden_size": 2048, "max_position_embeddings": 128000},
+    **{"norm_eps": 1e-5, "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8},
+    **{"pad_token_id": 0, "rope_theta": 1e6, "torch_dtype": "bfloat16", "vocab_size": 65536},
+}
+LFM2_MOE: dict[str, Any] = {
+    **{"architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "hidden_size": 2048},
+    **{"intermediate_size": 7168, "moe_intermediate_size": 1792, "num_hidden_layers": 4, "conv_L_cache": 3},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "num_dense_layers": 2, "num_experts": 32},
+    **{"num_experts_per_tok": 4, "norm_topk_prob": True, "use_expert_bias": True, "norm_eps": 1e-5},
+    **{"routed_scaling_factor": 1.0, "tie_embedding": True, "vocab_size": 65536, "rope_theta": 1e6},
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+}
+"""The sizes are the defaults of `transformers`' classes, or those that their pages name."""
+
+
+def test_lfm2_as_published(tmp_path: Path) -> None:
+    config = read(tmp_path, LFM2)
+    convolves = tuple(layer not in LFM2["full_attn_idxs"] for layer in range(16))
+    assert config.recurrent == ConvConfig(3, convolves)
+    assert (config.intermediate_size, config.head_dim, config.rms_norm_eps) == (8192, 64, 1e-5)
+    assert config.tie_embeddings and not config.attention_bias
+    kinds = ["conv" if one else "full_attention" for one in convolves]
+    listed = {**LFM2, "layer_types": kinds, "full_attn_idxs": None, "intermediate_size": 12288}
+    assert read(tmp_path, {**listed, "block_ff_dim": None}) == config, "as the library writes it"
+    given = {"block_auto_adjust_ff_dim": False, "tie_embedding": False}
+    assert read(tmp_path, LFM2, **given).intermediate_size == 12288
+    assert not read(tmp_path, LFM2, **given).tie_embeddings
+
+
+def test_lfm2_with_experts_as_published(tmp_path: Path) -> None:
+    config = read(tmp_path, LFM2_MOE)
+    assert config.recurrent == ConvConfig(3, (True, True, False, True)) and config.intermediate_size == 7168
+    router = RouterConfig(4, True, True, True, 1.0, group_best=2)
+    sparse = (False, False, True, True)
+    assert config.experts == ExpertsConfig(32, 1792, 0, sparse, router, "expert_bias")
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "words"),
+    [
+        (LFM2, {"full_attn_idxs": [2, 16]}, "full_attn_idxs"),
+        (LFM2, {"full_attn_idxs": []}, "full_attn_idxs: no layer is full_attention"),
+        (LFM2, {"full_attn_idxs": None}, "full_attn_idxs"),
+        (LFM2, {"layer_types": ["conv"] * 15}, "layer_types: is not a list of 16 names"),
+        (LFM2, {"layer_types": ["conv", "mamba"] * 8}, "layer_types: 'mamba' is not supported"),
+        (LFM2, {"conv_L_cache": 1}, "conv_L_cache: 1 is not a whole number"),
+        (LFM2, {"conv_bias": True}, "conv_bias: true is not supported"),
+        (LFM2, {"block_ff_dim": 0}, "block_ff_dim"),
+        (LFM2, {"block_multiple_of": 0}, "block_multiple_of"),
+        (LFM2_MOE, {"use_expert_bias": False}, "use_expert_bias: false is not supported"),
+        (LFM2_MOE, {"num_experts": None}, "num_experts: is missing"),
+    ],
+)
+def test_what_would_be_another_model_is_refused(
+    tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read(tmp_path, base, **changes)
+    assert words in caught.value.message and "config.json" in caught.value.message
