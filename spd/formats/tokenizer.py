@@ -13,9 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,9 +42,6 @@ MAX_PART = 20_000  # characters of JSON of a normalizer and so on; published: 3,
 MAX_GROWTH = 1000  # of a text by one part; published: T5's map of characters and a pattern, 33 x 4
 _GROWTH = {"BertNormalizer": 18, "ByteLevel": 3, "Lowercase": 2, "Metaspace": 5, "Precompiled": 33}
 _GROWTH |= {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11}
-# Descriptor 2 belongs to the whole process: one thread at a time may borrow it.
-_STDERR_LOCK = threading.Lock()
-
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -324,26 +319,12 @@ def _growth(step: Any) -> float:
 def _calling(where: str, kind: type[SpdError] = CheckpointError) -> Iterator[None]:
     """Make what the library raises inside the block a refusal of one line that begins with `where`.
 
-    A panic is no `Exception`, and the library writes its stack to descriptor 2 itself. What arrives there
-    meanwhile is passed on afterwards unless there was an error.
+    A panic is no `Exception`; the library also writes it to standard error.
     """
-    with _STDERR_LOCK, tempfile.TemporaryFile() as caught:
-        try:
-            saved = os.dup(2)
-        except OSError:  # there is no standard error
-            saved = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(caught.fileno(), 2)
-        try:
-            yield
-        except BaseException as error:
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise  # a signal
-            caught.truncate(0)
-            message = one_line(error).removeprefix("Cannot instantiate Tokenizer from buffer: ")
-            raise kind(f"{where}: {message}") from None
-        finally:
-            os.dup2(saved, 2)
-            os.close(saved)
-            caught.seek(0)
-            if told := caught.read():
-                os.write(2, told)
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise  # a signal
+        message = one_line(error).removeprefix("Cannot instantiate Tokenizer from buffer: ")
+        raise kind(f"{where}: {message}") from None
