@@ -246,6 +246,7 @@ class ReplyOptions(SamplingOptions, RunOptions):
         autocompletion=lambda: ["on", "off", "hide"],
     )
     system: str | None = first(None, "TEXT|@FILE", "System message.", "-s")
+    no_server: bool = printed(False, None, "Load the model here, though a server has it.")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -271,7 +272,6 @@ class GenerateOptions(ReplyOptions):
     trace: Path | None = printed(None, "FILE", "One JSON line a round, for spd explain.")
     resume: bool = printed(False, None, "With --jsonl -o FILE: go on behind what FILE holds.")
     concurrency: int | None = advanced(None, "N", "Lines of --jsonl that decode together. Default: 8.")
-    no_server: bool = printed(False, None, "Load the model here, though a server has it.")
 
 
 def read_settings(words: Sequence[str], flag: str = "--set") -> dict[str, Any]:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,7 +70,8 @@ def test_a_capture_that_breaks_breaks_nothing_else(model: Path, script: Any) -> 
 def test_a_chat_expects_its_own_parameters(model: Path, script: Any) -> None:
     """As they are by then."""
     script.captures = 1
-    chat = ChatModel(ChatOptions(model=str(model), temperature=0.3), Console())
+    session: Any = SimpleNamespace(console=Console(), runtime_folder=model / "none")
+    chat = ChatModel(ChatOptions(model=str(model), temperature=0.3), session)
     chat.start()
     assert chat.thread.engine() is script.engine
     until(lambda: script.engine.captured)

@@ -67,7 +67,7 @@ class Chat:
         if saved is not None and not options.typed & {"model", "model_argument"}:
             options = dataclasses.replace(options, model=saved.model)
         ensure_models(session, options)
-        self.model = ChatModel(options, session.console)
+        self.model = ChatModel(options, session)
         system = options.system if saved is None or "system" in options.typed else None
         seed = options.seed if saved is None or "seed" in options.typed else None
         if saved is not None and seed == saved.seed:

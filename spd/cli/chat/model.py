@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from spd.cli.chat.conversation import ChatEncoder
 from spd.cli.text.job import engine_config, open_vocabulary
-from spd.cli.text.output import Console, as_line
+from spd.cli.text.output import as_line
 from spd.cli.text.progress import WORDS, loading
 from spd.cli.text.prompt import template_variables
 from spd.cli.text.report import stats_line
@@ -20,8 +20,9 @@ from spd.runtime.plan.config import METHODS, WEIGHT_WISHES, show_size, split_spe
 
 if TYPE_CHECKING:
     from spd.cli.commands.chat import ChatOptions
+    from spd.cli.options import Session
     from spd.formats.folder import ModelFolder
-    from spd.runtime import Engine, EnginePlan, Progress, RequestMetrics, SamplingParams
+    from spd.runtime import EnginePlan, Progress, RequestMetrics, SamplingParams
 
 LEAVE_SECONDS = 5.0
 """For which the engine's thread is waited for at the end."""
@@ -30,10 +31,10 @@ LEAVE_SECONDS = 5.0
 class ChatModel:
     """Everything that changes when a chat loads another model, or changes how it draws."""
 
-    def __init__(self, options: ChatOptions, console: Console) -> None:
+    def __init__(self, options: ChatOptions, session: Session) -> None:
         from spd.formats.folder import ModelFolder
 
-        self._console, self._first = console, options
+        self._session, self._console, self._first = session, session.console, options
         self.metrics: RequestMetrics | None = None
         """Of the last reply."""
         self.thread: EngineThread
@@ -66,10 +67,14 @@ class ChatModel:
     # -- the engine ------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to load in the background."""
-        config = self.config
+        """Begin to load in the background, unless a server has the engine."""
+        from spd.cli.serve.engine import served_engine
 
-        def build(progress: Progress) -> Engine:
+        config, served = self.config, served_engine(self._session, self.options)
+
+        def build(progress: Progress) -> Any:
+            if served is not None:
+                return served
             from spd.runtime import Engine
 
             return Engine(config, progress=progress)
@@ -166,12 +171,12 @@ class ChatModel:
 
     def lines(self) -> Sequence[str]:
         """The model, what drafts for it, and the memory they take."""
-        plan = self.plan
-        need = {"weights": plan.need.weights, "draft": plan.need.draft_weights, "caches": plan.need.caches}
-        sizes = " + ".join(f"{name} {show_size(size)}" for name, size in need.items() if size)
+        plan = self.plan.as_dict()
+        parts = {"weights": "weight_bytes", "draft": "draft_weight_bytes", "caches": "cache_bytes"}
+        sizes = " + ".join(f"{name} {show_size(plan[part])}" for name, part in parts.items() if plan[part])
         return [
             f"  model  {self.name}",
-            f"  from   {plan.model}",
-            f"  {self.spec_words().replace(' ', '   ', 1)} ({plan.drafter.reason})",
-            f"  mem    {sizes} · {plan.weight_words()} on {plan.device} · ctx {plan.shape.ctx:,}",
+            f"  from   {plan['model']}",
+            f"  {self.spec_words().replace(' ', '   ', 1)} ({plan['spec_reason']})",
+            f"  mem    {sizes} · {plan['weights']} on {plan['device']} · ctx {plan['ctx']:,}",
         ]

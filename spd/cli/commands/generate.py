@@ -6,7 +6,6 @@ Whatever can be refused is refused before torch is imported and weights are read
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,6 @@ from spd.cli.text.progress import loading
 from spd.errors import EngineError
 
 if TYPE_CHECKING:
-    from spd.cli.serve.local import Line
     from spd.cli.text.job import Settings
     from spd.cli.text.prompt import Asked
     from spd.cli.text.reply import Delivery
@@ -38,10 +36,12 @@ def generate(session: Session, options: GenerateOptions) -> int:
     from spd.cli.commands.models import ensure_models
 
     with closing(sink):
-        if server := _server(session, options):
-            from spd.cli.serve.local import generate_warm
+        if not (options.trace or options.dry_run or options.jsonl):
+            from spd.cli.serve.engine import served_engine
 
-            return generate_warm(session, options, sink, server)
+            if (served := served_engine(session, options)) is not None:
+                request, inside = served.prepare(session.console, options)
+                return _run(session, options, served, request, inside, sink)
         ensure_models(session, options)
         if options.jsonl:
             from spd.cli.commands.jsonl import generate_lines
@@ -59,16 +59,8 @@ def generate(session: Session, options: GenerateOptions) -> int:
         if engine.plan.shape.ctx != settings.context:  # it may be less than the model's
             settings = dataclasses.replace(settings, context=engine.plan.shape.ctx)
             request, inside = settings.request(REQUEST_ID, asked)
-        return _run(session, options, settings, engine, request, inside, sink)
-
-
-def _server(session: Session, options: GenerateOptions) -> Line | None:
-    """A connection to a server that can answer; nothing is imported where no server has ever run."""
-    if options.no_server or not session.runtime_folder.exists():
-        return None
-    from spd.cli.serve.local import find_server
-
-    return find_server(session, options)
+        say_before(session.console, options, settings, engine, request)
+        return _run(session, options, engine, request, inside, sink)
 
 
 def load(console: Console, name: str, config: EngineConfig) -> Engine:
@@ -106,7 +98,6 @@ def _show_prompt(
 def _run(
     session: Session,
     options: GenerateOptions,
-    settings: Settings,
     engine: Engine,
     request: Request,
     inside: bool | None,
@@ -115,7 +106,6 @@ def _run(
     """Decode and deliver; returns the exit status."""
     from spd.cli.text.reply import Delivery, Thoughts
 
-    say_before(session.console, options, settings, engine, request)
     thoughts = Thoughts(session.console, hidden=options.think == "hide")
     delivery = Delivery(sink, engine, request, inside, thoughts, streaming=not options.json)
     trace = None if options.trace is None else Sink(options.trace)
@@ -130,30 +120,23 @@ def _run(
             record(TraceHeader(options.model, temperature, engine.plan.as_dict(), request.prompt_ids))
             engine.trace = record
         engine.prefilling = thoughts.reading
-        deliver(session, options, delivery, lambda: _finish(session, options, delivery))
+        try:
+            delivery.run(session.guard)
+        except Interrupted:
+            delivery.give_up()
+            _finish(session, options, delivery)
+            raise
+        except Exception:
+            if not options.json:
+                delivery.finish_text()
+            raise
+        with session.guard.hold():
+            _finish(session, options, delivery)
     engine.close()
-    return outcome(session, options, delivery.reply, request.grammar is not None)
+    return _outcome(session, options, delivery.reply, request.grammar is not None)
 
 
-def deliver(
-    session: Session, options: GenerateOptions, delivery: Delivery, finish: Callable[[], None]
-) -> None:
-    """Run a reply to its end and `finish` it, an interrupted one too; a failed one ends its text."""
-    try:
-        delivery.run(session.guard)
-    except Interrupted:
-        delivery.give_up()
-        finish()
-        raise
-    except Exception:
-        if not options.json:
-            delivery.finish_text()
-        raise
-    with session.guard.hold():
-        finish()
-
-
-def outcome(session: Session, options: GenerateOptions, reply: Gathered, held: bool) -> int:
+def _outcome(session: Session, options: GenerateOptions, reply: Gathered, held: bool) -> int:
     """The exit status for a reply that has ended, which a grammar held or none. Raises EngineError."""
     if reply.finish_reason != "error":
         return 0

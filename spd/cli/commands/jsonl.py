@@ -32,7 +32,7 @@ from spd.cli.text.prompt import (
     template_variables,
 )
 from spd.cli.text.sampling import check_ids
-from spd.errors import PartialError, SpdError, UsageError
+from spd.errors import EngineError, PartialError, SpdError, UsageError
 from spd.formats.files import INPUT_LIMIT, LINES_LIMIT, read_input
 from spd.runtime.engine.driver import drive
 from spd.runtime.engine.request import Gathered, GrammarText, derived_seed
@@ -60,6 +60,7 @@ PARAMETERS = fields(
 
 def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> int:
     """Answer every line of the input; returns the exit status. Raises PartialError if a line failed."""
+    from spd.cli.serve.engine import served_engine
     from spd.cli.text.job import plan_settings
 
     settings, shared = plan_settings(options), read_shared(options)
@@ -67,7 +68,8 @@ def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> in
     done = Done() if options.output is None or not options.resume else resume(options.output, lines, sink)
     began, rest = time.perf_counter(), lines[done.lines :]
     if rest:
-        engine = load(session.console, options.model, settings.config)
+        served = served_engine(session, options, settings.config.slots)
+        engine = served or load(session.console, options.model, settings.config)
         if len(rest) > (slots := engine.plan.shape.slots):
             engine.capture_ahead([settings.sampling.params], together=slots)
         say_plan(session.console, options, engine, settings)
@@ -348,6 +350,8 @@ class Batch:
             entry.request, self.open[request.id] = request, entry
         except RecursionError:
             entry.answer = _refusal(line, UsageError("nested too deep"))
+        except EngineError:  # it has gone
+            raise
         except ApiError as error:
             entry.answer = _refusal(line, UsageError(error.message))
         except SpdError as error:

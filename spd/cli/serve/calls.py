@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,17 +22,13 @@ MARKS = (
 )
 """Marks that may be special tokens, which have no text of their own."""
 NAME = r"([\w.-]+)"
-OBJECT = rf'[\s,;\[]*\{{\s*"name"\s*:\s*"{NAME}"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
-"""A call as an object whose arguments come last, up to them."""
 WHOLE = re.compile(r"[\s,;\[]*(?=\{)")
+"""What stands before a call that is one object."""
 NO_CALL = re.compile(r'[\s,;\[]*\{\s*[^\s"]')
-TEXT = r"((?:(?!</tool_call>).)*?)"
 PAIR = re.compile(
-    rf"<parameter={TEXT}>{TEXT}</parameter>"
-    rf"|<arg_key>{TEXT}</arg_key>\s*<arg_value>{TEXT}</arg_value>|</tool_call>",
-    re.DOTALL,
+    r"<parameter=(.*?)>(.*?)</parameter>|<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL
 )
-"""An argument in the form of Qwen's functions or of GLM, or the end of all."""
+"""An argument in the form of Qwen's functions or of GLM."""
 
 
 class Form(NamedTuple):
@@ -121,7 +118,7 @@ def _moved(schema: Any, place: str) -> Any:
 
 
 class Piece(NamedTuple):
-    """Content where `call` is None; else a part of a call's arguments, its first one with the name."""
+    """Content where `call` is None; else a call's arguments or a part of them, the first with the name."""
 
     text: str
     call: int | None = None
@@ -129,28 +126,26 @@ class Piece(NamedTuple):
 
 
 class CallParser:
-    """Finds calls in one reply that comes in pieces of any size.
+    """Finds calls in one reply that comes in pieces of any size; each is handed on when it is whole.
 
-    Each state takes what it can of the text, and says whether another state may go on with the rest.
+    Where a grammar holds the reply to one function's arguments, these are handed on as they come.
     """
 
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
         self._form = MISTRAL if tools.required else tools.form  # an array of calls, without its mark
-        self._head = re.compile(f"{OBJECT}|{self._form.head}")
+        self._head = re.compile(self._form.head)
         marks = [mark for mark in (self._form.opening, self._form.closing) if mark]
         self._stop = re.compile("|".join(map(re.escape, marks)))
         self.calls = 0
         """How many have begun."""
-        self._name, self._text, self._final = "", "", False
+        self._text, self._final = "", False
         self._pieces: list[Piece] = []
-        self._opening: str | None = None
-        """The mark that is content if no call follows it; None once one has."""
-        self._behind_call = False
-        self._depth, self._quoted, self._escaped = 0, False, False
-        self._before = "{"
-        """What stands before the next pair of arguments."""
         self._state = self._beginning
+        self._opening = ""
+        """The mark that is content if no call follows it."""
+        self._called = False
+        """Whether a call has followed the last mark."""
 
     def feed(self, text: str, *, final: bool = False) -> Sequence[Piece]:
         """What more text brings; what may be the beginning of a mark is held back unless it is `final`."""
@@ -161,132 +156,103 @@ class CallParser:
         return pieces
 
     def _content(self, text: str) -> None:
-        if text and not (self._tools.required or self._tools.named):
+        if text and not self._tools.required:
             self._pieces.append(Piece(text))
-
-    def _begin(self, name: str) -> None:
-        self._pieces.append(Piece("", self.calls, name))
-        self.calls, self._name, self._opening, self._before = self.calls + 1, name, None, "{"
-
-    def _argue(self, text: str) -> None:
-        if text:
-            self._pieces.append(Piece(text, self.calls - 1))
 
     # -- states: each takes text and says whether to go on -------------------------------------------
 
     def _beginning(self) -> bool:
         """Where a call may stand without a mark: held by a grammar, or an object of Llama."""
+        self._text = self._text if self._tools.named is None else self._text.lstrip()
         if not self._text.strip():
             return False
-        self._opening = ""
         if self._tools.named is not None:
-            self._begin(self._tools.named)
-            self._text, self._state = self._text.lstrip(), self._value
+            self._state = self._arguments
         elif self._tools.required or (self._form is LLAMA and self._text.lstrip()[0] == "{"):
             self._state = self._inside
         else:
             self._state = self._outside
         return True
 
+    def _arguments(self) -> bool:
+        """Nothing but arguments comes."""
+        if self._text:
+            self._pieces.append(Piece(self._text, 0, None if self.calls else self._tools.named))
+        self.calls, self._text = 1, ""
+        return False
+
     def _outside(self) -> bool:
         """Content up to an opening mark, without blanks behind a call."""
-        if self._behind_call:
+        if self._called:
             self._text = self._text.lstrip()
-            self._behind_call = not self._text
+            self._called = not self._text
         content, mark, rest = self._text.partition(self._form.opening)
         held = 0 if mark or self._final else tail_of(self._form.opening, content)
         self._content(content[: len(content) - held])
         self._text = rest if mark else content[len(content) - held :]
         if mark:
-            self._opening, self._state = mark, self._inside
+            self._opening, self._called, self._state = mark, False, self._inside
         return bool(mark)
 
     def _inside(self) -> bool:
-        """The beginning of a call, or what shows that none comes."""
+        """The next call, or what shows that none comes."""
         stop = self._stop.search(self._text)
         part = self._text[: stop.end()] if stop else self._text
-        called = self._opening is None
-        found = self._head.search(part) if called else self._head.match(part)
-        if found and found.lastindex and self._may_be(found[found.lastindex]):
-            pairs = self._form is TAGGED and found.lastindex > 1
-            self._begin(found[found.lastindex])
-            self._text, self._state = self._text[found.end() :], self._pairs if pairs else self._value
+        found = self._whole(part)
+        if found and found[0]:
+            name, arguments, end = found
+            self._pieces.append(Piece(arguments, self.calls, name))
+            self.calls, self._called, self._text = self.calls + 1, True, self._text[end:]
             return True
-        if (end := self._whole_call(part)) is not None:
-            self._text = self._text[end:]
-            return True
-        if not (stop or self._final or found or (not called and NO_CALL.match(part))):
+        if not (stop or self._final or found or (not self._called and NO_CALL.match(part))):
             return False
-        if not called:
-            self._content(self._opening or "")
+        if not self._called:
+            self._content(self._opening)
         elif stop is None:
             self._text = "" if self._form.closing else self._text.lstrip(" \t\r\n,;]}")
         else:
             self._text = self._text[stop.start() if stop[0] == self._form.opening else stop.end() :]
-        self._behind_call, self._state = called, self._outside
+        self._state = self._outside
         return True
 
-    def _may_be(self, name: str) -> bool:
-        """Whether a call can have this name: without marks, a known one only."""
-        return self._form is not LLAMA or name in self._tools.functions
-
-    def _whole_call(self, part: str) -> int | None:
-        """Tell a call whose object is complete, in whatever order its fields are; where it ends, if it is."""
-        begun = WHOLE.match(part)
+    def _whole(self, part: str) -> tuple[str, str, int] | None:
+        """A complete call's name, arguments and end; without a name for a complete object that is none."""
+        head = self._head.search(part) if self._called else self._head.match(part)
+        if head is not None and self._form is TAGGED:
+            name, end = head[head.lastindex or 0], part.find(self._form.closing, head.end())
+            return None if end < 0 else (name, self._joined(name, part[head.end() : end]), end)
+        begun = head or WHOLE.match(part)
         try:
             value, end = json.JSONDecoder().raw_decode(part, begun.end()) if begun else (None, 0)
         except (ValueError, RecursionError):
             return None
-        if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
+        if head is not None:
+            return head[1], part[head.end() : end], end
+        if not isinstance(value, dict):
             return None
-        if not self._may_be(name):
-            return None
+        name = value.get("name")
+        if not isinstance(name, str) or (self._form is LLAMA and name not in self._tools.functions):
+            return "", "", 0
         arguments = value.get("arguments", value.get("parameters", {}))
-        self._begin(name)  # some models write the object of arguments into a string
-        self._argue(arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
-        return end
+        if not isinstance(arguments, str):  # some models write the object into a string
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return name, arguments, end
 
-    def _value(self) -> bool:
-        """One JSON value, handed on as it comes."""
-        for at, character in enumerate(self._text):
-            if self._quoted:
-                self._quoted = self._escaped or character != '"'
-                self._escaped = not self._escaped and character == "\\"
-            else:
-                self._quoted = character == '"'
-                self._depth += (character in "[{") - (character in "]}")
-            if not self._quoted and self._depth <= 0:
-                self._argue(self._text[: at + 1])
-                self._text, self._depth, self._state = self._text[at + 1 :], 0, self._inside
-                return True
-        self._argue(self._text)
-        self._text = ""
-        return False
-
-    def _pairs(self) -> bool:
+    def _joined(self, name: str, text: str) -> str:
         """Keys and values between tags, as an object."""
-        found = PAIR.search(self._text)
-        if found is None:
-            return False
-        self._text = self._text[found.end() :]
-        if not found.lastindex:
-            self._argue("{}" if self._before == "{" else "}")
-            self._behind_call, self._state = True, self._outside
-            return True
-        key, text = found[found.lastindex - 1].strip(), found[found.lastindex]
-        value = self._as_json(key, text.removeprefix("\n").removesuffix("\n"))
-        self._argue(f"{self._before}{json.dumps(key, ensure_ascii=False)}: {value}")
-        self._before = ", "
-        return True
+        pairs = [found.groups()[(found.lastindex or 0) - 2 :][:2] for found in PAIR.finditer(text)]
+        shown = {key.strip(): value.removeprefix("\n").removesuffix("\n") for key, value in pairs}
+        written = (
+            f"{json.dumps(key, ensure_ascii=False)}: {self._as_json(name, key, shown[key])}" for key in shown
+        )
+        return f"{{{', '.join(written)}}}"
 
-    def _as_json(self, key: str, text: str) -> str:
+    def _as_json(self, name: str, key: str, text: str) -> str:
         """An argument as JSON: a string where the schema says so or the text is no JSON."""
-        properties = self._tools.functions.get(self._name, {}).get("properties")
+        properties = self._tools.functions.get(name, {}).get("properties")
         schema = properties.get(key) if isinstance(properties, dict) else None
-        if isinstance(schema, dict) and schema.get("type") == "string":
-            return json.dumps(text, ensure_ascii=False)
-        try:
-            json.loads(text)
-        except (ValueError, RecursionError):
-            return json.dumps(text, ensure_ascii=False)
-        return text
+        if not (isinstance(schema, dict) and schema.get("type") == "string"):
+            with suppress(ValueError, RecursionError):
+                json.loads(text)
+                return text
+        return json.dumps(text, ensure_ascii=False)

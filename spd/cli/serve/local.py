@@ -1,7 +1,6 @@
-"""Servers of this machine's user, from outside: found, asked by `spd generate`, told of, started and stopped.
+"""Servers of this machine's user, from outside: found, told of, started and stopped.
 
-A reply through a server is the same bytes without loading. Each line on a socket is a JSON object. No torch
-here, nor anything else that takes time to import.
+Each line on a socket is a JSON object. No torch here, nor anything else that takes time to import.
 """
 
 from __future__ import annotations
@@ -10,14 +9,14 @@ import dataclasses
 import hashlib
 import json
 import os
+import select
 import socket
 import stat
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from spd import __version__, errors
@@ -25,19 +24,17 @@ from spd.cli.text.output import Sink, tell
 from spd.cli.text.progress import clock, loading
 from spd.errors import EngineError, NotFoundError, ResourceError, SpdError
 from spd.formats.folder import ModelFolder
-from spd.runtime.engine.request import Event
 from spd.runtime.plan.config import show_size
 
 if TYPE_CHECKING:
     from spd.cli.commands.serve import ServeOptions
-    from spd.cli.options import GenerateOptions, Session
+    from spd.cli.options import Session
     from spd.runtime import EngineConfig
 
 LINE_LIMIT = 64 << 20
 ANSWER_SECONDS = 10.0
 """For which a server may take to let a client in, and to say how it is."""
 STOP_SECONDS = 60.0
-ABORT_SECONDS = 5.0
 
 
 def runtime_folder(folder: Path, *, create: bool = False) -> Path | None:
@@ -97,7 +94,7 @@ class Line:
             if isinstance(error, ConnectionRefusedError):
                 path.unlink(missing_ok=True)
             raise
-        self._file = self._socket.makefile("rb")
+        self._data = bytearray()
 
     def send(self, **message: Any) -> None:
         """Send one object. Raises EngineError where the server has gone."""
@@ -107,17 +104,27 @@ class Line:
             raise _lost() from None
 
     def receive(self, seconds: float | None = None) -> dict[str, Any]:
-        """The next object. Raises EngineError where the server has gone or takes longer."""
+        """The next object. Raises what the server refuses, and EngineError where it has gone or is late."""
         self._socket.settimeout(seconds)
         try:
-            message: dict[str, Any] = json.loads(self._file.readline(LINE_LIMIT))
+            while (end := self._data.find(b"\n")) < 0:
+                if not (more := self._socket.recv(1 << 20)):
+                    raise _lost()
+                self._data += more
+            message: dict[str, Any] = json.loads(self._data[:end])
         except (OSError, ValueError):
             raise _lost() from None
+        del self._data[: end + 1]
+        if name := message.pop("refused", None):
+            raise getattr(errors, name, SpdError)(message.pop("message"), **message)
         return message
+
+    def pending(self, seconds: float) -> bool:
+        """Whether an object has come, or comes within this time."""
+        return b"\n" in self._data or bool(select.select([self._socket], (), (), seconds)[0])
 
     def close(self) -> None:
         """Hang up; the server aborts what is under way."""
-        self._file.close()
         self._socket.close()
 
 
@@ -134,102 +141,6 @@ def servers(session: Session, model: ModelFolder | None = None) -> Iterator[tupl
             line = Line(path)
             line.send(do="status")
             yield line, line.receive(ANSWER_SECONDS)
-
-
-def find_server(session: Session, options: GenerateOptions) -> Line | None:
-    """A connection to a server whose engine is the one that these options ask for; None where none runs."""
-    if options.trace is not None or options.dry_run or options.jsonl:
-        return None
-    from spd.cli.text.job import engine_config
-
-    named, made_of = (options.model, options.draft_model, options.mtp), dict[str, Any]()
-    try:
-        model, *_ = [ModelFolder.named(name) for name in named if name is not None]
-    except NotFoundError:
-        return None  # and none serves it
-    for line, said in servers(session, model):
-        made_of = made_of or identity(engine_config(options, model))
-        other = [name for name, value in said["made_of"].items() if made_of.get(name) != value]
-        why = said["refuses"] or (f"another {', '.join(other)}" if other else None)
-        session.console.detail(f"server  {said['url']}" + (f": not used: {why}" if why else ""))
-        if why is None:
-            return line
-        line.close()
-    return None
-
-
-class WarmEngine:
-    """As much of an engine as a reply's delivery asks for, over a connection."""
-
-    tokenizer = True  # a server has one
-
-    def __init__(self, line: Line) -> None:
-        self._line = line
-        self.end: dict[str, Any] = {}
-        self._aborted = False
-
-    def add(self, request: Any) -> None:
-        """The request is on its way already."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether the end has not come."""
-        return not self.end
-
-    def abort(self, request_id: str) -> None:
-        """Have it ended within a round."""
-        self._aborted = True
-        self._line.send(do="abort")
-
-    def step(self) -> list[Event]:
-        """What comes next; after `abort` all that does."""
-        events: list[Event] = []
-        while not self.end and (self._aborted or not events):
-            message = self._line.receive(ABORT_SECONDS if self._aborted else None)
-            if "text" in message:
-                events.append(Event("", (), message["text"]))
-            else:
-                self.end = message
-                events.append(Event("", (), "", message["finish_reason"], error=message["error"]))
-        return events
-
-
-def generate_warm(session: Session, options: GenerateOptions, sink: Sink, line: Line) -> int:
-    """Answer one prompt through a server; returns the exit status."""
-    from spd.cli.commands.generate import deliver, outcome
-    from spd.cli.text.prompt import gather
-    from spd.cli.text.reply import Delivery, Thoughts
-    from spd.cli.text.structured import read_grammar
-
-    with closing(line):
-        grammar = read_grammar(options)
-        line.send(
-            do="generate",
-            options=vars(options),
-            asked=dataclasses.asdict(gather(options)),
-            grammar=None if grammar is None else dataclasses.asdict(grammar),
-        )
-        begun = line.receive()
-        if name := begun.pop("refused", None):
-            raise getattr(errors, name, SpdError)(begun.pop("message"), **begun)
-        console = session.console
-        say = {"note": console.note, "detail": console.detail, "tell": tell, "out": sink.write}
-        for kind, text in begun["said"]:
-            say[kind](text)
-        thoughts = Thoughts(console, hidden=options.think == "hide")
-        engine: Any = WarmEngine(line)
-        request: Any = SimpleNamespace(id="")
-        delivery = Delivery(sink, engine, request, begun["inside"], thoughts, streaming=not options.json)
-
-        def finish() -> None:
-            """Print what remains to be printed, in the server's words."""
-            if not options.json:
-                delivery.finish_text()
-            for kind, text in engine.end.get("said", ()):
-                say[kind](text)
-
-        deliver(session, options, delivery, finish)
-        return outcome(session, options, delivery.reply, grammar is not None)
 
 
 def control(session: Session, options: ServeOptions) -> int:
@@ -252,7 +163,7 @@ def control(session: Session, options: ServeOptions) -> int:
 def _status_line(said: dict[str, Any]) -> str:
     state = f"{said['running']} running" if said["running"] else f"idle {clock(said['idle_seconds'])}"
     parts = [said["model"], said["url"], f"pid {said['pid']}", show_size(said["memory_bytes"])]
-    return " · ".join([*parts, f"{said['requests']:,} requests", state, f"drafts {said['spec']}"])
+    return " · ".join([*parts, f"{said['requests']:,} requests", state, f"drafts {said['plan']['spec']}"])
 
 
 def _await_end(session: Session, said: dict[str, Any]) -> None:

@@ -189,7 +189,9 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         service, idle, now = self._service, self._idle, time.monotonic()
-        if idle is not None and not service.open and now - service.used_at > idle:
+        if service.open or (self.warm and self.warm[0].clients):
+            service.used_at = now
+        if idle is not None and now - service.used_at > idle:
             self.drain()
         connections: set[Any] = self.server_state.connections
         silent = [(one, one.cycle) for one in connections if not one.cycle or one.cycle.response_complete]

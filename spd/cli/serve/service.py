@@ -132,11 +132,12 @@ class Service:
 class Call:
     """Requests that are answered together; `close` it whatever happens: what still runs is aborted then.
 
-    Raises ApiError as `Service.admit`, EngineError where there is no engine.
+    Raises ApiError as `Service.admit` unless they are `admitted`, EngineError where there is no engine.
     """
 
-    def __init__(self, service: Service, requests: Sequence[Request]) -> None:
-        service.admit(len(requests))
+    def __init__(self, service: Service, requests: Sequence[Request], *, admitted: bool = False) -> None:
+        if not admitted:
+            service.admit(len(requests))
         self._service, self._requests = service, requests
         self._loop = asyncio.get_running_loop()
         self._answers: asyncio.Queue[tuple[int, Event | BaseException]] = asyncio.Queue()
@@ -253,8 +254,8 @@ class Choice:
             self._calls[index]["function"]["arguments"] += arguments
             return {"index": index, "function": {"arguments": arguments}}
         call = {"id": secrets.token_hex(5)[1:], "type": "function"}  # nine characters are what Mistral wants
-        self._calls.append({**call, "function": {"name": name, "arguments": ""}})
-        return {"index": index, **call, "function": {"name": name, "arguments": ""}}
+        self._calls.append({**call, "function": {"name": name, "arguments": arguments}})
+        return {"index": index, **call, "function": {"name": name, "arguments": arguments}}
 
     @property
     def _finish_reason(self) -> str | None:

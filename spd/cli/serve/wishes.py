@@ -193,7 +193,6 @@ CHAT = {
 }
 COMPLETION = {**SHARED, "prompt": _prompts, "logprobs": whole(0, MAX_LOGPROBS), "echo": FLAG}
 _chat, _completion = fields(CHAT), fields(COMPLETION, "prompt")
-_tokenize = fields({"model": TEXT, "prompt": TEXT, "messages": CHAT["messages"]})
 
 
 @dataclass(frozen=True)
@@ -250,15 +249,6 @@ def read_completion(value: Any, service: Service) -> Wish:
     body.setdefault("max_tokens", COMPLETION_TOKENS)
     params = _params(body, service.settings, logprobs)
     return Wish(body["prompt"], params, False, **_delivery(body, service), echo=echo)
-
-
-def read_tokenize(value: Any, service: Service) -> Asked:
-    """What is to be encoded. Raises ApiError."""
-    body = _tokenize(value, "")
-    service.check_name(body.get("model", service.name))
-    if ("prompt" in body) == ("messages" in body):
-        refuse("prompt", "expected a text, or `messages`", "missing_required_parameter")
-    return Asked(text=body.get("prompt"), messages=body.get("messages", ()), variables={})
 
 
 def _delivery(body: Mapping[str, Any], service: Service) -> dict[str, Any]:

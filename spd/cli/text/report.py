@@ -6,9 +6,10 @@ The names in the JSON object are the ones other tools already read; its schema i
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import platform
-import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.text.structured import parted
@@ -71,14 +72,13 @@ def early_end(fields: Mapping[str, Any], lacks: str | None, request: Request) ->
 
 
 def versions() -> dict[str, str]:
-    """Versions of what took part, from modules that are loaded already."""
+    """Versions of what takes part, here or in a server."""
     from spd import __version__
 
     found = {"spd": __version__, "python": platform.python_version()}
     for name in ("torch", "tokenizers", "triton"):
-        version = getattr(sys.modules.get(name), "__version__", None)
-        if version is not None:
-            found[name] = str(version)
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
     return found
 
 

@@ -95,8 +95,7 @@ class EngineThread:
 
     def engine(self) -> Engine:
         """The engine, once it is loaded. Raises what loading raised."""
-        if self._engine is None:
-            self.ready.wait()
+        self.ready.wait()
         if self._engine is None:
             raise self.failure or LoadingStopped
         return self._engine
@@ -161,8 +160,11 @@ class EngineThread:
     def stop(self) -> None:
         """End the request of `run` after the round that is under way."""
         self._stopped = True
-        if (name := self._current) is not None:
-            self._orders.put((lambda engine: engine.abort(name), lambda _: None))
+        self.end(self._current or "")
+
+    def end(self, name: str) -> None:
+        """End a request after the round that is under way; its listener hears of it."""
+        self._orders.put((lambda engine: engine.abort(name), lambda _: None))
 
     def metrics(self, request_id: str) -> RequestMetrics:
         """A request's counters; all zero if it never began, or the engine was let go of."""

@@ -116,11 +116,14 @@ def test_a_cut_reply_never_completes_arguments(case: str) -> None:
         assert told.startswith(content) or content.startswith(told)
 
 
-def test_arguments_stream_while_they_come() -> None:
+def test_a_call_comes_whole_and_arguments_that_a_grammar_holds_as_they_come() -> None:
     parser = CallParser(TAGGED)
-    found = parser.feed('<tool_call>{"name": "get_weather", "arguments": {"city": "Par')
-    assert [(piece.name, piece.text) for piece in found] == [("get_weather", ""), (None, '{"city": "Par')]
-    assert [piece.text for piece in parser.feed("is")] == ["is"]
+    assert parser.feed('<tool_call>{"name": "get_weather", "arguments": {"city": "Par') == []
+    (piece,) = parser.feed('is"}}')
+    assert (piece.name, piece.text) == ("get_weather", '{"city": "Paris"}')
+    parser = CallParser(NAMED)
+    assert [tuple(piece) for piece in parser.feed(' {"ci')] == [('{"ci', 0, "get_weather")]
+    assert [tuple(piece) for piece in parser.feed('ty"')] == [('ty"', 0, None)]
     assert [piece.text for piece in CallParser(LLAMA).feed("{now} it")] == ["{now} it"]  # cannot be one
 
 

@@ -115,7 +115,7 @@ def test_slow_bodies_and_heads(small: Served, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(front, "BODY_SECONDS", 0.3)
     monkeypatch.setattr(run, "HEADER_SECONDS", 0.3)
     with connected(small.port) as connection:
-        head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
         connection.sendall(f"{head}Authorization: Bearer secret\r\n\r\n{{".encode())
         assert connection.recv(1000).startswith(b"HTTP/1.1 408")
     with connected(small.port) as connection:

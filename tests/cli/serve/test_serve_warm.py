@@ -1,4 +1,4 @@
-"""`spd generate` through a server prints what it prints alone; servers start, tell, drain and stop."""
+"""`spd generate` and `spd chat` through a server print what they print alone; servers start and stop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -39,16 +39,17 @@ def begin(home: Path, *words: str, **pipes: int) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, *words], env=environment, text=True, **pipes)
 
 
-def run(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command without input to its end."""
-    process = begin(home, *words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    out, err = process.communicate(timeout=120)
+def run(home: Path, *words: str, said: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a command on some input to its end."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = begin(home, *words, **pipes)
+    out, err = process.communicate(said, timeout=120)
     return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
-def spd(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def spd(home: Path, *words: str, said: str = "") -> subprocess.CompletedProcess[str]:
     """Run spd."""
-    return run(home, "-m", "spd", *words)
+    return run(home, "-m", "spd", *words, said=said)
 
 
 def start(home: Path, *words: str) -> tuple[subprocess.Popen[str], int]:
@@ -112,13 +113,69 @@ def timeless(shown: dict[str, Any]) -> dict[str, Any]:
     return shown
 
 
-def test_it_says_so_and_imports_no_torch(home: Path, server: int) -> None:
+LINES: list[dict[str, Any]] = [
+    {
+        "prompt": QUESTION,
+        "params": {"temperature": 0.9, "logprobs": 1, "stop": "path", "logit_bias": {"5": 1}},
+    },
+    {"messages": [{"role": "user", "content": "What does len do?"}], "id": "b"},
+    {"prompt": "Is it?", "params": {"schema": {"type": "boolean"}}},
+    {"prompt": "Is it?", "params": {"schema": {"type": "flower"}}},
+    {"prompt_ids": [1, 999999]},
+    {"promt": 3},
+    {"prompt": "word " * 5000},
+]
+SAID = f"{QUESTION}\nAnd len?\n/undo\n/regen\n/set temperature=0\nWhat is a list?\n/spec off\n{QUESTION}\n"
+
+
+def test_lines_are_answered_alike(home: Path, server: int) -> None:
+    """Those that are refused, too."""
+    lines = "".join(json.dumps(line) + "\n" for line in LINES)
+    words = ["generate", "--jsonl", "--threads", "1", "-n", "24", "--seed", "4", "-v"]
+    warm, alone = both(home, server, words, lines)
+    assert warm.returncode == alone.returncode == 7
+    answers = [[json.loads(line) for line in ran.stdout.splitlines()] for ran in (warm, alone)]
+    for answer in (*answers[0], *answers[1]):
+        answer["timings"] = sorted(answer.get("timings", ()))
+        answer["metrics"] = sorted(answer.get("metrics", ()))
+    assert answers[0] == answers[1] and len(answers[0]) == len(LINES)
+
+
+def both(
+    home: Path, server: int, words: list[str], said: str
+) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]:
+    """What a command says through the server and alone."""
+    warm, alone = (spd(home, *words, *more, said=said) for more in ((), ("--no-server",)))
+    assert f"server  http://127.0.0.1:{server}/v1" in warm.stderr and "server" not in alone.stderr
+    return warm, alone
+
+
+def test_a_chat_goes_on_alike(home: Path, server: int) -> None:
+    """Turns are taken back and asked again; another engine is loaded here."""
+    words = ["chat", "--no-save", "--threads", "1", "-n", "16", "--seed", "4", "-v"]
+    warm, alone = both(home, server, words, SAID)
+    assert warm.returncode == alone.returncode == 0
+    assert warm.stdout == alone.stdout and warm.stdout.count("\n") >= 5
+    assert "not used: another spec" in warm.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "unused"),
+    [
+        (["generate", "-v", "-n", "3", QUESTION], "", {"torch", "tokenizers", "starlette"}),
+        (["generate", "-v", "-n", "3", "--jsonl"], '{"prompt": "a"}', {"torch", "starlette"}),
+        (["chat", "-v", "-n", "3", "--no-save"], "a", {"torch", "starlette"}),
+    ],
+)
+def test_it_says_so_and_imports_no_torch(
+    home: Path, server: int, words: list[str], said: str, unused: set[str]
+) -> None:
     code = (
-        "import sys; from spd.cli.app import main; "
-        f"main(['generate', '-v', '--threads', '1', '-n', '3', {QUESTION!r}]); "
-        "print({'torch', 'tokenizers', 'starlette'} & set(sys.modules), file=sys.stderr)"
+        "import sys; from spd.cli.app import main\n"
+        f"try: main([*{words!r}, '--threads', '1'])\n"
+        f"finally: print({unused} & set(sys.modules), file=sys.stderr)"
     )
-    ran = run(home, "-c", code)
+    ran = run(home, "-c", code, said=said)
     assert f"server  http://127.0.0.1:{server}/v1" in ran.stderr
     assert ran.stderr.rstrip().endswith("set()")
 
@@ -129,19 +186,34 @@ def test_another_engine_is_not_used(home: Path, server: int) -> None:
     assert ran.returncode == 0 and "not used: another dtype, spec, ctx" in ran.stderr
 
 
-def test_ctrl_c_ends_the_request_and_keeps_what_came(home: Path, server: int) -> None:
-    words = ["generate", "--threads", "1", "--json", "--ignore-eos", "-n", "4000", QUESTION]
-    process = begin(home, "-m", "spd", *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    ends = time.monotonic() + 30
-    while health(server)["running"] == 0 and time.monotonic() < ends:
-        time.sleep(0.02)
+@pytest.mark.parametrize("words", [["--json", QUESTION], ["--jsonl"]])
+def test_ctrl_c_ends_the_request_and_keeps_what_came(home: Path, server: int, words: list[str]) -> None:
+    command = ["generate", "--threads", "1", "--ignore-eos", "-n", "4000", *words]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = begin(home, "-m", "spd", *command, **pipes)
+    assert process.stdin is not None
+    process.stdin.write('{"prompt": "a"}')
+    process.stdin.close()
+    process.stdin = None
+    await_health(server, lambda said: said["running"] > 0)
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=30)
     assert process.returncode == -signal.SIGINT
-    shown = json.loads(out)
-    assert shown["finish_reason"] == "abort" and shown["text"]
-    assert health(server)["running"] == 0
+    if "--json" in words:
+        shown = json.loads(out)
+        assert shown["finish_reason"] == "abort" and shown["text"]
+    else:
+        assert out == "" and "stopped after 0 of 1 lines" in err
+    await_health(server, lambda said: said["running"] == 0)
+
+
+def await_health(port: int, holds: Callable[[dict[str, Any]], bool]) -> None:
+    """Wait until it holds of what a server says of itself."""
+    ends = time.monotonic() + 30
+    while not holds(health(port)):
+        assert time.monotonic() < ends
+        time.sleep(0.02)
 
 
 def health(port: int) -> dict[str, Any]:
@@ -182,6 +254,27 @@ def test_a_folder_that_others_can_reach_is_refused(home: Path, tmp_path: Path) -
     for words in (["generate", QUESTION], ["serve"], ["serve", "--status"]):
         ran = spd(tmp_path, *words)
         assert ran.returncode == 5 and "not a folder of yours alone" in ran.stderr
+
+
+def test_a_chat_keeps_its_server_from_being_idle_and_is_told_of_its_end(tmp_path: Path) -> None:
+    """An open chat keeps a server from being idle."""
+    tmp_path.chmod(0o700)
+    process, _ = start(tmp_path, "--idle", "1s")
+    chat = begin(
+        *(tmp_path, "-m", "spd", "chat", "--no-save", "--threads", "1", "-n", "3"),
+        **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE),
+    )
+    assert chat.stdin is not None and chat.stdout is not None
+    for turn in range(2):
+        chat.stdin.write(f"{QUESTION}\n")
+        chat.stdin.flush()
+        assert chat.stdout.readline().strip(), turn
+        time.sleep(1.5)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+    chat.stdin.write(f"{QUESTION}\n")
+    _, err = chat.communicate(timeout=60)
+    assert chat.returncode == 9 and "the server ended" in err
 
 
 def test_a_killed_server_stops_no_other_and_stop_lets_replies_end(tmp_path: Path) -> None:
