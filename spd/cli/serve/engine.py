@@ -95,9 +95,10 @@ class ServedEngine:
         self._running.add(request.id)
 
     def abort(self, request_id: str) -> None:
-        """Have a request ended within a round."""
-        self._line.send(do="abort", id=request_id)
-        self._aborting = True
+        """Have a request ended within a round, if it runs."""
+        if request_id in self._running:
+            self._line.send(do="abort", id=request_id)
+            self._aborting = True
 
     def capture_ahead(self, *params: Any, **wishes: Any) -> int:
         """Nothing: the server does so while it is idle."""
