@@ -195,24 +195,17 @@ class Choice:
         self._logprobs: list[TokenLogprob] = []
         self._reason: str | None = None
         self.reasoning_tokens = 0
-        self.prompt = ""
-        """What `echo` puts before the text."""
-        if wish.echo:
-            asked = wish.prompts[index // wish.n]
-            self.prompt = tokenizer.decode(asked.ids or ()) if asked.text is None else asked.text
 
     def first(self) -> dict[str, Any] | None:
         """What a stream begins with."""
-        if self._wish.chat:
-            return self._shown(delta={"role": "assistant", "content": ""})
-        return self._shown(text=self.prompt) if self.prompt else None
+        return self._shown(delta={"role": "assistant", "content": ""}) if self._wish.chat else None
 
     def take(self, event: Event) -> dict[str, Any] | None:
         """Add an event; returns what a stream shows of it."""
         final, content, delta = event.finish_reason is not None, "", dict[str, Any]()
         if self._splitter.thinking:
             self.reasoning_tokens += len(event.token_ids)
-        offset = len(self.prompt) + len(self._text)
+        offset = len(self._text)
         parts = self._splitter.feed(self._marked(event), final=final)
         if thought := "".join(text for thinking, text in parts if thinking):
             delta["reasoning_content"] = thought
@@ -267,10 +260,10 @@ class Choice:
 
     def whole(self) -> dict[str, Any]:
         """All of it, as an answer that is not streamed shows it."""
-        logprobs = self._shown_logprobs(self._logprobs, len(self.prompt))
+        logprobs = self._shown_logprobs(self._logprobs, 0)
         shown = self._shown(logprobs=logprobs, finish_reason=self._finish_reason)
         if not self._wish.chat:
-            return {**shown, "text": self.prompt + self._text}
+            return {**shown, "text": self._text}
         message: dict[str, Any] = {"role": "assistant", "content": self._text, "refusal": None}
         if self._reasoning:
             message["reasoning_content"] = self._reasoning.strip("\n")

@@ -191,7 +191,12 @@ CHAT = {
     "tool_choice": anything,
     "parallel_tool_calls": FLAG,
 }
-COMPLETION = {**SHARED, "prompt": _prompts, "logprobs": whole(0, MAX_LOGPROBS), "echo": FLAG}
+COMPLETION = {
+    **SHARED,
+    "prompt": _prompts,
+    "logprobs": whole(0, MAX_LOGPROBS),
+    "echo": unsupported("the prompt is not sent back"),
+}
 _chat, _completion = fields(CHAT), fields(COMPLETION, "prompt")
 
 
@@ -208,7 +213,6 @@ class Wish:
     draft_max: int | None
     grammar: GrammarText | None = None
     tools: Tools | None = None
-    echo: bool = False
 
 
 def read_chat(value: Any, service: Service) -> Wish:
@@ -243,12 +247,9 @@ def read_completion(value: Any, service: Service) -> Wish:
     """The body of a completion. Raises ApiError."""
     body = _completion(value, "")
     service.check_name(body.get("model", service.name))
-    logprobs, echo = body.get("logprobs"), body.get("echo", False)
-    if echo and logprobs is not None:
-        refuse("echo", "the prompt's own log-probabilities are not computed")
     body.setdefault("max_tokens", COMPLETION_TOKENS)
-    params = _params(body, service.settings, logprobs)
-    return Wish(body["prompt"], params, False, **_delivery(body, service), echo=echo)
+    params = _params(body, service.settings, body.get("logprobs"))
+    return Wish(body["prompt"], params, False, **_delivery(body, service))
 
 
 def _delivery(body: Mapping[str, Any], service: Service) -> dict[str, Any]:

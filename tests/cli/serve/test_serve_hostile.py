@@ -172,7 +172,7 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
         {},
         *({"prompt": prompt} for prompt in (3, [], [[]], [1, "x"], [10**9], ["x"] * 200)),
         *({"prompt": "x", **more} for more in ({"suffix": "y"}, {"best_of": 3}, {"messages": []})),
-        {"prompt": "x", "echo": True, "logprobs": 1},
+        {"prompt": "x", "echo": True},
     ],
 }
 
