@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse
 
-from spd.cli.serve.body import ApiError, api_error, parse_body
+from spd.cli.serve.body import TEXT, ApiError, api_error, fields, listed, parse_body, whole
 from spd.cli.serve.service import Answer, Service
-from spd.cli.serve.wishes import Wish, read_chat, read_completion
+from spd.cli.serve.wishes import Wish, read_chat, read_completion, read_tokenize
+from spd.cli.text.job import encode_asked
+from spd.cli.text.sampling import check_ids
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,6 +28,7 @@ SEND_SECONDS = 60.0
 """For which a client may take nothing of what is sent to it."""
 OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?", re.IGNORECASE)
 MODEL = "/v1/models/"
+_detokenize = fields({"tokens": listed(whole(0, 2**31 - 1), 1 << 20), "model": TEXT}, "tokens")
 
 
 class App:
@@ -47,6 +50,8 @@ class App:
             MODEL: ("GET", self._model),
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._completions),
+            "/tokenize": ("POST", self._tokenize),
+            "/detokenize": ("POST", self._detokenize),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -121,6 +126,19 @@ class App:
     async def _complete(self, wish: Wish) -> ASGIApp:
         self._service.admit(len(wish.prompts) * wish.n)
         return Answer(self._service, wish, await asyncio.to_thread(self._service.prepare, wish))
+
+    async def _tokenize(self, request: Request) -> ASGIApp:
+        asked, settings = read_tokenize(await read_body(request), self._service), self._service.settings
+        most = settings.vocabulary.config.max_positions
+        ids = await asyncio.to_thread(encode_asked, asked, settings.vocabulary, most)
+        return JSONResponse({"count": len(ids), "max_model_len": settings.context, "tokens": ids})
+
+    async def _detokenize(self, request: Request) -> ASGIApp:
+        settings = self._service.settings
+        ids = _detokenize(await read_body(request), "")["tokens"]
+        check_ids(ids, settings.usable_vocab, "tokens")
+        text = settings.vocabulary.need_tokenizer().decode(ids, skip_special=False)
+        return JSONResponse({"prompt": text})
 
 
 async def read_body(request: Request) -> Any:

@@ -198,6 +198,7 @@ COMPLETION = {
     "echo": unsupported("the prompt is not sent back"),
 }
 _chat, _completion = fields(CHAT), fields(COMPLETION, "prompt")
+_tokenize = fields({"model": TEXT, "prompt": TEXT, "messages": CHAT["messages"]})
 
 
 @dataclass(frozen=True)
@@ -250,6 +251,15 @@ def read_completion(value: Any, service: Service) -> Wish:
     body.setdefault("max_tokens", COMPLETION_TOKENS)
     params = _params(body, service.settings, body.get("logprobs"))
     return Wish(body["prompt"], params, False, **_delivery(body, service))
+
+
+def read_tokenize(value: Any, service: Service) -> Asked:
+    """What is to be encoded. Raises ApiError."""
+    body = _tokenize(value, "")
+    service.check_name(body.get("model", service.name))
+    if ("prompt" in body) == ("messages" in body):
+        refuse("prompt", "expected a text, or `messages`", "missing_required_parameter")
+    return Asked(text=body.get("prompt"), messages=body.get("messages", ()), variables={})
 
 
 def _delivery(body: Mapping[str, Any], service: Service) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def test_stop_bias_and_limits_reach_the_engine(served: Served) -> None:
     assert stopped["message"]["content"] == plain[:10] and stopped["finish_reason"] == "stop"
     answer = served.chat(temperature=0, max_completion_tokens=3, max_tokens=3)
     assert answer["usage"]["completion_tokens"] == 3
-    (token,) = served.service.settings.vocabulary.need_tokenizer().encode(" the")
+    token = served.send("POST", "/tokenize", {"prompt": " the"})[1]["tokens"][0]
     biased = served.chat(temperature=0, max_tokens=4, logit_bias={str(token): 100})
     assert biased["choices"][0]["message"]["content"] == " the" * 4
 
@@ -196,6 +196,9 @@ def test_the_rest(served: Served) -> None:
     _, models = served.send("GET", "/v1/models")
     assert models["data"][0]["id"] == "demo" and served.send("GET", "/v1/models/demo")[0] == 200
     assert served.send("GET", "/v1/models/other")[0] == 404
+    ids = served.send("POST", "/tokenize", {"messages": MESSAGES})[1]
+    text = served.send("POST", "/detokenize", {"tokens": ids["tokens"]})[1]["prompt"]
+    assert text == f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
     figures = served.send("GET", "/metrics")[1]
     named = dict(line.rsplit(" ", 1) for line in figures.splitlines() if not line.startswith("#"))
     assert int(named["spd_generation_tokens_total"]) > 100 and named["spd_requests_running"] == "0"

@@ -174,6 +174,8 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
         *({"prompt": "x", **more} for more in ({"suffix": "y"}, {"best_of": 3}, {"messages": []})),
         {"prompt": "x", "echo": True},
     ],
+    "/tokenize": [{}, {"prompt": 3}],
+    "/detokenize": [{"tokens": [token]} for token in (-1, "x", 10**9)],
 }
 
 
