@@ -90,7 +90,6 @@ def test_a_message_is_not_lost_with_the_terminal(
 @pytest.mark.parametrize(
     ("lines", "argv", "messages", "said"),
     [
-        (["a\\", "b", 'c"""'], [], ["a\nb", 'c"""'], ""),
         (["Hi", "/undo", "//slash", "/exit", "never said"], [], ["/slash"], "took back: Hi"),
         (["Hi", "/edit", "Better"], [], ["Better"], ""),
         (["/file 'a b.txt'", "What?", "Next"], ["-f", "a b.txt"], ["text\n\ntext\n\nWhat?", "Next"], ""),
@@ -240,7 +239,7 @@ def test_commands_refuse_in_words(line: str, words: str, talk: Callable) -> None
         (["-c"], b"Hi\n", 3, "no chat is saved"),
         (["-c", ".x"], b"Hi\n", 2, "not a name"),
         (["-f", "/nowhere"], b"Hi\n", 3, "no file"),
-        ([], b"\xff\n", 2, "line 1 of stdin is not UTF-8"),
+        ([], b"\xff\n", 2, "a line of stdin is not UTF-8"),
         (["--temperature", "-1"], b"Hi\n", 2, "temperature -1"),
     ],
 )

@@ -24,7 +24,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPress, KeyPressEvent
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import ColorDepth
 
-from spd.cli.chat.loop import INDENT, PROMPT
+from spd.cli.chat.loop import PROMPT
 from spd.cli.signals import Interrupted
 
 CHIP_LINES = 20
@@ -60,7 +60,7 @@ class Editor:
         self._session: PromptSession[str] = PromptSession(
             PROMPT,
             multiline=True,
-            prompt_continuation=INDENT,
+            prompt_continuation="  ",
             history=_WholeHistory(history, self.expand),
             enable_history_search=True,
             enable_open_in_editor=True,

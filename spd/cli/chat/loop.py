@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from spd.cli.commands.chat import ChatOptions
     from spd.runtime import Request
 
-PROMPT, INDENT = "› ", "  "
+PROMPT = "› "
 REQUEST_ID = "reply"
 RECALLED = 2
 """Turns that are shown of a chat that goes on."""
@@ -306,7 +306,7 @@ def _request(model: ChatModel, conversation: Conversation, inside: bool) -> Requ
             code="context_overflow",
         )
     seed = conversation.next_seed if turn.seed is None else turn.seed
-    thinking = thinking_budget(model.options.think, model.vocabulary, inside, turn.reply_ids)
+    thinking = thinking_budget(model.options.think, model.settings.vocabulary, inside, turn.reply_ids)
     return Request(REQUEST_ID, ids, model.params(seed), spans, thinking=thinking)
 
 
@@ -314,7 +314,7 @@ def _view(chat: Chat, splitter: ThinkingSplitter, thoughts: Thoughts) -> ReplyVi
     """How this terminal, or a pipe, shows a reply."""
     drafted, markdown = None, None
     if chat.styled and chat.model.options.show_drafts:
-        drafted = DraftedText(chat.model.vocabulary.need_tokenizer().token_bytes)
+        drafted = DraftedText(chat.model.settings.vocabulary.need_tokenizer().token_bytes)
     elif chat.styled and chat.model.options.markdown != "off":
         from spd.cli.chat.markdown import MarkdownStream
 
@@ -323,40 +323,21 @@ def _view(chat: Chat, splitter: ThinkingSplitter, thoughts: Thoughts) -> ReplyVi
 
 
 class PlainLines:
-    """Lines from standard input; a terminal that cannot move its cursor gets a prompt.
-
-    As in the editor, a backslash at the end of a line goes on with the next.
-    """
-
-    def __init__(self) -> None:
-        self._asks = is_terminal(sys.stdin)
-        self._number = 0
+    """Lines from standard input; a terminal that cannot move its cursor gets a prompt."""
 
     def read(self, draft: str = "") -> str | None:
-        """The next line, or lines joined by backslashes. Raises UsageError."""
-        text = self._line(PROMPT)
-        while text is not None and text.endswith("\\"):
-            more = self._line(INDENT)
-            text = text[:-1] + ("" if more is None else "\n" + more)
-        return text
+        """The next line. Raises UsageError."""
+        if is_terminal(sys.stdin):
+            write_stderr(PROMPT)
+        data = sys.stdin.buffer.readline(INPUT_LIMIT + 1) if sys.stdin is not None else b""
+        if len(data) > INPUT_LIMIT:
+            raise UsageError(f"a line of stdin is longer than {INPUT_LIMIT >> 20} MiB")
+        try:
+            return data.decode("utf-8").removesuffix("\n").removesuffix("\r") if data else None
+        except UnicodeDecodeError:
+            fix = "iconv -f ENCODING -t utf-8 FILE | spd chat"
+            raise UsageError("a line of stdin is not UTF-8 text", fix=[fix]) from None
 
     def replying(self, stop: Callable[[], None]) -> AbstractContextManager[None]:
         """Nothing: what is typed stays in the terminal."""
         return nullcontext()
-
-    def _line(self, prompt: str) -> str | None:
-        if self._asks:
-            write_stderr(prompt)
-        data = sys.stdin.buffer.readline(INPUT_LIMIT + 1) if sys.stdin is not None else b""
-        if not data:
-            return None
-        self._number += 1
-        if len(data) > INPUT_LIMIT:
-            raise UsageError(f"line {self._number} of stdin is longer than {INPUT_LIMIT >> 20} MiB")
-        try:
-            return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
-        except UnicodeDecodeError:
-            raise UsageError(
-                f"line {self._number} of stdin is not UTF-8 text",
-                fix=["iconv -f ENCODING -t utf-8 FILE | spd chat"],
-            ) from None

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.chat.conversation import ChatEncoder
-from spd.cli.text.job import engine_config, open_vocabulary
+from spd.cli.text.job import plan_settings
 from spd.cli.text.output import as_line
 from spd.cli.text.progress import WORDS, loading
 from spd.cli.text.prompt import template_variables
 from spd.cli.text.report import stats_line
-from spd.cli.text.sampling import resolve_sampling
-from spd.cli.text.structured import note_thinking, thinking_budget
+from spd.cli.text.structured import note_thinking
 from spd.errors import UsageError
 from spd.runtime.engine.driver import EngineThread
 from spd.runtime.plan.config import METHODS, WEIGHT_WISHES, show_size, split_spec
@@ -42,19 +41,15 @@ class ChatModel:
 
     def _use(self, options: ChatOptions, folder: ModelFolder) -> None:
         """Read the small files and check every option. Raises before anything has changed."""
-        config, vocabulary = engine_config(options, folder), open_vocabulary(options.model, folder)
-        encoder = ChatEncoder(vocabulary, template_variables(options))
-        usable = min(vocabulary.need_tokenizer().vocab_size, vocabulary.config.vocab_size)
-        sampling = resolve_sampling(options, folder.generation, usable)
-        thinking_budget(options.think, vocabulary, False)
-        self.options, self.folder, self.config, self.vocabulary = options, folder, config, vocabulary
-        self.encoder, self.sampling, self.name = encoder, sampling, options.model
-        note_thinking(self._console, options.think, vocabulary)
+        settings = plan_settings(options, folder)
+        self.encoder = ChatEncoder(settings.vocabulary, template_variables(options))
+        self.options, self.folder, self.settings, self.name = options, folder, settings, options.model
+        note_thinking(self._console, options.think, settings.vocabulary)
 
     @property
     def fingerprint(self) -> str:
         """What tells whether saved token ids are this model's."""
-        return self.vocabulary.need_tokenizer().fingerprint()
+        return self.settings.vocabulary.need_tokenizer().fingerprint()
 
     def change(self, **changes: Any) -> None:
         """Change options that are not the engine's. Raises UsageError, and changes nothing then."""
@@ -62,7 +57,7 @@ class ChatModel:
 
     def params(self, seed: int) -> SamplingParams:
         """Sampling parameters with a reply's own seed."""
-        return dataclasses.replace(self.sampling.params, seed=seed)
+        return dataclasses.replace(self.settings.sampling.params, seed=seed)
 
     # -- the engine ------------------------------------------------------------------------------
 
@@ -70,7 +65,7 @@ class ChatModel:
         """Begin to load in the background, unless a server has the engine."""
         from spd.cli.serve.engine import served_engine
 
-        config, served = self.config, served_engine(self._session, self.options)
+        config, served = self.settings.config, served_engine(self._session, self.options)
 
         def build(progress: Progress) -> Any:
             if served is not None:
@@ -162,7 +157,8 @@ class ChatModel:
 
     def sampling_lines(self) -> Sequence[str]:
         """How it draws, and where each value comes from."""
-        values, sources = dataclasses.asdict(self.sampling.params), self.sampling.sources
+        sampling = self.settings.sampling
+        values, sources = dataclasses.asdict(sampling.params), sampling.sources
         del values["seed"], values["logprobs"]  # each reply has its own seed, and shows no others
         return [
             f"  {name:<20} {value}" + (f"  ({sources[name]})" if name in sources else "")

@@ -86,8 +86,6 @@ def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> in
         seconds = time.perf_counter() - began
         rate = f"{done.tokens / seconds:.1f} tok/s"
         tell(f"{done.lines:,} lines · {done.tokens:,} tok · {clock(seconds)} · {rate}")
-    if done.early:
-        session.console.note(f"{len(done.early):,} of {done.lines:,} replies ended early; {done.early[0]}")
     if done.failed:
         raise PartialError(
             f"{done.failed:,} of {done.lines:,} lines failed",
@@ -100,13 +98,20 @@ def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> in
 # -- what a line asks for ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class Line:
-    """One line of the input: its number in the file, and its JSON value or what is wrong with it."""
+    """One line of the input: its number in the file, and its JSON value or what is wrong with it.
+
+    What is asked and what came follow once it is begun, and then its answer.
+    """
 
     number: int
     value: Mapping[str, Any]
     error: SpdError | None = None
+    request: Request | None = None
+    inside: bool | None = None
+    parts: Gathered | None = None
+    answer: dict[str, Any] | None = None
 
     @property
     def id(self) -> Any:
@@ -244,12 +249,11 @@ def _own(value: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Done:
-    """Lines delivered so far, in order; `tokens` and what lines lack that ended `early` of this run only."""
+    """Lines delivered so far, in order; `tokens` of this run only."""
 
     lines: int = 0
     failed: int = 0
     tokens: int = 0
-    early: list[str] = field(default_factory=list)
 
 
 def resume(path: Path, lines: Sequence[Line], sink: Sink) -> Done:
@@ -262,7 +266,7 @@ def resume(path: Path, lines: Sequence[Line], sink: Sink) -> Done:
         if not path.is_file():
             raise UsageError(f"{path}: cannot be continued", fix=["leave --resume out, or another -o FILE"])
         *whole, rest = path.read_bytes().split(b"\n")
-        entries = [_entry(raw) for raw in whole]
+        entries = [_read(n, raw).value for n, raw in enumerate(whole, 1)]
         ours = json.loads(to_json([(line.number, line.id) for line in lines]).encode("utf-8", "replace"))
         wrong = [n for n, e in enumerate(entries) if [[e.get("line"), e.get("id")]] != ours[n : n + 1]]
         if not any(rest[: len(b)] == b[: len(rest)] for b in BEGINNINGS):  # no interruption left it
@@ -280,26 +284,6 @@ def resume(path: Path, lines: Sequence[Line], sink: Sink) -> Done:
     return Done(len(entries), sum("error" in entry for entry in entries))
 
 
-def _entry(raw: bytes) -> dict[str, Any]:
-    """Read a line of an output file; empty if it is not valid."""
-    try:
-        entry = json.loads(raw)
-    except (ValueError, RecursionError):
-        return {}
-    return entry if isinstance(entry, dict) else {}
-
-
-@dataclass
-class Entry:
-    """A line that was begun, and its answer once there is one."""
-
-    line: Line
-    parts: Gathered = field(default_factory=Gathered)
-    request: Request | None = None
-    inside: bool | None = None
-    answer: dict[str, Any] | None = None
-
-
 @dataclass
 class Batch:
     """Keeps the engine fed, and writes what is finished in the order of the input, a whole line at a time."""
@@ -311,9 +295,9 @@ class Batch:
     engine: Engine
     sink: Sink
     done: Done
-    begun: deque[Entry] = field(default_factory=deque)
+    begun: deque[Line] = field(default_factory=deque)
     """In the order of the input, without those that were written."""
-    open: dict[str, Entry] = field(default_factory=dict)
+    open: dict[str, Line] = field(default_factory=dict)
     """Those that the engine works on, by the names of their requests."""
 
     def run(self, lines: Sequence[Line]) -> None:
@@ -337,53 +321,43 @@ class Batch:
             line = next(rest, None)
             if line is None:
                 break
-            self._begin(Entry(line))
+            self._begin(line)
         return bool(self.begun)
 
-    def _begin(self, entry: Entry) -> None:
+    def _begin(self, line: Line) -> None:
         """Hand a line to the engine, or answer it at once with what is wrong with it."""
-        line = entry.line
-        self.begun.append(entry)
+        self.begun.append(line)
         try:
-            request, entry.inside = read_wish(line, self.settings, self.shared, self.raw)
+            request, line.inside = read_wish(line, self.settings, self.shared, self.raw)
             self.engine.add(request)
-            entry.request, self.open[request.id] = request, entry
-        except RecursionError:
-            entry.answer = _refusal(line, UsageError("nested too deep"))
+            line.request, line.parts, self.open[request.id] = request, Gathered(), line
+        except (ApiError, RecursionError) as error:
+            wrong = UsageError(error.message if isinstance(error, ApiError) else "nested too deep")
+            line.answer = _refusal(line, wrong)
         except EngineError:  # it has gone
             raise
-        except ApiError as error:
-            entry.answer = _refusal(line, UsageError(error.message))
         except SpdError as error:
-            entry.answer = _refusal(line, error)
+            line.answer = _refusal(line, error)
 
     def _short(self, error: SpdError) -> None:
         self.session.console.note(f"{error.message}: the lines running at that time failed")
 
     def _take(self, event: Event) -> None:
-        entry = self.open.get(event.request_id)
-        if entry is None:
+        from spd.cli.text.report import reply_fields
+
+        line = self.open[event.request_id]
+        request, parts = line.request, line.parts
+        assert request is not None and parts is not None
+        parts.take(event)
+        if event.finish_reason is None:
             return
-        entry.parts.take(event)
-        if event.finish_reason is not None:
-            del self.open[event.request_id]
-            self.done.tokens += len(entry.parts.token_ids)
-            entry.answer = self._answer(entry)
-
-    def _answer(self, entry: Entry) -> dict[str, Any]:
-        from spd.cli.text.report import early_end, reply_fields
-
-        line, parts, request = entry.line, entry.parts, entry.request
-        assert request is not None
-        metrics = self.engine.metrics(request.id)
-        fields = reply_fields(parts, metrics, self.engine, request, entry.inside)
-        shown = {"schema": SCHEMA, "id": line.id, "line": line.number, **fields}
-        if early := early_end(fields, parts.error, request):
-            self.done.early.append(f"line {line.number}: {early}")
+        del self.open[event.request_id]
+        self.done.tokens += len(parts.token_ids)
+        fields = reply_fields(parts, self.engine.metrics(request.id), self.engine, request, line.inside)
+        line.answer = {"schema": SCHEMA, "id": line.id, "line": line.number, **fields}
         if parts.finish_reason == "error":
             code = "grammar" if request.grammar is not None else "engine"
-            shown["error"] = {"code": code, "message": parts.error or "the model failed"}
-        return shown
+            line.answer["error"] = {"code": code, "message": parts.error or "the model failed"}
 
     def _flush(self) -> None:
         """Write every answer that is next in the order of the input."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from spd.cli.options import GenerateOptions
 from spd.cli.text.prompt import Asked
 from spd.cli.text.sampling import Resolved, check_ids, resolve_sampling
 from spd.cli.text.structured import TAIL, end_of_thinking, opens_thinking, read_grammar, thinking_budget
@@ -17,7 +18,7 @@ from spd.errors import IncompatibleError, UsageError
 from spd.formats.hub import is_repository_name
 
 if TYPE_CHECKING:
-    from spd.cli.options import EngineOptions, GenerateOptions
+    from spd.cli.options import EngineOptions, ReplyOptions
     from spd.formats.chat_template import ChatTemplate
     from spd.formats.folder import ModelFolder
     from spd.formats.model_config import ModelConfig
@@ -161,24 +162,25 @@ def _first_token(vocabulary: Vocabulary) -> int:
     return token
 
 
-def plan_settings(options: GenerateOptions) -> Settings:
+def plan_settings(options: ReplyOptions, folder: ModelFolder | None = None) -> Settings:
     """Read the small files of the model, and check everything that concerns no prompt."""
     from spd.formats.folder import ModelFolder
 
-    folder = ModelFolder.named(options.model)
-    config = engine_config(options, folder)
-    if options.jsonl:
-        slots = CONCURRENCY if options.concurrency is None else options.concurrency
-        if not 1 <= slots <= 1024:
-            raise UsageError(f"--concurrency {slots} is out of range", reason=["valid: 1 to 1024"])
-        config = dataclasses.replace(config, slots=slots)
-    vocabulary = open_vocabulary(options.model, folder)
+    folder = folder or ModelFolder.named(options.model)
+    config, vocabulary = engine_config(options, folder), open_vocabulary(options.model, folder)
+    logprobs, grammar = None, None
     model, usable = vocabulary.config, vocabulary.config.vocab_size
     if vocabulary.tokenizer is not None:
         usable = min(usable, vocabulary.tokenizer.vocab_size)
-    sampling = resolve_sampling(options, folder.generation, usable, logprobs=options.logprobs)
+    if isinstance(options, GenerateOptions):
+        logprobs, grammar = options.logprobs, read_grammar(options)
+        if options.jsonl:
+            slots = CONCURRENCY if options.concurrency is None else options.concurrency
+            if not 1 <= slots <= 1024:
+                raise UsageError(f"--concurrency {slots} is out of range", reason=["valid: 1 to 1024"])
+            config = dataclasses.replace(config, slots=slots)
+    sampling = resolve_sampling(options, folder.generation, usable, logprobs=logprobs)
     context = model.max_positions if options.ctx is None else min(options.ctx, model.max_positions)
-    grammar = read_grammar(options)
     if grammar is not None:
         vocabulary.need_tokenizer()
         from spd.runtime import GrammarCompiler
