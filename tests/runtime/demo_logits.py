@@ -22,7 +22,7 @@ def demo_logits(folder: Path, **wishes: Any) -> Tensor:
     table = view.page_row(pages, len(pages))[None]
     with torch.inference_mode():
         token_ids = torch.tensor([ids])
-        rows = view.prompt_rows(token_ids, 0, len(ids), table)
+        rows = view.prompt_rows(token_ids, 0, table)
         hidden = view.forward(rows, table, [SlotView(len(ids), pages)]).hidden
         logits = view.logits(hidden)[0]
     return logits - logits.mean(-1, keepdim=True)

@@ -115,7 +115,7 @@ def test_the_absorbed_form_is_the_naive_one(tiny: Callable[..., Path], variant: 
     view = SlotView(32, range(2, 10))
     with torch.inference_mode():
         table, ids = runner.page_row(view.pages, 8)[None], torch.zeros(1, 32, dtype=torch.long)
-        rows = runner._prompt_rows(ids, torch.arange(32)[None], table)
+        rows = runner.prompt_rows(ids, 0, table)
         batch = runner._batch(SlotRows(rows, table, [view]), 32)
         model = runner.model
         attention = model.layers[0].attention
@@ -134,10 +134,9 @@ def row_hidden(
 ) -> torch.Tensor:
     """Hidden states [S, width, hidden] of windows at `starts` of texts whose beginnings are in the cache."""
     ids = torch.tensor([t[s : s + width] for t, s in zip(texts, starts, strict=True)])
-    positions = torch.tensor([[s + i for i in range(width)] for s in starts])
     views = [SlotView(LENGTH + 40, range(2 + 8 * i, 10 + 8 * i)) for i in range(len(texts))]
     table = torch.stack([runner.page_row(view.pages, 8) for view in views])
-    return runner.forward(runner._prompt_rows(ids, positions, table), table, views).hidden
+    return runner.forward(runner.prompt_rows(ids, torch.tensor(starts)[:, None], table), table, views).hidden
 
 
 @pytest.mark.covers(1)

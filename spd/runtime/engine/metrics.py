@@ -94,18 +94,14 @@ class RequestMetrics:
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """1 / TPOT: tokens after the first round's over the time after it."""
-        return 1000.0 * self.tokens_after_first / self.predicted_ms if self.predicted_ms > 0 else 0.0
-
-    @property
-    def tokens_after_first(self) -> int:
-        """Those that came after the first round's."""
-        return self.completion_tokens - self.first_tokens
+        """1 / TPOT."""
+        return 1000.0 / self.time_per_output_token_ms if self.predicted_ms > 0 else 0.0
 
     @property
     def time_per_output_token_ms(self) -> float:
-        """TPOT: the time after the first tokens over the tokens after them."""
-        return self.predicted_ms / self.tokens_after_first if self.tokens_after_first else 0.0
+        """TPOT: the time after the first round's tokens over the tokens after them."""
+        later = self.completion_tokens - self.first_tokens
+        return self.predicted_ms / later if later else 0.0
 
     @property
     def inter_token_latency_ms(self) -> float:

@@ -152,15 +152,13 @@ class Checkpoints:
         return len(self._kept)
 
     def find(self, text: TextHashes, most: int) -> Checkpoint | None:
-        """The last checkpoint of a text up to position `most`."""
+        """The last checkpoint of a text up to position `most`; all others are older now."""
         there = (kept for kept in self._kept.values() if kept.end <= most)
-        ordered = sorted(there, key=lambda kept: -kept.end)
-        return next((kept for kept in ordered if kept.digest == text.before(kept.end)), None)
-
-    def use(self, checkpoint: Checkpoint) -> int:
-        """The place that it is copied from; all others are older now."""
-        self._kept.move_to_end(checkpoint.digest)
-        return checkpoint.place
+        for kept in sorted(there, key=lambda kept: -kept.end):
+            if kept.digest == text.before(kept.end):
+                self._kept.move_to_end(kept.digest)
+                return kept
+        return None
 
     def keep(self, text: TextHashes, end: int) -> int | None:
         """The place to copy the states as of `end` to; None where a copy is kept already."""

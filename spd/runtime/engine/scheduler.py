@@ -137,8 +137,7 @@ class Scheduler:
             return False
         sequence.prefilled = cached
         if kept is not None:
-            sequence.checkpoint = checkpoint and kept.use(checkpoint)
-            sequence.prefilled = checkpoint.end if checkpoint else 0
+            sequence.checkpoint, sequence.prefilled = checkpoint[:2] if checkpoint else (None, 0)
             sequence.stops = self._stops(sequence, matched)
         return True
 

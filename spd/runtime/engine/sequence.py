@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import TYPE_CHECKING
 
 from spd.errors import CheckpointError, IncompatibleError, UsageError
@@ -113,7 +112,7 @@ class Sequence:
         self.commit(tokens, drafts, accepted, now)
         self.metrics.draft_n_accepted_raw += matched
         logprobs = () if scores is None else self._logprobs(scores, tokens)
-        marks = _marks(accepted, len(tokens))
+        marks = (True,) * accepted + (False,) * (len(tokens) - accepted)
         return Event(self.request.id, tuple(tokens), text, reason, marks, logprobs, error)
 
     def _walk(self, tokens: list[int]) -> tuple[int, str | None, str | None]:
@@ -170,12 +169,6 @@ class Sequence:
     def tokens(self) -> list[int]:
         """Prompt and generated ids, in order."""
         return [*self.request.prompt_ids, *self.generated]
-
-
-@cache
-def _marks(accepted: int, count: int) -> tuple[bool, ...]:
-    """For each of `count` tokens whether it is one of the accepted drafts, which come first."""
-    return (True,) * accepted + (False,) * (count - accepted)
 
 
 class RequestChecks:

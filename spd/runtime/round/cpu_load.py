@@ -21,9 +21,7 @@ SLIGHT = 0.3
 
 def usable_cpus() -> tuple[int, ...]:
     """The numbers of the CPUs that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(0)))
-    return tuple(range(os.cpu_count() or 1))
+    return tuple(sorted(os.sched_getaffinity(0)))
 
 
 def busy_seconds(cpus: Sequence[int], source: Path = STAT) -> float:

@@ -115,8 +115,7 @@ class ModelRunner:
 
         def run(start: int, first: int, rows: int, context: int = KV_BLOCK, tile: int = WIDEST) -> Pass:
             """Rows of the text, whose first stands at `start`; more than the widest bucket as its windows."""
-            positions = torch.arange(start + first, start + first + rows, device=self.device)[None]
-            own = self._prompt_rows(ids[:, first : first + rows], positions, table)
+            own = self.prompt_rows(ids[:, first : first + rows], start + first, table)
             given = SlotRows(own, table, [SlotView(context, pages)], states)
             given = given.folded(WIDEST, self.trash_slot) if rows > WIDEST else given
             if cache.recurrent:  # a state as of the text's first row, from where tokens are applied again
@@ -289,12 +288,9 @@ class ModelRunner:
             self.model.settle(Segments(run[:, None], self.cache.applied), self.cache.layers)
             self.cache.applied[slot].fill_(end)
 
-    def prompt_rows(self, token_ids: Tensor, begin: int, end: int, page_table: Tensor) -> Rows:
-        """The rows of positions begin to end of one slot's prompt int64 [1, length]."""
-        positions = torch.arange(begin, end, device=self.device)[None]
-        return self._prompt_rows(token_ids[:, begin:end], positions, page_table)
-
-    def _prompt_rows(self, token_ids: Tensor, positions: Tensor, page_table: Tensor) -> Rows:
+    def prompt_rows(self, token_ids: Tensor, start: int | Tensor, page_table: Tensor) -> Rows:
+        """The rows of parts int64 [S, n] of slots' prompts, which begin at `start`, or int64 [S, 1]."""
+        positions = start + torch.arange(token_ids.shape[1], device=self.device)[None]
         valid = torch.ones_like(token_ids, dtype=torch.bool)
         slots = kv_slots(page_table, positions, valid, self.cache.page_size, self.trash_slot)
         return Rows(token_ids, positions, valid, slots)
@@ -334,7 +330,7 @@ class ModelRunner:
         windows = []
         for part, table, ring in zip(parts, tables, rings, strict=True):
             table = pad(table, (0, pages - table.shape[1]), value=ZERO_PAGE)
-            own = self.prompt_rows(part.token_ids, part.begin, part.end, table)
+            own = self.prompt_rows(part.tokens, part.begin, table)
             given = self._of_prompt(SlotRows(own, table, [part.view], ring), part.slot, part.begin)
             windows.append(given.folded(MERGED_WIDTH, self.trash_slot))
         made = self._run(self._batch(joined(windows))).states
@@ -358,7 +354,7 @@ class ModelRunner:
         token_ids int64 [1, length]; page_table int64 [1, pages]; chunked: as one whole prompt chunk;
         states: the slot's, for models that read some.
         """
-        rows = self.prompt_rows(token_ids, begin, end, page_table)
+        rows = self.prompt_rows(token_ids[:, begin:end], begin, page_table)
         given = self._of_prompt(SlotRows(rows, page_table, [SlotView(end, pages)], states), slot, begin)
         if chunked:
             batch = self._batch(given, end - begin, chunk_start=begin)

@@ -42,6 +42,11 @@ class PromptPart(NamedTuple):
     view: SlotView
     runs: Sequence[Run]
 
+    @property
+    def tokens(self) -> Tensor:
+        """The part's own, int64 [1, end - begin]."""
+        return self.token_ids[:, self.begin : self.end]
+
     def below(self, limit: int) -> PromptPart:
         """What of it lies below a position, which may be nothing."""
         end = max(self.begin, min(self.end, limit))
