@@ -53,7 +53,7 @@ class ServeOptions(RunOptions):
 
 
 def serve(session: Session, options: ServeOptions) -> int:
-    """Serve a model over HTTP on this machine, and keep it warm for spd generate."""
+    """Serve a model over HTTP on this machine, and keep it warm for spd generate and chat."""
     if options.status or options.stop or options.detach:
         from spd.cli.serve import local
 
