@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from spd.cli.serve.local import Line, identity, servers
 from spd.errors import NotFoundError
 from spd.formats.folder import ModelFolder
-from spd.runtime.engine.metrics import RequestMetrics
+from spd.runtime import RequestMetrics
 from spd.runtime.engine.request import Event, GrammarText, Request, ThinkingBudget, TokenLogprob
 from spd.runtime.round.sampling_params import SamplingParams
 

@@ -145,7 +145,7 @@ class EngineThread:
         self._current = request.id
         try:
             if self._stopped:  # before there was anything to stop
-                self.stop()
+                self.end(request.id)
             while reason is None:
                 answer = answers.get()
                 if isinstance(answer, BaseException):
@@ -237,8 +237,7 @@ class EngineThread:
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
-            goes_on = event.finish_reason is None
-            find = self._listeners.get if goes_on else self._listeners.pop
+            find = self._listeners.get if event.finish_reason is None else self._listeners.pop
             if (listener := find(event.request_id, None)) is not None:
                 listener(event)
 

@@ -8,6 +8,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,3 +148,17 @@ def test_one_fault_ends_no_other(small: Served, monkeypatch: pytest.MonkeyPatch)
         data += other.sock.recv(65536)
     assert data.count(b"data: [DONE]") == 1 and data.count(b'"finish_reason":"length"') == 1
     settle(small)
+
+
+def test_a_client_of_the_socket_keeps_a_server_from_being_idle() -> None:
+    with serving(idle=0.3) as one:
+        front: Any = SimpleNamespace(clients=1)
+        one.server.warm = front, Path("x")
+        time.sleep(1.0)
+        assert not one.server.should_exit
+        front.clients = 0
+        ends = time.monotonic() + 30
+        while not one.server.should_exit:
+            assert time.monotonic() < ends
+            time.sleep(0.05)
+        one.server.warm = None
