@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.formats.test_formats_block_config import read
+from tests.formats.test_formats_model_config import read
 
 from spd.errors import CheckpointError
 from spd.formats.block_config import ExpertsConfig, RouterConfig

@@ -33,7 +33,7 @@ SHAPE = DeepseekShape(
     vocab=64,
 )
 PREFIX = "model.layers.2."
-SIZES = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1, "I32": 4, "I64": 8}
+SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1, "I32": 4, "I64": 8}
 
 
 def write_deepseek(folder: Path, *, shards: int = 1, seed: int = 0) -> dict[str, Tensor]:

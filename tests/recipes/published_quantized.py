@@ -1,8 +1,9 @@
 """Tensor lists of published hybrids in few bits: which matrices are packed, in which layout; no weights.
 
 Names, shapes, dtypes and counts are those that readers of the releases' safetensors headers wrote down (the
-revision stands beside each row); RedHatAI's 9B is known by the sizes of its two files. The configurations
-are the releases' own, their ignore lists expanded by the rule that they follow.
+revision stands beside each row); RedHatAI's 9B is known by the sizes of its two files, Qwen3-8B-AWQ by the
+memory that its weights take (5.71 GiB in vLLM), Qwen2.5's GPTQ by its tool's layout. The configurations are
+the releases' own, their ignore lists expanded by the rule that they follow.
 """
 
 from __future__ import annotations
@@ -34,10 +35,55 @@ ATTENTION, DELTA = LAYER + r"self_attn\.[qkvo]_proj", LAYER + r"linear_attn\."
 
 
 @dataclass(frozen=True)
+class Dense:
+    """A dense release of Qwen2 or Qwen3; none has an MTP layer or sees images."""
+
+    kind: str
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    vocab: int
+    width: int = 128
+    fp8: bool = False
+
+    def config(self) -> Json:
+        """The release's `config.json`, as far as anything reads it."""
+        sizes = {"hidden_size": self.hidden, "intermediate_size": self.inner, "vocab_size": self.vocab}
+        heads = {"num_attention_heads": self.heads, "num_key_value_heads": self.key_value_heads}
+        names = {"architectures": [f"{self.kind.title()}ForCausalLM"], "model_type": self.kind}
+        more = {"num_hidden_layers": self.layers, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
+        rope = {"rope_theta": 1000000, "head_dim": self.width, "tie_word_embeddings": False}
+        return {**names, **sizes, **heads, **more, **rope, "hidden_act": "silu", "torch_dtype": "bfloat16"}
+
+    def tensors(self) -> Iterator[Entry]:
+        """All of them before a tool packed any."""
+        yield "model.embed_tokens.weight", "F16", (self.vocab, self.hidden)
+        yield "lm_head.weight", "F16", (self.vocab, self.hidden)
+        yield "model.norm.weight", "F16", (self.hidden,)
+        query, keys = self.heads * self.width, self.key_value_heads * self.width
+        shapes = {"q": (query, self.hidden), "k": (keys, self.hidden), "v": (keys, self.hidden)}
+        inner = {"gate": (self.inner, self.hidden), "up": (self.inner, self.hidden)}
+        for layer in range(self.layers):
+            here = f"model.layers.{layer}."
+            for name, shape in {**shapes, "o": (self.hidden, query)}.items():
+                yield f"{here}self_attn.{name}_proj.weight", "F16", shape
+                if self.kind == "qwen2" and name != "o":
+                    yield f"{here}self_attn.{name}_proj.bias", "F16", shape[:1]
+            for name, shape in {**inner, "down": (self.hidden, self.inner)}.items():
+                yield f"{here}mlp.{name}_proj.weight", "F16", shape
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                yield f"{here}{name}.weight", "F16", (self.hidden,)
+            for name in ("q_norm", "k_norm") if self.kind == "qwen3" else ():
+                yield f"{here}self_attn.{name}.weight", "F16", (self.width,)
+
+
+@dataclass(frozen=True)
 class Packed:
     """One release: `stored` says which matrices are in which layout, the first match counts."""
 
-    base: Release
+    base: Release | Dense
     stored: dict[str, str]
     quantization: Json
     tensors: int | None = None
@@ -89,7 +135,27 @@ NVFP4 = {**_float_group(4, group_size=16), "strategy": "tensor_group"}
 GATES = ("mlp.gate", "mlp.shared_expert_gate")
 EXPERT_MODULES = ("mlp.experts", *(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")))
 SPLIT = " ".join(f"linear_attn.{name}" for name in ("in_proj_a", "in_proj_b", "in_proj_qkv", "in_proj_z"))
+MATRICES = rf"{ATTENTION}|{LAYER}mlp\.\w+_proj"
 QUANTIZED = {
+    # @ 4da05a8e
+    "Qwen/Qwen3-8B-AWQ": Packed(
+        Dense("qwen3", 4096, 12288, 36, 32, 8, 151936),
+        {MATRICES: "awq"},
+        {
+            **{"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
+            **{"version": "gemm", "modules_to_not_convert": None},
+        },
+        drafts=False,
+    ),
+    "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4": Packed(
+        Dense("qwen2", 3584, 18944, 28, 28, 4, 152064),
+        {MATRICES: "gptq"},
+        {
+            **{"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
+            **{"damp_percent": 0.01, "true_sequential": True, "use_exllama": True},
+        },
+        drafts=False,
+    ),
     # @ 8fb2682f
     "nvidia/Qwen3-Next-80B-A3B-Instruct-NVFP4": Packed(
         NEXT,
@@ -209,7 +275,7 @@ QUANTIZED = {
     # @ a398088c: files of 10,952 and 486.58 million bytes
     "RedHatAI/Qwen3.5-9B-quantized.w4a16": Packed(
         replace(RELEASES["Qwen3.5-9B"], float32=False),
-        {rf"{ATTENTION}|{LAYER}mlp\.\w+_proj": "w4a16"},
+        {MATRICES: "w4a16"},
         _compressed(
             "pack-quantized",
             {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128},
@@ -252,6 +318,17 @@ def _stored(module: str, layout: str, shape: tuple[int, ...]) -> Iterator[Entry]
             "weight_scale": ("BF16", (rows, columns // 128)),
             "weight_shape": ("I64", (2,)),
         },
+        "awq": {
+            "qweight": ("I32", (columns, rows // 8)),
+            "qzeros": ("I32", (columns // 128, rows // 8)),
+            "scales": ("F16", (columns // 128, rows)),
+        },
+        "gptq": {
+            "qweight": ("I32", (columns // 8, rows)),
+            "qzeros": ("I32", (columns // 128, rows // 8)),
+            "scales": ("F16", (columns // 128, rows)),
+            "g_idx": ("I32", (columns,)),
+        },
         "k_scale": {"weight": ("BF16", shape), "k_scale": ("F32", ())},
         "v_scale": {"weight": ("BF16", shape), "v_scale": ("F32", ())},
     }[layout]
@@ -262,8 +339,11 @@ def _stored(module: str, layout: str, shape: tuple[int, ...]) -> Iterator[Entry]
 def parts_of(release: Packed) -> list[list[Entry]]:
     """The tensors of the text model, the MTP layer and the vision tower; the latter two may be none."""
     row, patterns = release.base, {re.compile(key): value for key, value in release.stored.items()}
-    seen = [] if row.fused else list(vision_tensors(row))
-    whole = [list(text_tensors(row)), list(mtp_tensors(row)) if release.drafts else [], seen]
+    if isinstance(row, Dense):
+        whole = [list(row.tensors()), [], []]
+    else:
+        seen = [] if row.fused else list(vision_tensors(row))
+        whole = [list(text_tensors(row)), list(mtp_tensors(row)) if release.drafts else [], seen]
     parts: list[list[Entry]] = []
     for entries in whole:
         part: list[Entry] = []
@@ -284,7 +364,8 @@ def write_quantized(folder: Path, release: Packed) -> Path:
         write_hollow(folder / f"model-{number}.safetensors", part)
         weight_map |= {name: f"model-{number}.safetensors" for name, _, _ in part}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    config = config_of(release.base)
+    base = release.base
+    config = base.config() if isinstance(base, Dense) else config_of(base)
     if release.quantization:
         config["quantization_config"] = release.quantization
     (folder / "config.json").write_text(json.dumps(config))
