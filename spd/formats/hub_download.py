@@ -61,14 +61,16 @@ def look_up(name: str, revision: str | None = None) -> RemoteModel:
         if not _COMMIT.fullmatch(commit):
             raise ValueError("it names no commit")
         offered = {file: every[file] for file in every if file in SMALL_FILES or SHARD_NAME.fullmatch(file)}
+        sizes = {file: int(entry.size or 0) for file, entry in offered.items()}
         if "config.json" not in offered:
             raise IncompatibleError(f"{name}: the repository has no config.json, so it is no model folder")
         wanted = [file for file in offered.values() if file.rfilename in SMALL_FILES]
         wanted += _weights(name, commit, offered, list(every))
         there = cached_folder(name) / "snapshots" / commit
-        sizes = {file.rfilename: file.size or 0 for file in wanted}
-        missing = sum(size for file, size in sizes.items() if not (there / file).is_file())
-        return RemoteModel(name, revision, commit, tuple(wanted), sum(sizes.values()), missing)
+        names = [file.rfilename for file in wanted]
+        total = sum(sizes[file] for file in names)
+        missing = sum(sizes[file] for file in names if not (there / file).is_file())
+        return RemoteModel(name, revision, commit, tuple(wanted), total, missing)
 
 
 def download(model: RemoteModel, report: Callable[[int], None]) -> Path:
