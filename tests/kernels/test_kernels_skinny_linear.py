@@ -245,7 +245,7 @@ def test_a_rows_bits_do_not_depend_on_its_place_and_neighbours(
         o = (
             Operands(24, 80, 17, dtype, device, kind=kind)
             if kind == "plain"
-            else Operands(96, 260, 17, dtype, device, kind=kind)
+            else Operands(48, 140, 17, dtype, device, kind=kind)
         )
         for name, run in operations(o, config, 17).items():
             every = run(o.x, o.residual)
