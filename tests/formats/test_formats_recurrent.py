@@ -6,11 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.formats.test_formats_model_config import read
 
 from spd.errors import CheckpointError
 from spd.formats.block_config import ExpertsConfig, RouterConfig
 from spd.formats.recurrent_config import ConvConfig
+from tests.formats import test_formats_model_config
+
+
+def read(folder: Path, config: dict, **changes: Any) -> Any:
+    return test_formats_model_config.read(folder, {**config, **changes})
+
 
 LFM2: dict[str, Any] = {
     **{"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "block_auto_adjust_ff_dim": True},
