@@ -1,7 +1,8 @@
 """Batch, lag, proposer, temperature, feature, pressure and prefix together, each request against itself.
 
-The default lane runs a pairwise covering array on a tiny model; the slow lane every combination on the demo,
-500 prompts at three lags, and a thousand mixed requests with aborts.
+The default lane runs a pairwise covering array on a tiny model, with another feature in each request of a
+batch; the slow lane every combination on the demo, 500 prompts at three lags, and a thousand mixed requests
+with aborts.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SCHEMA: dict[str, Any] = {
 SCHEMA |= {"required": ["a", "b"], "additionalProperties": False}
 FEATURES: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
-    "logit bias": {"logit_bias": ((5, 3.0), (9, -100.0), (40, 2.0))},
+    "logit bias": {"logit_bias": ((5, 40.0), (9, -100.0), (40, 40.0))},
     "min-p": {"min_p": 0.05},
     "top-p": {"top_p": 0.8, "top_k": 40},
     "stop strings": {"stop": ("e", "th"), "min_tokens": 4},
@@ -49,11 +50,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 3},
 }
 FACTORS: dict[str, Sequence[Any]] = {
-    "size": (1, 2, 7, 32),
+    "size": (1, 2, 8, 32),
     "lag": (0, 1, 2),
     "method": ("off", *PROPOSERS),
     "temperature": (0.0, 1.0),
-    "feature": tuple(FEATURES),
     "pressure": (False, True),
     "prefix": ("hit", "miss"),
 }
@@ -68,18 +68,23 @@ def combined(factors: dict[str, Sequence[Any]]) -> list[Case]:
 
 @functools.cache
 def pairwise(*sizes: int) -> list[Case]:
-    """Few combinations in which every two values of two factors meet."""
-    every = combined({**FACTORS, "size": sizes})
+    """Few combinations in which every two values of two factors meet, and batches of any features."""
+    every, names = combined({**FACTORS, "size": sizes}), tuple(FEATURES)
     keys: list[dict[str, Hashable]] = [dict(case) for case in every]
-    return [every[i] for i in covering(keys, 2)]
+    chosen = [every[i] for i in covering(keys, 2)]
+    return [{**case, "features": [names[(n + i) % 8] for i in range(8)]} for n, case in enumerate(chosen)]
 
 
-def test_the_array_holds_every_pair(say: Callable[[str], None]) -> None:
-    cases = pairwise(*FACTORS["size"])
-    for a, b in itertools.combinations(FACTORS, 2):
-        assert {(c[a], c[b]) for c in cases} == set(itertools.product(FACTORS[a], FACTORS[b]))
-    total = len(combined(FACTORS))
-    assert len(cases) < total / 20
+@pytest.mark.parametrize("sizes", [(1, 2, 8), FACTORS["size"]], ids=str)
+def test_the_array_holds_every_pair(sizes: tuple[int, ...], say: Callable[[str], None]) -> None:
+    cases, factors = pairwise(*sizes), {**FACTORS, "size": sizes}
+    for a, b in itertools.combinations(factors, 2):
+        assert {(c[a], c[b]) for c in cases} == set(itertools.product(factors[a], factors[b]))
+    for name in ("method", "temperature", "lag", "pressure", "prefix"):
+        met = {(case[name], feature) for case in cases for feature in case["features"][: case["size"]]}
+        assert met == set(itertools.product(factors[name], FEATURES))
+    total = len(combined(factors))
+    assert len(cases) < total / 15
     say(f"{len(cases)} of {total:,} combinations hold every pair")
 
 
@@ -113,7 +118,7 @@ class Bench:
     def requests(self, case: Case) -> list[Request]:
         found = []
         for i in range(case["size"]):
-            feature = dict(FEATURES[case["feature"]])
+            feature = dict(FEATURES[case["features"][i % len(case["features"])]])
             grammar = feature.pop("grammar", None)
             params = SamplingParams(
                 **{
@@ -185,14 +190,14 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return made
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 7), pytest.param((1, 2, 7, 32), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 2, 8), pytest.param((1, 2, 8, 32), marks=pytest.mark.slow)], ids=str)
 def test_every_pair_equals_solo(bench: Bench, sizes: tuple[int, ...]) -> None:
     accepted, interrupted = Counter[str](), 0
     for case in pairwise(*sizes):
         runs = bench.check(case)
         accepted[case["method"]] += sum(run.metrics.draft_n_accepted for run in runs)
         interrupted += sum(run.metrics.preemptions for run in runs)
-    assert min(accepted["draft"], accepted["mtp"]) > 50, accepted
+    assert min(accepted["draft"], accepted["mtp"]) > 20, accepted
     assert min(accepted["ngram"], accepted["eagle3"]) > 0, accepted
     assert interrupted > 3, "no request was interrupted"
 
@@ -235,7 +240,7 @@ def check_all(bench: Bench, cases: list[Case], request: pytest.FixtureRequest, n
 def test_every_combination_equals_solo_on_the_demo(feature: str, request: pytest.FixtureRequest) -> None:
     long = [tuple(itertools.islice(itertools.cycle(p), 70 + i)) for i, p in enumerate(demo_prompts(KINDS))]
     bench = Bench(demo_folder(), DEMO_DRAFTS, long, 16, ctx=256)
-    check_all(bench, combined({**FACTORS, "feature": (feature,)}), request, feature)
+    check_all(bench, [{**case, "features": [feature]} for case in combined(FACTORS)], request, feature)
 
 
 @pytest.mark.slow
@@ -315,4 +320,4 @@ def test_a_thousand_mixed_requests(tiny: Callable[..., Path], say: Callable[[str
     check_pages(engine._scheduler)
     assert engine._pages.num_available == 60 and not engine.has_work
     assert sizes[-1] - sizes[2] < 20_000, f"resident memory grew from {sizes[2]} to {sizes[-1]} KiB"
-    say(f"{engine.totals.requests}, {engine._scheduler.preemptions} preemptions, resident {sizes} KiB")
+    say(f"{engine.rounds} rounds, resident {sizes} KiB")
