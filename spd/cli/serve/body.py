@@ -6,8 +6,6 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from starlette.responses import JSONResponse
-
 from spd.cli.text.prompt import check_text
 from spd.errors import EngineError, IncompatibleError, ResourceError, SpdError, UsageError
 
@@ -36,10 +34,6 @@ class ApiError(Exception):
         self.status, self.message, self.code = status, message, code
         self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-    def response(self) -> JSONResponse:
-        """The object that clients turn into an exception."""
-        return JSONResponse(self.body, self.status, self.headers)
 
 
 def api_error(error: BaseException, *, param: str | None = None) -> ApiError:

@@ -68,7 +68,8 @@ class App:
         except Exception as error:
             refusal = api_error(error)
             self._service.count(f'refused_total{{status="{refusal.status}"}}')
-            await refusal.response()(scope, receive, send)
+            shown = JSONResponse(refusal.body, refusal.status, refusal.headers)
+            await shown(scope, receive, send)
 
     def _check(self, request: Request) -> None:
         """Raise ApiError for a request that is not let in."""
