@@ -109,6 +109,7 @@ def test_a_peer_that_fails_is_left_out_and_named(run_fakes: Runs, mode: str, wor
     assert status == 1 and report["failures"] == {}, "speculation that changes tokens is no success"
 
 
+@pytest.mark.slow
 def test_the_real_worker_answers_and_speculation_changes_nothing(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "peers.json"
     arguments = [str(checkpoint), "-n", "20", "--prompt-tokens", "6", "--rounds", "1", "--rows", "3"]
