@@ -22,6 +22,7 @@ import pytest
 from spd.cli.serve.local import Line
 from spd.errors import EngineError
 
+pytestmark = pytest.mark.usefixtures("keep_threads")
 QUESTION = "What does os.path.join do?"
 
 
@@ -91,18 +92,16 @@ COMMANDS: list[list[str]] = [
 ]
 
 
-@pytest.mark.covers(count=7)
+@pytest.mark.covers(count=5)
 @pytest.mark.parametrize("number", range(len(COMMANDS)))
-def test_the_same_bytes_and_status(home: Path, server: int, number: int) -> None:
+def test_the_same_bytes_and_status(home: Path, server: int, number: int, spd_run: Any) -> None:
     words = ["generate", "--threads", "1", *COMMANDS[number]]
-    warm = spd(home, *words)
-    alone = spd(home, *words, "--no-server")
-    assert warm.returncode == alone.returncode
-    assert warm.stderr == alone.stderr
-    if "--json" in words and not alone.returncode:
-        assert timeless(json.loads(warm.stdout)) == timeless(json.loads(alone.stdout))
+    warm, alone = spd(home, *words), spd_run(*words, "--no-server", stdin=b"")
+    assert (warm.returncode, warm.stderr) == (alone.code, alone.err)
+    if "--json" in words and not alone.code:
+        assert timeless(json.loads(warm.stdout)) == timeless(alone.json)
     else:
-        assert warm.stdout == alone.stdout
+        assert warm.stdout == alone.text
 
 
 def timeless(shown: dict[str, Any]) -> dict[str, Any]:
@@ -128,34 +127,26 @@ LINES: list[dict[str, Any]] = [
 SAID = f"{QUESTION}\nAnd len?\n/undo\n/regen\n/set temperature=0\nWhat is a list?\n/spec off\n{QUESTION}\n"
 
 
-def test_lines_are_answered_alike(home: Path, server: int) -> None:
+def test_lines_are_answered_alike(home: Path, server: int, spd_run: Any) -> None:
     """Those that are refused, too."""
     lines = "".join(json.dumps(line) + "\n" for line in LINES)
     words = ["generate", "--jsonl", "--threads", "1", "-n", "24", "--seed", "4", "-v"]
-    warm, alone = both(home, server, words, lines)
-    assert warm.returncode == alone.returncode == 7
-    answers = [[json.loads(line) for line in ran.stdout.splitlines()] for ran in (warm, alone)]
+    warm, alone = spd(home, *words, said=lines), spd_run(*words, "--no-server", stdin=lines.encode())
+    assert f"server  http://127.0.0.1:{server}/v1" in warm.stderr and "server" not in alone.err
+    assert warm.returncode == alone.code == 7
+    answers = [[json.loads(line) for line in text.splitlines()] for text in (warm.stdout, alone.text)]
     for answer in (*answers[0], *answers[1]):
         answer["timings"] = sorted(answer.get("timings", ()))
         answer["metrics"] = sorted(answer.get("metrics", ()))
     assert answers[0] == answers[1] and len(answers[0]) == len(LINES)
 
 
-def both(
-    home: Path, server: int, words: list[str], said: str
-) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]:
-    """What a command says through the server and alone."""
-    warm, alone = (spd(home, *words, *more, said=said) for more in ((), ("--no-server",)))
-    assert f"server  http://127.0.0.1:{server}/v1" in warm.stderr and "server" not in alone.stderr
-    return warm, alone
-
-
-def test_a_chat_goes_on_alike(home: Path, server: int) -> None:
+def test_a_chat_goes_on_alike(home: Path, server: int, spd_run: Any) -> None:
     """Turns are taken back and asked again; another engine is loaded here."""
     words = ["chat", "--no-save", "--threads", "1", "-n", "16", "--seed", "4", "-v"]
-    warm, alone = both(home, server, words, SAID)
-    assert warm.returncode == alone.returncode == 0
-    assert warm.stdout == alone.stdout and warm.stdout.count("\n") >= 5
+    warm, alone = spd(home, *words, said=SAID), spd_run(*words, "--no-server", stdin=SAID.encode())
+    assert (warm.returncode, warm.stdout) == (alone.code, alone.text) and warm.stdout.count("\n") >= 5
+    assert f"server  http://127.0.0.1:{server}/v1" in warm.stderr and "server" not in alone.err
     assert "not used: another spec" in warm.stderr
 
 
