@@ -53,11 +53,12 @@ and so is a folder in which a tensor is missing or has another shape. Tensors th
 - **Layers**: {kinds},
   by `layer_types` or by the older keys. With sliding windows the cache still keeps every position, so that
   prefixes are found and replays repeated whatever the windows are; keys outside a window are not read.
-- **Recurrent layers** (gated DeltaNet): a state a slot in float32, whatever the weights are, and the rows of
-  the latest rounds; short convolutions (LFM2) keep rows alone. A prompt continues from the latest saved copy
-  of what is kept for its beginning. Copies are kept in the host's memory: at the end of a turn, at the end of
-  a prompt, and along a long one. With `--tp N` each rank holds the states of its own value heads, whose
-  number N must divide; a key head that several ranks read is on each of them.
+- **Recurrent layers** (gated DeltaNet, Mamba-2): a state a slot in float32, whatever the weights are, and the
+  rows of the latest rounds; short convolutions (LFM2) keep rows alone. A prompt continues from the latest
+  saved copy of what is kept for its beginning. Copies are kept in the host's memory: at the end of a turn, at
+  the end of a prompt, and along a long one. With `--tp N` each rank holds the states of its own value heads,
+  whose number N must divide; a key head that several ranks read is on each of them. Groups of Mamba-2's heads
+  stay whole: N must divide their number, which for Granite 4 is one.
 - **Draft models**: any of these with the target's tokenizer.
 - **EAGLE-3 heads**: folders given as `--draft-model`, for any of these targets, that say
   {eagle3} or the type `eagle3` of `speculators`: one Llama layer, with

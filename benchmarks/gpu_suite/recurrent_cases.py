@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.gpu_suite.graph_timer import Call
 from benchmarks.gpu_suite.kernel_cases import EPSILON, Bench, Case, Rows
-from spd.kernels.recurrent.delta_rule import DeltaMemory
+from spd.kernels.recurrent.delta_rule import DeltaMemory, Rule
 from spd.kernels.recurrent.short_conv import Segments
 
 TAPS, START, SPARE = 4, 1000, 4
@@ -70,12 +70,12 @@ def memory(bench: Bench, shape: DeltaShape, slots: int, depth: int) -> DeltaMemo
     return DeltaMemory(state, keys, values, drawn(depth, shape.heads, 2).sigmoid())
 
 
-def operands(bench: Bench, shape: DeltaShape, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def operands(bench: Bench, shape: DeltaShape, rows: int) -> tuple[Tensor, Tensor, Rule]:
     """What the rule reads of rows: convolved channels, gates, and each head's two constants."""
     device = bench.timer.device
     constants = (torch.randn(shape.heads, device=device) for _ in range(2))
     mixed = torch.randn(rows, shape.channels, device=device)
-    return mixed, bench.normal(rows, 2 * shape.heads), *constants
+    return mixed, bench.normal(rows, 2 * shape.heads), Rule(*constants)
 
 
 def delta_case(bench: Bench, shape: DeltaShape, slots: int, lengths: Sequence[int] = LENGTHS) -> Rows:

@@ -65,7 +65,7 @@ class LatentConfig:
 
 @dataclass(frozen=True)
 class DeltaConfig:
-    """Gated DeltaNet layers: sizes of heads, and which layers they are."""
+    """Gated DeltaNet layers, or Mamba-2's: sizes of heads, and which layers they are."""
 
     kernel: int  # inputs that the convolution sees
     key_heads: int
@@ -73,7 +73,9 @@ class DeltaConfig:
     key_dim: int
     value_dim: int
     layers: tuple[bool, ...]
-    interleaved: bool  # projections are fused, key head by key head (Qwen3-Next)
+    interleaved: bool = False  # projections are fused, key head by key head (Qwen3-Next)
+    corrects: bool = True  # else Mamba-2, whose heads share keys by groups
+    conv_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,8 @@ class ExpertKeys:
     per_token: str = "num_experts_per_tok"
     width: str = "moe_intermediate_size"
     shared_count: str | None = None  # of shared experts, each as wide as a routed one
-    shared_width: int | None = None  # what an absent width of one gated shared expert counts as
+    shared_width: int | None = None  # what an absent width of one shared expert counts as
+    shared_name: str = "shared_expert"  # its name where it has a width; a gate of its own has this one alone
     normalised: bool | None = None  # what an absent `norm_topk_prob` counts as; None: always normalised
     switch: str | None = None  # a key without which there are no experts
     sparse: Callable[[Fields, int], list[bool]] | None = None  # which layers have experts; None: all
@@ -251,7 +254,7 @@ def read_experts(fields: Fields, num_layers: int, keys: ExpertKeys) -> ExpertsCo
     if keys.grouped:
         router = _deepseek_router(fields, count, router)
     limits = fields.number("swiglu_limit", 1e-3, 1e6, 7.0), fields.number("swiglu_alpha", 1e-3, 1e3, 1.702)
-    gated = keys.shared_width is not None
+    alone = None if keys.shared_width is None else keys.shared_name
     return ExpertsConfig(
         count,
         width,
@@ -259,9 +262,9 @@ def read_experts(fields: Fields, num_layers: int, keys: ExpertKeys) -> ExpertsCo
         tuple(keys.sparse(fields, num_layers) if keys.sparse else [True] * num_layers),
         router,
         keys.correction,
-        "shared_expert" if gated else "shared_experts",
+        alone or "shared_experts",
         limits if keys.clamped else None,
-        gated,
+        alone == "shared_expert",
     )
 
 
@@ -340,6 +343,7 @@ LFM2 = ExpertKeys(
     correction="expert_bias",
     grouped=True,
 )
+GRANITE = replace(MIXTRAL, switch="num_local_experts", shared_width=1024, shared_name="shared_mlp")
 GPT_OSS = replace(MIXTRAL, clamped=True)
 GEMMA4 = ExpertKeys(("num_experts",), "top_k_experts", switch="enable_moe_block")
 ERNIE = ExpertKeys(

@@ -80,17 +80,11 @@ _WRAPPED |= {"language_model.lm_head.": "lm_head."}
 
 _RENAMED = {
     **{"block_sparse_moe": "mlp", "router.layer": "gate", "w1": "gate_proj", "w3": "up_proj"},
-    **{"w2": "down_proj", "input_linear.weight": "experts.gate_up_proj"},
-    **{
-        "output_linear.weight": "experts.down_proj",
-        "feed_forward": "mlp",
-        "ffn_norm": "post_attention_layernorm",
-    },
-    **{
-        "operator_norm": "input_layernorm",
-        "self_attn.out_proj": "self_attn.o_proj",
-        "embedding_norm": "norm",
-    },
+    **{"w2": "down_proj", "output_linear.weight": "experts.down_proj", "feed_forward": "mlp"},
+    **{"input_linear.weight": "experts.gate_up_proj", "self_attn.out_proj": "self_attn.o_proj"},
+    **{"operator_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "embedding_norm": "norm"},
+    **{"shared_mlp.input_linear": "mlp.shared_mlp.gate_up_proj"},
+    **{"shared_mlp.output_linear": "mlp.shared_mlp.down_proj"},
 }
 """Parts of names in Mixtral's, Granite's and LFM2's checkpoints, and what others call the same."""
 _RENAMED_PART = re.compile(rf"\.({'|'.join(map(re.escape, _RENAMED))})(?=\.|$)")

@@ -18,7 +18,7 @@ from spd.formats.eagle3 import ARCHITECTURE as EAGLE3
 from spd.formats.eagle3 import Eagle3Config, read_eagle3
 from spd.formats.json_file import Fields, names_in, shown
 from spd.formats.quantized import Quantization, read_quantization
-from spd.formats.recurrent_config import ConvConfig, lfm2_keys, read_conv
+from spd.formats.recurrent_config import ConvConfig, granite_keys, lfm2_keys, read_conv, read_mamba
 from spd.formats.rope_config import (
     RopeConfig,
     read_growth,
@@ -172,6 +172,9 @@ _FAMILIES = {
     ),
     "GraniteForCausalLM": _Family("granite", _GRANITE, mlp_bias="mlp_bias"),
     "GraniteMoeForCausalLM": _Family("granitemoe", _GRANITE, experts=blocks.MIXTRAL),
+    "GraniteMoeHybridForCausalLM": _Family(
+        "granitemoehybrid", _GRANITE, experts=blocks.GRANITE, recurrent=read_mamba, spelled=granite_keys
+    ),
     "SeedOssForCausalLM": _Family(
         "seed_oss",
         {"max_position_embeddings": 524288, "attention_bias": True, "head_dim": 128},

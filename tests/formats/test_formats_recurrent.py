@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spd.errors import CheckpointError
-from spd.formats.block_config import ExpertsConfig, RouterConfig
+from spd.formats.block_config import DeltaConfig, ExpertsConfig, RouterConfig
 from spd.formats.recurrent_config import ConvConfig
 from tests.formats import test_formats_model_config
 
@@ -34,6 +34,20 @@ LFM2_MOE: dict[str, Any] = {
     "layer_types": ["conv", "conv", "full_attention", "conv"],
 }
 """The sizes are the defaults of `transformers`' classes, or those that their pages name."""
+GRANITE: dict[str, Any] = {
+    **{"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid"},
+    **{"attention_bias": False, "attention_multiplier": 0.0078125, "embedding_multiplier": 12},
+    **{"hidden_size": 1536, "intermediate_size": 512, "logits_scaling": 6, "mamba_chunk_size": 256},
+    **{"mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_state": 128},
+    **{"mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 48, "mamba_proj_bias": False},
+    **{"max_position_embeddings": 131072, "num_attention_heads": 12, "num_experts_per_tok": 6},
+    **{"num_hidden_layers": 4, "num_key_value_heads": 4, "num_local_experts": 64, "rms_norm_eps": 1e-5},
+    **{"position_embedding_type": "nope", "residual_multiplier": 0.22, "rope_theta": 10000},
+    **{"shared_intermediate_size": 1024, "tie_word_embeddings": True, "vocab_size": 100352},
+    "layer_types": ["mamba", "mamba", "attention", "mamba"],
+}
+"""As Granite 4.0 H Tiny's, with fewer layers."""
+MAMBA = {"layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"]}
 
 
 def test_lfm2_as_published(tmp_path: Path) -> None:
@@ -58,6 +72,20 @@ def test_lfm2_with_experts_as_published(tmp_path: Path) -> None:
     assert config.experts == ExpertsConfig(32, 1792, 0, sparse, router, "expert_bias")
 
 
+def test_granite_hybrids_as_published(tmp_path: Path) -> None:
+    config = read(tmp_path, GRANITE)
+    kept = (True, True, False, True)
+    assert config.recurrent == DeltaConfig(4, 1, 48, 128, 64, kept, corrects=False, conv_bias=True)
+    router = RouterConfig(6, False, False, True)
+    assert config.experts == ExpertsConfig(64, 512, 1024, (True,) * 4, router, shared_name="shared_mlp")
+    assert config.still == (True,) * 4 and config.tie_embeddings
+    assert read(tmp_path, GRANITE, **MAMBA) == config, "as the library writes it"
+    listed = {"layer_types": None, "layers_block_type": GRANITE["layer_types"], "mamba_d_head": "auto"}
+    assert read(tmp_path, GRANITE, **listed) == config
+    dense = read(tmp_path, GRANITE, num_local_experts=0, position_embedding_type="rope")
+    assert dense.experts is None and dense.intermediate_size == 1024 and not dense.still
+
+
 @pytest.mark.parametrize(
     ("base", "changes", "words"),
     [
@@ -71,6 +99,15 @@ def test_lfm2_with_experts_as_published(tmp_path: Path) -> None:
         (LFM2, {"block_ff_dim": 0}, "block_ff_dim"),
         (LFM2, {"block_multiple_of": 0}, "block_multiple_of"),
         (LFM2_MOE, {"use_expert_bias": False}, "use_expert_bias: false is not supported"),
+        (GRANITE, {"layer_types": ["mamba"] * 4}, "layer_types: no layer is full_attention"),
+        (GRANITE, {"layer_types": None}, "layer_types: no layer is full_attention"),
+        (GRANITE, {"layer_types": ["mamba", "conv", "attention", "mamba"]}, "'conv' is not supported"),
+        (GRANITE, {"mamba_n_groups": 5}, "mamba_n_groups: 5 does not divide 48 heads"),
+        (GRANITE, {"mamba_d_head": 32}, "mamba_d_head: 48 heads of 32 are not 3072 elements"),
+        (GRANITE, {"mamba_proj_bias": True}, "mamba_proj_bias: true is not supported"),
+        (GRANITE, {"mamba_d_state": 512}, "mamba_d_state: 512 is not a whole number"),
+        (GRANITE, {"position_embedding_type": "alibi"}, "position_embedding_type"),
+        (GRANITE, {"time_step_limit": [0.001, 0.1]}, "time_step_limit"),
         (LFM2_MOE, {"num_experts": None}, "num_experts: is missing"),
     ],
 )

@@ -21,7 +21,7 @@ from spd.kernels.dispatch import Kernels, load_kernels
 from spd.kernels.linear.few_bits import TiledWeight
 from spd.kernels.linear.head_input import PairNorms
 from spd.kernels.linear.skinny_linear import AnyWeight, Draw, Norm, ScaledWeight
-from spd.kernels.recurrent.delta_rule import DeltaMemory
+from spd.kernels.recurrent.delta_rule import DeltaMemory, Rule
 from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.round.window import ENDED, Places, RoundWindow, Rows
 from spd.runtime.layers.base import HeadStates
@@ -273,12 +273,28 @@ def recurrent() -> Launches:
             of(F32, 16, depth, heads, size),
             of(F32, 16, depth, heads, 2),
         )
-        read = (of(F32, 20, channels), gates, of(F32, heads), of(F32, heads), memory, rows)
+        read = (of(F32, 20, channels), gates, Rule(of(F32, heads), of(F32, heads)), memory, rows)
         OPS.delta_rule(*read)
         OPS.delta_chunks(*read)
         OPS.gated_norm(of(F32, 20, heads, size), inputs[:, channels:], of(F32, size), 1e-6)
 
+    def scan(dtype: torch.dtype) -> None:
+        """As Granite 4.0 H Tiny: 48 heads of 64 in one group, whose states are 128 wide."""
+        heads, width, size, rows = 48, 128, 64, Segments(of(I64, 5, 4), of(I64, 16))
+        memory = DeltaMemory(
+            of(F32, 16, heads, width, size),
+            of(F32, 16, 54, 1, width),
+            of(F32, 16, 54, heads, size),
+            of(F32, 16, 54, heads, 2),
+        )
+        rule = Rule(of(F32, heads), of(F32, heads), False)
+        read = (of(F32, 20, 2 * width + heads * size), of(dtype, 20, heads), rule, memory, rows)
+        OPS.delta_rule(*read)
+        OPS.delta_chunks(*read)
+        OPS.gated_norm(of(F32, 20, 1, 3072), of(dtype, 20, 3072), of(F32, 1, 3072), 1e-6, True)
+
     for dtype in (BF16, F16):
+        found[f"mamba_{NAMES[dtype]}"] = partial(scan, dtype)
         for name, sizes in (("9b", (32, 16, 128, 128)), ("odd", (6, 2, 48, 40))):
             found[f"{name}_{NAMES[dtype]}"] = partial(layer, dtype, *sizes)
     return found

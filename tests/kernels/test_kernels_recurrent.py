@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.native.library import NativeLibrary
-from spd.kernels.recurrent.delta_rule import CHUNK, DeltaMemory
+from spd.kernels.recurrent.delta_rule import CHUNK, DeltaMemory, Rule
 from spd.kernels.recurrent.short_conv import Segments
 
 pytest.importorskip("triton")
@@ -34,6 +34,12 @@ class Shape:
     size: int
     taps: int = 4
     depth: int = 24
+    corrects: bool = True
+
+    @property
+    def gates(self) -> int:
+        """Columns of raw gates: corrections and steps, or steps alone."""
+        return (1 + self.corrects) * self.heads
 
     @property
     def channels(self) -> int:
@@ -42,6 +48,8 @@ class Shape:
 
 
 SHAPES = [Shape(4, 2, 16, 16), Shape(3, 1, 24, 40, taps=2), Shape(6, 2, 64, 32), Shape(1, 1, 5, 7, taps=3)]
+SHAPES += [Shape(4, 2, 24, 16, corrects=False), Shape(3, 1, 5, 7, taps=3, corrects=False)]
+"""The last two are Mamba-2's."""
 
 
 class Layer:
@@ -68,8 +76,10 @@ class Layer:
 
         self.kernels, self.dtype, self.device = kernels, dtype, device
         self.weight, self.norm = draw(s.taps, s.channels), draw(s.size)
+        if not s.corrects:
+            self.norm = draw(s.key_heads, s.heads // s.key_heads * s.size)
         self.bias = draw(s.channels) if bias else None
-        self.rate, self.step_bias = draw(s.heads), draw(s.heads)
+        self.rule = Rule(draw(s.heads), draw(s.heads), s.corrects)
         self.ring = nothing(s.depth, s.channels, dtype=dtype)
         self.memory = DeltaMemory(
             nothing(s.heads, s.width, s.size),
@@ -80,8 +90,8 @@ class Layer:
         self.applied = torch.zeros(slots, dtype=torch.long, device=device)
 
     def inputs(self, rows: int, seed: int = 0) -> Tensor:
-        """A projection's rows [rows, channels + heads * size + 2 * heads]."""
-        width = self.shape.channels + self.shape.heads * (self.shape.size + 2)
+        """A projection's rows [rows, channels + heads * size + gates]."""
+        width = self.shape.channels + self.shape.heads * self.shape.size + self.shape.gates
         drawn = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
         return drawn.to(self.device, self.dtype)
 
@@ -95,11 +105,13 @@ class Layer:
         values = s.heads * s.size
         mixed = self.kernels.short_conv(x[:, : s.channels], self.weight, self.bias, self.ring, rows)
         gates = x[:, s.channels + values :]
-        out = self.kernels.delta_rule(mixed, gates, self.rate, self.step_bias, self.memory, rows)
+        out = self.kernels.delta_rule(mixed, gates, self.rule, self.memory, rows)
         for slot, _, count, _, keep in runs:
             if count:
                 self.applied[slot] = keep
-        return self.kernels.gated_norm(out, x[:, s.channels : s.channels + values], self.norm, 1e-6)
+        opening = x[:, s.channels : s.channels + values]
+        out = out if s.corrects else out.view(len(out), *self.norm.shape)
+        return self.kernels.gated_norm(out, opening, self.norm, 1e-6, not s.corrects)
 
 
 ALL_SHAPES = pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -160,7 +172,12 @@ def test_passes_of_the_torch_form_are_single_steps(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [Shape(2, 1, 8, 40, depth=20), Shape(1, 1, 5, 7, taps=3, depth=20)], ids=str
+    "shape",
+    [
+        *(Shape(2, 1, 8, 40, depth=20), Shape(1, 1, 5, 7, taps=3, depth=20)),
+        Shape(2, 2, 5, 7, depth=20, corrects=False),
+    ],
+    ids=str,
 )
 def test_passes_of_the_triton_form_are_single_steps(shape: Shape, device: str) -> None:
     check_windows(load_kernels("triton"), torch.float32, shape, 12, device)
@@ -181,22 +198,31 @@ def naive(x: Tensor, layer: Layer) -> Tensor:
     mixed = mixed * mixed.sigmoid()
     query, key, value = mixed.split([s.key_heads * s.width] * 2 + [s.heads * s.size], -1)
     query, key = (
-        (a / (a.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(s.heads // s.key_heads, 1)
+        (a / (a.square().sum(-1, keepdim=True) + 1e-6).sqrt() if s.corrects else a).repeat_interleave(
+            s.heads // s.key_heads, 1
+        )
         for a in (query.view(-1, s.key_heads, s.width), key.view(-1, s.key_heads, s.width))
     )
     value, (gate, raw) = (
         value.view(-1, s.heads, s.size),
-        x[:, s.channels :].split([s.heads * s.size, 2 * s.heads], -1),
+        x[:, s.channels :].split([s.heads * s.size, s.gates], -1),
     )
-    correct, step = raw.chunk(2, -1)
-    decay = (-layer.rate.double().exp() * torch.nn.functional.softplus(step + layer.step_bias.double())).exp()
+    correct, step = raw[:, : s.heads].sigmoid(), raw[:, -s.heads :]
+    step = torch.nn.functional.softplus(step + layer.rule.bias.double())
+    decay = (-layer.rule.rate.double().exp() * step).exp()
+    correct = correct if s.corrects else step
     state, out = x.new_zeros(s.heads, s.width, s.size), []
     for t in range(len(x)):
         state = state * decay[t, :, None, None]
-        error = value[t] - torch.einsum("hij,hi->hj", state, key[t])
-        state = state + torch.einsum("hi,hj->hij", key[t], error * correct[t].sigmoid()[:, None])
-        out.append(torch.einsum("hij,hi->hj", state, query[t]) * s.width**-0.5)
+        error = value[t] - torch.einsum("hij,hi->hj", state, key[t]) * s.corrects
+        state = state + torch.einsum("hi,hj->hij", key[t], error * correct[t][:, None])
+        out.append(torch.einsum("hij,hi->hj", state, query[t]) * (s.width**-0.5 if s.corrects else 1))
     normed = torch.stack(out)
+    if not s.corrects:  # Mamba-2 gates before the norm, which is a group's
+        normed = normed * gate.view(normed.shape) * gate.view(normed.shape).sigmoid()
+        normed = normed.view(len(x), *layer.norm.shape)
+        normed = normed / (normed.square().mean(-1, keepdim=True) + 1e-6).sqrt() * layer.norm.double()
+        return normed.flatten(1)
     normed = normed / (normed.square().mean(-1, keepdim=True) + 1e-6).sqrt() * layer.norm.double()
     gate = gate.reshape(normed.shape)
     return (normed * gate * gate.sigmoid()).flatten(1)
@@ -288,7 +314,7 @@ def test_a_round_reads_and_writes_each_state_once(k: int, monkeypatch: pytest.Mo
 
 # -- whole chunks of a prompt ----------------------------------------------------------------------
 
-CHUNKED = [Shape(2, 1, 128, 64), Shape(3, 1, 24, 40), Shape(2, 2, 5, 7)]
+CHUNKED = [Shape(2, 1, 128, 64), Shape(3, 1, 24, 40), Shape(2, 2, 5, 7), Shape(4, 2, 24, 16, corrects=False)]
 FORMS = pytest.mark.parametrize("form", ["torch", "triton"])
 
 
@@ -310,15 +336,16 @@ class Prompt:
         layer = Layer(shape, load_kernels(form), torch.float32, 3, device=device)
         x, mixed = layer.inputs(rows), torch.randn(rows, shape.channels, generator=torch.Generator())
         mixed = mixed.to(device)
-        gates = x[:, -2 * shape.heads :].clone()
+        gates = x[:, -shape.gates :].clone()
         keys = mixed[:, shape.key_heads * shape.width : 2 * shape.key_heads * shape.width]
         if regime == "slow":
-            gates += torch.tensor([3.0, -9.0], device=device).repeat_interleave(shape.heads)
+            slow = torch.tensor([3.0, -9.0], device=device).repeat_interleave(shape.heads)
+            gates += slow[-shape.gates :]
             keys *= 0.3
             keys += 1
         if regime == "mixed":
-            layer.rate += 2
-            gates[:, shape.heads :] += torch.where(torch.arange(rows, device=device) % 7 == 0, 4.0, -8.0)[
+            layer.rule.rate.add_(2)
+            gates[:, -shape.heads :] += torch.where(torch.arange(rows, device=device) % 7 == 0, 4.0, -8.0)[
                 :, None
             ]
         return cls(layer, mixed, gates)
@@ -329,7 +356,7 @@ class Prompt:
         layer.applied[slot] = 0
         for begin, end in zip((0, *cuts), (*cuts, len(self.mixed)), strict=True):
             rows = layer.rows((slot, 0, end - begin, begin, end))
-            given = (self.mixed[begin:end], self.gates[begin:end], layer.rate, layer.step_bias)
+            given = (self.mixed[begin:end], self.gates[begin:end], layer.rule)
             made.append(getattr(layer.kernels, operation)(*given, layer.memory, rows))
             layer.applied[slot] = end
         return torch.cat(made), layer.memory.state[slot].clone()
@@ -372,7 +399,7 @@ def test_how_many_chunks_a_call_holds_changes_no_bit(shape: Shape, form: str, de
         torch.cat((b[:1], a, b[:1], b[:40]))
         for a, b in ((other.mixed, prompt.mixed), (other.gates, prompt.gates))
     )
-    given = (mixed, gates, layer.rate, layer.step_bias, layer.memory, layer.rows(*runs))
+    given = (mixed, gates, layer.rule, layer.memory, layer.rows(*runs))
     made = layer.kernels.delta_chunks(*given)
     assert torch.equal(made[1 : len(wanted) + 1], wanted) and torch.equal(layer.memory.state[2], behind)
     assert torch.equal(made[-40:-8], whole[:32]) and not made[0].any() and not made[len(wanted) + 1].any()

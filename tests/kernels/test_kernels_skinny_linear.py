@@ -172,7 +172,7 @@ def test_each_head_has_its_own_product(form: Form, heads: int, a: int, b: int, r
     for dtype in form.dtypes:
         x = normal(rows, heads, a + 3, seed=1).to(form.device, dtype)[..., 3:]
         weight = normal(heads, a, b, seed=2).to(form.device, dtype)
-        kept = form.ops.pack_heads(weight) if form.native else weight
+        kept = form.ops.pack(weight.mT) if form.native else weight
         found, right = (
             form.ops.head_linear(x, kept),
             torch.einsum("tha,hab->thb", x.double(), weight.double()),

@@ -235,6 +235,53 @@ def with_convolutions(tensors: Tensors) -> Tensors:
     return found
 
 
+def with_mamba(tensors: Tensors, groups: int = 2) -> Tensors:
+    """Granite 4: all layers but one are Mamba-2's, with 8 heads of 16; gate and up of the MLP are one."""
+    both = fused({name: t for name, t in tensors.items() if "mlp.gate_proj" in name or "mlp.up_proj" in name})
+    found = packed_experts(
+        {**{n: t for n, t in tensors.items() if "mlp.gate_p" not in n and "mlp.up_p" not in n}, **both}
+    )
+    for name in [name for name in found if name.endswith("mlp.gate_up_proj.weight")]:
+        stem = name.removesuffix("mlp.gate_up_proj.weight")
+        found[f"{stem}shared_mlp.input_linear.weight"] = found.pop(name)
+        found[f"{stem}shared_mlp.output_linear.weight"] = found.pop(f"{stem}mlp.down_proj.weight")
+    for name in [name for name in found if name.endswith("block_sparse_moe.router.layer.weight")]:
+        stem, hidden = name.removesuffix("block_sparse_moe.router.layer.weight"), found[name].shape[1]
+        for part, shape in (("input", (96, hidden)), ("output", (hidden, 48))):
+            own = f"{stem}shared_mlp.{part}_linear.weight"
+            found[own] = drawn(own, shape, 1.2 / shape[1] ** 0.5)
+    for name in [name for name in found if name.endswith("self_attn.o_proj.weight")]:
+        stem = name.removesuffix("self_attn.o_proj.weight")
+        if int(stem.split(".")[2]) != 1:
+            gain = found[name].std() * len(found[name]) ** 0.5
+            found = {each: t for each, t in found.items() if not each.startswith(f"{stem}self_attn.")}
+            found |= mamba(f"{stem}mamba.", 64, 8, 16, groups, 24, float(gain))
+    return found
+
+
+def mamba(stem: str, hidden: int, heads: int, size: int, groups: int, state: int, gain: float) -> Tensors:
+    """One Mamba-2 layer's tensors, every one of which matters."""
+    inner, channels = heads * size, heads * size + 2 * groups * state
+    shapes: dict[str, tuple[tuple[int, ...], float, float]] = {
+        "in_proj.weight": ((inner + channels + heads, hidden), 1.2 / hidden**0.5, 0.0),
+        "conv1d.weight": ((channels, 1, 4), 0.5, 0.0),
+        "conv1d.bias": ((channels,), 0.2, 0.0),
+        "A_log": ((heads,), 0.7, 0.3),
+        "dt_bias": ((heads,), 1.0, -1.0),
+        "D": ((heads,), 0.5, 1.0),
+        "norm.weight": ((inner,), 0.2, 1.0),
+        "out_proj.weight": ((hidden, inner), gain / inner**0.5, 0.0),
+    }
+    return {stem + name: drawn(stem + name, *how) for name, how in shapes.items()}
+
+
+GRANITE_HYBRID = {
+    **{"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid"},
+    **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_d_conv": 4},
+    **{"mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False, "attention_bias": False},
+    **{"position_embedding_type": "nope", "num_local_experts": 0, "shared_intermediate_size": 128},
+    "layer_types": ["mamba", "attention", "mamba", "mamba"],
+}
 LFM2 = {
     **{"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "norm_eps": 1e-5, "conv_L_cache": 3},
     **{"block_ff_dim": 120, "block_multiple_of": 16, "full_attn_idxs": [2], "pad_token_id": 0},
@@ -436,6 +483,23 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Tensors], Te
         },
         {"architectures": ["HunYuanDenseV1ForCausalLM"], "model_type": "hunyuan_v1_dense"},
         renamed(q_norm="query_layernorm", k_norm="key_layernorm"),
+    ),
+    "granite_hybrid": (
+        {"architecture": LLAMA},
+        {**GRANITE, **GRANITE_HYBRID, "residual_multiplier": 0.7},
+        with_mamba,
+    ),
+    "granite_hybrid_moe": (
+        SPARSE,
+        {
+            **{**GRANITE, **GRANITE_HYBRID, "position_embedding_type": "rope", "mamba_n_groups": 1},
+            **{"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32},
+            **{
+                "shared_intermediate_size": 48,
+                "layer_types": ["linear_attention", "full_attention"] + ["linear_attention"] * 2,
+            },
+        },
+        partial(with_mamba, groups=1),
     ),
     "lfm2": ({"architecture": QWEN3, "intermediate": 80}, LFM2, with_convolutions),
     "lfm2_moe": (

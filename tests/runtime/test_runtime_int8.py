@@ -34,8 +34,7 @@ damped = Damped(loud=2)
 
 def products(engine: Engine) -> list[Any]:
     """Every matrix of the target's layers that is multiplied, experts included."""
-    layers = engine._device.runner.model.layers  # type: ignore[attr-defined]
-    return [p for layer in layers for p in layer.products()]
+    return list(engine._device.runner.model.products[:-1])
 
 
 # -- errors ----------------------------------------------------------------------------------------

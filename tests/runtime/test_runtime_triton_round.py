@@ -274,6 +274,19 @@ def test_a_hybrid_and_its_head(tmp_path: Path) -> None:
     assert 0 < accepted < drafted
 
 
+def test_mamba_layers(tmp_path: Path) -> None:
+    """Granite 4: three layers that keep states and one that attends, over a chunk of a prompt."""
+    sizes = {name: SHAPE[name] for name in ("vocab", "tokenizer", "seed", "intermediate")}
+    config = {"shared_intermediate_size": 48}
+    folder = write_dense(tmp_path, "granite_hybrid", **sizes, config=config, residual_gain=damped)
+    prompts = [random_prompts(1, n, 97, seed=n)[0] for n in (66, 9)]
+    params = [SamplingParams(max_tokens=5, temperature=t, seed=3) for t in (0.0, 0.8)]
+    wishes = {"spec": "draft", "draft_model": folder, "draft_max": 2}
+    first, second = both(folder, prompts, params, slots=2, **wishes)
+    assert_same(first, second)
+    assert tally(first)[0] == tally(first)[1] > 4
+
+
 def test_short_convolutions(tmp_path: Path, methods: Methods) -> None:
     """LFM2: two layers that convolve and one that attends, over a chunk of a prompt and its tail."""
     folder = write_dense(

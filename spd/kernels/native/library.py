@@ -15,9 +15,10 @@ from torch import Tensor
 from spd.kernels.attention.paged_attention import AttentionHeads, AttentionPlan, Scores, Windows
 from spd.kernels.attention.rotary_store import Pools, RotatedRows
 from spd.kernels.experts.moe import RoutingRule
+from spd.kernels.launch import ceil_div
 from spd.kernels.linear.few_bits import GroupedWeight
 from spd.kernels.native.build import NativeUnavailable, library_path
-from spd.kernels.recurrent.delta_rule import DeltaMemory
+from spd.kernels.recurrent.delta_rule import DeltaMemory, Rule
 from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.round.window import RoundTensors
 from spd.kernels.sampling.philox import STREAM_TARGET
@@ -41,8 +42,8 @@ SIGNATURES: dict[str, Sequence[type]] = {
     "spd_sample": (*(POINTER,) * 10, *(LONG,) * 5, *(INT,) * 3),
     "spd_lookup": (*(POINTER,) * 6, *(LONG,) * 6, INT),
     "spd_short_conv": (*(POINTER,) * 7, *(LONG,) * 6, INT, INT),
-    "spd_delta_rule": (*(POINTER,) * 12, *(LONG,) * 8, INT),
-    "spd_gated_norm": (*(POINTER,) * 3, FLOAT, POINTER, *(LONG,) * 4, INT),
+    "spd_delta_rule": (*(POINTER,) * 12, *(LONG,) * 8, INT, INT),
+    "spd_gated_norm": (*(POINTER,) * 3, FLOAT, POINTER, *(LONG,) * 5, INT, INT),
     "spd_experts": (*(POINTER,) * 7, *(LONG,) * 5, *(POINTER,) * 4, INT),
 }
 
@@ -95,7 +96,7 @@ class PackedWeight:
         """What is handed to C: it points into these tensors."""
         wide = self.scales is not None and self.scales.dtype == torch.float32
         parts = (address(each) for each in (self.tiles, self.scales, self.zeros))
-        return Weight(*parts, self.group, self.groups, tiles_of(self.depth, DEPTH), self.kind, int(wide))
+        return Weight(*parts, self.group, self.groups, ceil_div(self.depth, DEPTH), self.kind, int(wide))
 
     @property
     def address(self) -> int:
@@ -104,10 +105,6 @@ class PackedWeight:
 
 def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def tiles_of(count: int, size: int) -> int:
-    return -(-count // size)
 
 
 @dataclass(frozen=True)
@@ -147,8 +144,8 @@ class NativeLibrary:
         """A weight [N, K], or several [E, N, K], in tiles filled up with zeros."""
         width, depth = weight.shape[-2:]
         every = weight.reshape(-1, width, depth)
-        blocks = tiles_of(width // 2, SIDE) if gated else tiles_of(width, 2 * SIDE)
-        size = blocks * tiles_of(depth, DEPTH) * 2 * SIDE * DEPTH
+        blocks = ceil_div(width // 2, SIDE) if gated else ceil_div(width, 2 * SIDE)
+        size = blocks * ceil_div(depth, DEPTH) * 2 * SIDE * DEPTH
         tiles = torch.empty(every.shape[0], size, dtype=self.dtype)
         for own, one in zip(tiles, every, strict=True):
             source = one.to(self.dtype).contiguous()
@@ -158,12 +155,12 @@ class NativeLibrary:
     def pack_codes(self, weight: GroupedWeight, *, gated: bool = False) -> PackedWeight:
         """A weight [N, K] in codes, or several [E, N, K]; groups are 16, multiples of 32, or a whole row."""
         (width, depth), groups = weight.shape[-2:], weight.scales.shape[-1]
-        group = weight.group if groups > 1 else tiles_of(depth, DEPTH) * DEPTH
+        group = weight.group if groups > 1 else ceil_div(depth, DEPTH) * DEPTH
         every = weight if len(weight.shape) == 3 else weight.each(lambda part: part[None])
-        blocks = tiles_of(width // 2, SIDE) if gated else tiles_of(width, 2 * SIDE)
+        blocks = ceil_div(width // 2, SIDE) if gated else ceil_div(width, 2 * SIDE)
         count, kind = every.shape[0], 1 + CODES.index(weight.kind)
         step = SIDE * DEPTH if weight.kind in ("int4", "e2m1") else 2 * SIDE * DEPTH
-        tiles = torch.empty(count, blocks * tiles_of(depth, DEPTH) * step, dtype=torch.uint8)
+        tiles = torch.empty(count, blocks * ceil_div(depth, DEPTH) * step, dtype=torch.uint8)
         beside = [
             torch.empty(count, blocks * groups * 2 * SIDE, dtype=each.dtype) for each in every.parts[1:]
         ]
@@ -196,7 +193,7 @@ class NativeLibrary:
         width = weight.width // 2 if weight.gated else weight.width
         kind = torch.float32 if ending is Ending.FLOAT32 else self.dtype
         y = torch.empty(rows, width, dtype=kind)
-        scratch = self.room(tiles_of(rows, SIDE) * tiles_of(weight.depth, DEPTH))
+        scratch = self.room(ceil_div(rows, SIDE) * ceil_div(weight.depth, DEPTH))
         x = x.contiguous()
         self._linear(
             x.data_ptr(), address(norm), epsilon, weight.address, address(bias),
@@ -211,19 +208,15 @@ class NativeLibrary:
             self._scratch = torch.empty(tiles * SIDE * DEPTH)
         return self._scratch.data_ptr()
 
-    def pack_heads(self, weight: Tensor) -> PackedWeight:
-        """A weight for each head [H, A, B], as `head_linear` takes it."""
-        return self.pack(weight.transpose(1, 2))
-
     def head_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        """See `spd.kernels.latent.mla_attention`; weight comes from `pack_heads`."""
+        """See `spd.kernels.latent.mla_attention`; weight packs the heads' own, transposed."""
         rows, heads, depth = x.shape
         assert x.stride(2) == 1 and heads == weight.count
         y = torch.empty(rows, heads, weight.width, dtype=self.dtype)
         self._linear(
             x.data_ptr(), None, 0.0, weight.address, None, None, y.data_ptr(), rows, heads, depth,
             weight.width, x.stride(0), x.stride(1), y.stride(0), y.stride(1), Ending.ROUNDED,
-            self.room(heads * tiles_of(rows, SIDE) * tiles_of(depth, DEPTH)), self.threads,
+            self.room(heads * ceil_div(rows, SIDE) * ceil_div(depth, DEPTH)), self.threads,
         )  # fmt: skip
         return y
 
@@ -341,7 +334,7 @@ class NativeLibrary:
         correction = None if correction is None else correction.float().contiguous()
         ids = torch.empty(rows, rule.per_token, dtype=torch.int64)
         weights = torch.empty(rows, rule.per_token)
-        each = tiles_of(4 * (2 * experts + rule.groups) + experts + rule.groups, 64) * 64
+        each = ceil_div(4 * (2 * experts + rule.groups) + experts + rule.groups, 64) * 64
         room = torch.empty(rows * each, dtype=torch.uint8)
         self.library.spd_route(
             parts.data_ptr(), address(correction), ids.data_ptr(), weights.data_ptr(), room.data_ptr(),
@@ -366,11 +359,11 @@ class NativeLibrary:
         tokens = torch.empty(slots, width, dtype=torch.int64)
         finite = torch.empty(slots, width, dtype=torch.bool)
         usable = min(tensors.usable_vocab, vocab)
-        bytes_each = tiles_of(16 * usable, 64) * 64
+        bytes_each = ceil_div(16 * usable, 64) * 64
         self.library.spd_sample(
             logits.data_ptr(), tensors.temperature.data_ptr(), tensors.top_p.data_ptr(),
             tensors.min_p.data_ptr(), tensors.top_k.data_ptr(), tensors.seed.data_ptr(), positions.data_ptr(),
-            tokens.data_ptr(), finite.data_ptr(), self.room(tiles_of(self.threads * bytes_each, TILE_BYTES)),
+            tokens.data_ptr(), finite.data_ptr(), self.room(ceil_div(self.threads * bytes_each, TILE_BYTES)),
             slots, width, vocab, usable, stream, int(steps.noise), int(steps.truncation), self.threads,
         )  # fmt: skip
         return tokens, finite
@@ -400,37 +393,33 @@ class NativeLibrary:
         return out
 
     def delta_rule(
-        self,
-        mixed: Tensor,
-        raw_gates: Tensor,
-        rate: Tensor,
-        bias: Tensor,
-        memory: DeltaMemory,
-        rows: Segments,
+        self, mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments
     ) -> Tensor:
         """See `spd.kernels.recurrent.delta_rule`."""
         assert raw_gates.stride(1) == 1
         (heads, width, size), (depth, key_heads) = memory.state.shape[1:], memory.keys.shape[1:3]
         out, table = torch.zeros(mixed.shape[0], heads, size), rows.table.contiguous()
-        room = self.room(tiles_of(self.threads * (32 * width + len(mixed) * (2 * width + 2)), SIDE * DEPTH))
+        room = self.room(ceil_div(self.threads * (32 * width + len(mixed) * (2 * width + 2)), SIDE * DEPTH))
         self.library.spd_delta_rule(
-            mixed.data_ptr(), raw_gates.data_ptr(), rate.data_ptr(), bias.data_ptr(),
+            mixed.data_ptr(), raw_gates.data_ptr(), rule.rate.data_ptr(), rule.bias.data_ptr(),
             *(kept.data_ptr() for kept in memory), room, out.data_ptr(), table.data_ptr(),
             rows.applied.data_ptr(), table.shape[1], raw_gates.stride(0), heads, key_heads, width, size,
-            depth, mixed.shape[0], self.threads,
+            depth, mixed.shape[0], int(rule.corrects), self.threads,
         )  # fmt: skip
         return out
 
     delta_chunks = delta_rule
     """A step a token is as fast here, and its bits are the same however rows are grouped."""
 
-    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def gated_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, first: bool = False
+    ) -> Tensor:
         """See `spd.kernels.recurrent.delta_rule`."""
         assert gate.stride(1) == 1
         out = torch.empty(gate.shape, dtype=self.dtype)
         self.library.spd_gated_norm(
             x.data_ptr(), gate.data_ptr(), weight.data_ptr(), epsilon, out.data_ptr(), x.shape[0],
-            gate.stride(0), *x.shape[1:], self.threads,
+            gate.stride(0), *x.shape[1:], (weight.dim() - 1) * x.shape[2], int(first), self.threads,
         )  # fmt: skip
         return out
 
@@ -451,7 +440,7 @@ class NativeLibrary:
         self.library.spd_experts(
             x.data_ptr(), ids.data_ptr(), weights.data_ptr(), gate_up.address, down.address,
             stream.data_ptr(), out.data_ptr(), rows, depth, inner, count, per_token,
-            lists.data_ptr(), self.room((pairs // SIDE + count + 1) * tiles_of(max(depth, inner), DEPTH)),
+            lists.data_ptr(), self.room((pairs // SIDE + count + 1) * ceil_div(max(depth, inner), DEPTH)),
             made.data_ptr(), sums.data_ptr(), self.threads,
         )  # fmt: skip
         return out

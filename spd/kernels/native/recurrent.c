@@ -79,17 +79,18 @@ typedef struct {
     const element *raw_gates;
     float *state, *keys, *values, *gates, *room, *out;
     long gate_stride, heads, key_heads, width, size, depth, share;
+    int corrects;
 } Delta;
 
-/* x [width] over its length, times scale, to out. */
-static void unit(const float *x, long width, float scale, float *out)
+/* x [width], where states are corrected over its length, times scale, to out. */
+static void unit(const float *x, long width, int corrects, float scale, float *out)
 {
     vec squares = vzero();
     for (long i = 0; i < width; i += SIDE) {
         vec v = loadf(x + i, width - i);
         squares = vfma(v, v, squares);
     }
-    vec by = vall(scale / __builtin_sqrtf(vsum(squares) + 1e-6f));
+    vec by = vall(corrects ? scale / __builtin_sqrtf(vsum(squares) + 1e-6f) : 1.0f);
     for (long i = 0; i < width; i += SIDE) storef(out + i, width - i, vmul(loadf(x + i, width - i), by));
 }
 
@@ -155,12 +156,13 @@ static void close_columns(const float *state, float *to, long width, long size, 
 static void gates_of(const Delta *o, long row, long head, float *out)
 {
     float pair[SIDE] = {0}; /* softplus(x) = log(1 + e^x), and x where that is the same */
-    float x = (float)vfirst(load(o->raw_gates + row * o->gate_stride + o->heads + head, 1)) + o->bias[head];
-    float correct = vfirst(load(o->raw_gates + row * o->gate_stride + head, 1));
+    const element *raw = o->raw_gates + row * o->gate_stride + head;
+    float x = (float)vfirst(load(raw + (o->corrects ? o->heads : 0), 1)) + o->bias[head];
+    float correct = vfirst(load(raw, 1));
     float softplus = x > 20.0f ? x : __builtin_log1pf(__builtin_expf(x));
     pair[0] = -__builtin_expf(o->rate[head]) * softplus;
     out[0] = vfirst(exponential(loadf(pair, 1)));
-    out[1] = 1.0f / (1.0f + __builtin_expf(-correct));
+    out[1] = o->corrects ? 1.0f / (1.0f + __builtin_expf(-correct)) : softplus;
 }
 
 /* One head of one run. */
@@ -198,6 +200,7 @@ static void correct_columns(const Head *h, float *kept, float *state, long colum
     for (long position = applied; position < h->end; position++) {
         int goes_on = position + 1 < h->end && position + 1 != keep, reads = position >= h->start;
         Token next = position + 1 < h->end ? token_of(h, position + 1, column) : token;
+        if (!o->corrects) found[0] = found[1] = vzero();
         if (reads && goes_on) pass_columns(state, token, &next, 1, found, o->width, left);
         else if (reads) pass_columns(state, token, 0, 1, found, o->width, left);
         else if (goes_on) pass_columns(state, token, &next, 0, found, o->width, left);
@@ -236,8 +239,8 @@ static void correct_head(const Delta *o, long run, long head, float *room)
     for (long r = 0; r < count; r++) {
         long row = o->runs.first[run] + r;
         const float *own = o->mixed + row * columns;
-        unit(own + key_head * width, width, 1.0f / __builtin_sqrtf((float)width), queries + r * width);
-        unit(own + (o->key_heads + key_head) * width, width, 1.0f, keys + r * width);
+        unit(own + key_head * width, width, o->corrects, 1.0f / __builtin_sqrtf((float)width), queries + r * width);
+        unit(own + (o->key_heads + key_head) * width, width, o->corrects, 1.0f, keys + r * width);
         gates_of(o, row, head, h.gates + r * 2);
     }
     float *kept = o->state + (slot * o->heads + head) * width * o->size;
@@ -257,11 +260,11 @@ static void correct_heads(const void *work, Share *share, int member)
 void spd_delta_rule(const float *mixed, const element *raw_gates, const float *rate, const float *bias, float *state,
     float *keys, float *values, float *gates, float *room, float *out, const int64_t *table, const int64_t *applied,
     long count, long gate_stride, long heads, long key_heads, long width, long size, long depth, long rows,
-    int threads)
+    int corrects, int threads)
 {
     const Delta o = {.runs = runs_of(table, applied, count), .mixed = mixed, .rate = rate, .bias = bias, .raw_gates = raw_gates, .state = state, .keys = keys,
         .values = values, .gates = gates, .room = room, .out = out, .gate_stride = gate_stride, .heads = heads,
-        .key_heads = key_heads, .width = width, .size = size, .depth = depth, .share = COLUMNS * width + rows * (2 * width + 2)};
+        .key_heads = key_heads, .width = width, .size = size, .depth = depth, .share = COLUMNS * width + rows * (2 * width + 2), .corrects = corrects};
     double work = 0.2 * (double)(rows * heads * width * size);
     share_out(correct_heads, &o, count * heads, threads_for(work, threads));
 }
@@ -270,8 +273,9 @@ typedef struct {
     const float *x, *weight;
     const element *gate;
     element *out;
-    long stride, heads, size;
+    long stride, heads, size, own;
     float epsilon;
+    int first;
 } GatedNorm;
 
 static void norm_rows(const void *work, Share *share, int member)
@@ -284,12 +288,13 @@ static void norm_rows(const void *work, Share *share, int member)
             vec squares = vzero();
             for (long i = 0; i < o->size; i += SIDE) {
                 vec v = loadf(x + i, o->size - i);
+                if (o->first) v = vmul(v, silu(load(gate + i, o->size - i)));
                 squares = vfma(v, v, squares);
             }
             vec by = vall(1.0f / __builtin_sqrtf(vsum(squares) / (float)o->size + o->epsilon));
             for (long i = 0; i < o->size; i += SIDE) {
                 long left = o->size - i;
-                vec normed = vmul(vmul(loadf(x + i, left), by), loadf(o->weight + i, left));
+                vec normed = vmul(vmul(loadf(x + i, left), by), loadf(o->weight + h * o->own + i, left));
                 store(o->out + (r * o->heads + h) * o->size + i, left, vmul(normed, silu(load(gate + i, left))));
             }
         }
@@ -297,8 +302,8 @@ static void norm_rows(const void *work, Share *share, int member)
 
 /* See `spd.kernels.recurrent.delta_rule.gated_norm`. */
 void spd_gated_norm(const float *x, const element *gate, const float *weight, float epsilon, element *out, long rows,
-    long stride, long heads, long size, int threads)
+    long stride, long heads, long size, long own, int first, int threads)
 {
-    const GatedNorm o = {x, weight, gate, out, stride, heads, size, epsilon};
+    const GatedNorm o = {x, weight, gate, out, stride, heads, size, own, epsilon, first};
     share_out(norm_rows, &o, rows, threads_for(1.0 * (double)(rows * heads * size), threads));
 }

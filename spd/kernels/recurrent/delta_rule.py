@@ -32,7 +32,21 @@ class DeltaMemory(NamedTuple):
     state: Tensor  # [S, H, dk, dv] as of `Segments.applied`; not read where that is 0
     keys: Tensor  # [S, D, Hk, dk] normed, at position % D; D >= the rows of two windows
     values: Tensor  # [S, D, H, dv]
-    gates: Tensor  # [S, D, H, 2]: the decay, and how much is corrected
+    gates: Tensor  # [S, D, H, 2]: the decay, and how much is corrected, or written
+
+
+class Rule(NamedTuple):
+    """What a step does to a head's state: first, a decay of exp(-exp(rate) * softplus(step + bias))."""
+
+    rate: Tensor  # float32 [H]
+    bias: Tensor  # float32 [H]
+    corrects: bool = True  # else as Mamba-2: a token is written whatever the state says of its key
+
+    def gates(self, raw: Tensor) -> tuple[Tensor, Tensor]:
+        """The decay's logarithm, and how much is corrected or written, float32 [..., H], of raw gates."""
+        steps, size = raw.float(), self.rate.shape[0]
+        amount = steps[..., :size].sigmoid() if self.corrects else softplus(steps + self.bias)
+        return -self.rate.exp() * softplus(steps[..., -size:] + self.bias), amount
 
 
 def unit(x: Tensor) -> Tensor:
@@ -40,27 +54,22 @@ def unit(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + NORM_EPSILON).rsqrt()
 
 
-def log_decay(step: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
-    """The logarithm of a step's decay, of each head."""
-    return -rate.exp() * softplus(step + bias)
-
-
-def _apply(state: Tensor, key: Tensor, value: Tensor, gates: Tensor) -> Tensor:
+def _apply(state: Tensor, key: Tensor, value: Tensor, gates: Tensor, corrects: bool) -> Tensor:
     """The state [H, dk, dv] after one token: key [H, dk, 1], value [H, 1, dv], gates [H, 2]."""
     state = state * gates[:, 0, None, None]
-    correction = (value - (state * key).sum(1, keepdim=True)) * gates[:, 1, None, None]
-    return state + key * correction
+    if corrects:
+        value = value - (state * key).sum(1, keepdim=True)
+    return state + key * (value * gates[:, 1, None, None])
 
 
-def delta_rule(
-    mixed: Tensor, raw_gates: Tensor, rate: Tensor, bias: Tensor, memory: DeltaMemory, rows: Segments
-) -> Tensor:
+def delta_rule(mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments) -> Tensor:
     """What each row reads of its slot's state, float32 [T, H, dv]; see `DeltaMemory`, written in place.
 
     mixed float32 [T, 2 * Hk * dk + H * dv]: queries, keys, values. raw_gates [T, 2 * H], rows with any
-    stride: corrections before the sigmoid, then steps. rate and bias float32 [H]: a step's decay is
-    exp(-exp(rate) * softplus(step + bias)).
-    Value head h reads query and key head h // (H / Hk). Rows outside of every segment give zeros.
+    stride: corrections before the sigmoid, then steps. Value head h reads query and key head h // (H / Hk).
+    Rows outside of every segment give zeros. Where nothing corrects, raw_gates [T, H] are steps, values are
+    written softplus(step + bias) times, and queries and keys are what they are. Source: Dao and Gu 2024
+    (2405.21060).
     Source: Yang et al. 2024, Gated Delta Networks (2412.06464), as Qwen3-Next and Qwen3.5 apply it.
     """
     state, keys, values, gates = memory
@@ -79,25 +88,22 @@ def delta_rule(
                 state[slot] = current
             if position >= start:
                 query, key, value = torch.split(mixed[row], [key_heads * width] * 2 + [heads * size])
-                correct, step = raw_gates[row].float().chunk(2)
-                keys[slot, place] = unit(key.view(key_heads, width))
-                values[slot, place] = value.view(heads, size)
-                decay = log_decay(step, rate, bias).exp()
-                gates[slot, place] = torch.stack((decay, correct.sigmoid()), -1)
-            current = _apply(
-                current, spread(keys[slot, place]), values[slot, place, :, None], gates[slot, place]
-            )
+                query, key = query.view(key_heads, width), key.view(key_heads, width)
+                if rule.corrects:
+                    query, key = unit(query) * width**-0.5, unit(key)
+                keys[slot, place], values[slot, place] = key, value.view(heads, size)
+                decay, amount = rule.gates(raw_gates[row])
+                gates[slot, place] = torch.stack((decay.exp(), amount), -1)
+            kept = spread(keys[slot, place]), values[slot, place, :, None], gates[slot, place]
+            current = _apply(current, *kept, rule.corrects)
             if position >= start:
-                asked = unit(query.view(key_heads, width)) * width**-0.5
-                out[row] = (current * spread(asked)).sum(1)
+                out[row] = (current * spread(query)).sum(1)
         if keep == start + count:
             state[slot] = current
     return out
 
 
-def delta_chunks(
-    mixed: Tensor, raw_gates: Tensor, rate: Tensor, bias: Tensor, memory: DeltaMemory, rows: Segments
-) -> Tensor:
+def delta_chunks(mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments) -> Tensor:
     """As `delta_rule` up to rounding, of runs that stay as a whole and begin where their states stand.
 
     So the states are written as of the runs' ends; the rings are neither read nor written.
@@ -113,46 +119,51 @@ def delta_chunks(
             own = slice(begin, min(begin + CHUNK, first + count))
             missing = CHUNK - (own.stop - begin)  # rows of zeros, which neither decay nor correct
             query, key, value = torch.split(mixed[own], [key_heads * width] * 2 + [heads * size], 1)
-            correct, step = raw_gates[own].float().chunk(2, 1)
-            gates = torch.stack((log_decay(step, rate, bias), correct.sigmoid()))
-            query, key = (unit(x.view(-1, key_heads, width)) for x in (query, key))
-            made, state = _chunk(
-                state,
-                *(
-                    pad(x.repeat_interleave(heads // x.shape[1], 1), (0, 0, 0, 0, 0, missing)).transpose(0, 1)
-                    for x in (query * width**-0.5, key, value.view(-1, heads, size))
-                ),
-                *pad(gates, (0, 0, 0, missing)).mT,
+            gates = torch.stack(rule.gates(raw_gates[own]))
+            query, key = (x.view(-1, key_heads, width) for x in (query, key))
+            if rule.corrects:
+                query, key = unit(query) * width**-0.5, unit(key)
+            query, key, value = (
+                pad(x.repeat_interleave(heads // x.shape[1], 1), (0, 0, 0, 0, 0, missing)).transpose(0, 1)
+                for x in (query, key, value.view(-1, heads, size))
             )
+            gates = pad(gates, (0, 0, 0, missing)).mT
+            made, state = _chunk(state, query, key, value, gates, rule.corrects)
             out[own] = made.transpose(0, 1)[: own.stop - begin]
         memory.state[slot] = state
     return out
 
 
 def _chunk(
-    state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, correct: Tensor
+    state: Tensor, query: Tensor, key: Tensor, value: Tensor, gates: Tensor, corrects: bool
 ) -> tuple[Tensor, Tensor]:
     """What the rows of a chunk read, [H, L, dv], and the state [H, dk, dv] behind it.
 
-    query and key [H, L, dk], normed; value [H, L, dv]; decay, a logarithm, and correct [H, L].
+    query and key [H, L, dk]; value [H, L, dv]; gates [2, H, L], of which the decay is a logarithm.
     """
+    decay, correct = gates
     total = decay.cumsum(1)
     fade = (total[:, :, None] - total[:, None]).tril().exp().tril()  # from a row to a later one
     faded = total.exp()[..., None]  # from before the chunk to a row
-    written = (value - (key @ state) * faded) * correct[..., None]
-    system = key @ key.mT * fade * correct[..., None]
-    for row in range(CHUNK - 1):
-        written[:, row + 1 :] -= system[:, row + 1 :, row, None] * written[:, row, None]
+    written = value * correct[..., None]
+    if corrects:
+        written = (value - (key @ state) * faded) * correct[..., None]
+        system = key @ key.mT * fade * correct[..., None]
+        for row in range(CHUNK - 1):
+            written[:, row + 1 :] -= system[:, row + 1 :, row, None] * written[:, row, None]
     read = (query @ state) * faded + (query @ key.mT * fade) @ written
     left = (total[:, -1:] - total).exp()[..., None]  # from a row to the end
     return read, state * faded[:, -1:] + (key * left).mT @ written
 
 
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, first: bool = False) -> Tensor:
     """RMS norm of each head, times silu(gate), rounded once: x float32 [T, H, dv] to [T, H * dv].
 
-    gate [T, H * dv], rows with any stride, has the result's dtype; weight float32 [dv] is every head's.
+    gate [T, H * dv], rows with any stride, has the result's dtype; weight float32 [dv] is every head's, or
+    [H, dv]. first: x is multiplied before the norm.
     """
+    opened = gate.float().reshape(x.shape)
+    opened = opened * opened.sigmoid()
+    x = x * opened if first else x
     normed = x * (x.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight
-    opened = gate.float().view(x.shape)
-    return (normed * (opened * opened.sigmoid())).to(gate.dtype).flatten(1)
+    return (normed if first else normed * opened).to(gate.dtype).flatten(1)

@@ -9,6 +9,8 @@ systems are solved side by side, then a state walks over them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from spd.kernels.launch import ceil_div, overlap, power_of_two
 from spd.kernels.overlap_triton import release, wait
-from spd.kernels.recurrent.delta_rule import CHUNK, NORM_EPSILON, DeltaMemory
+from spd.kernels.recurrent.delta_rule import CHUNK, NORM_EPSILON, DeltaMemory, Rule
 from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.recurrent.short_conv_triton import run_of
 
@@ -29,23 +31,30 @@ PRECISION = tl.constexpr("tf32x3")
 
 
 @triton.jit
-def log_decay(step, rate, bias):
-    """The logarithm of a step's decay."""
-    x = step + bias
-    return -tl.exp(rate) * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x)))
+def gates_said(said, within, rate, bias, H: tl.constexpr, CORRECTS: tl.constexpr):
+    """The logarithm of the decay, and how much is corrected or written, of raw gates at pointers `said`."""
+    x = tl.load(said + CORRECTS * H, mask=within, other=0.0).to(tl.float32) + bias
+    step = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x)))
+    amount = step
+    if CORRECTS:
+        amount = tl.sigmoid(tl.load(said, mask=within, other=0.0).to(tl.float32))
+    return -tl.exp(rate) * step, amount
 
 
 @triton.jit
-def unit(x, EPSILON: tl.constexpr):
-    """x over its length."""
-    return x * tl.rsqrt(tl.sum(x * x, 0) + EPSILON)
+def over_length(squares, EPSILON: tl.constexpr, CORRECTS: tl.constexpr):
+    """What makes queries and keys of these squares as long as the rule wants them: 1, or what they are."""
+    if CORRECTS:
+        return tl.rsqrt(squares + EPSILON)
+    return squares * 0.0 + 1.0
 
 
 @triton.jit(do_not_specialize=["G", "gate_stride"], do_not_specialize_on_alignment=["raw_gates"])
 def delta_rule_kernel(
     mixed, raw_gates, rate, bias, state, keys, values, gates, out, table, applied, G, gate_stride, scale,
     H: tl.constexpr, HK: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, DEPTH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EPSILON: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EPSILON: tl.constexpr, CORRECTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One run, one head, COLUMNS of its state's columns; ROWS is WIDTH as a power of two."""
     wait(PDL)
@@ -74,10 +83,10 @@ def delta_rule_kernel(
         fresh_key = tl.load(source + (HK + key_head) * WIDTH + i, mask=own_key, other=0.0)
         fresh_value = tl.load(source + 2 * HK * WIDTH + head * SIZE + j, mask=own_value, other=0.0)
         said = raw_gates + row * gate_stride + head
-        correct = tl.load(said, mask=own, other=0.0).to(tl.float32)
-        step = tl.load(said + H, mask=own, other=0.0).to(tl.float32)
-        fresh_decay, fresh_correct = tl.exp(log_decay(step, head_rate, head_bias)), tl.sigmoid(correct)
-        fresh_key = unit(fresh_key, EPSILON)
+        fresh_decay, fresh_correct = gates_said(said, own, head_rate, head_bias, H, CORRECTS)
+        fresh_decay = tl.exp(fresh_decay)
+        fresh_key *= over_length(tl.sum(fresh_key * fresh_key, 0), EPSILON, CORRECTS)
+        query *= over_length(tl.sum(query * query, 0), EPSILON, CORRECTS)
 
         key_at = keys + (place * HK + key_head) * WIDTH + i
         value_at = values + (place * H + head) * SIZE + j
@@ -92,39 +101,34 @@ def delta_rule_kernel(
         tl.store(gates_at + 1, correct, mask=own & (block == 0))
 
         current = current * decay
-        found = tl.sum(current * key[:, None], 0)
-        correction = (value - found) * correct
-        current = tl.fma(key[:, None], correction[None, :], current)
-        read = tl.sum(current * (unit(query, EPSILON) * scale)[:, None], 0)
+        if CORRECTS:
+            value -= tl.sum(current * key[:, None], 0)
+        current = tl.fma(key[:, None], (value * correct)[None, :], current)
+        read = tl.sum(current * (query * scale)[:, None], 0)
         tl.store(out + (row * H + head) * SIZE + j, read, mask=own_value)
     tl.store(kept, current, mask=whole & (i < tl.where(keep == start + count, WIDTH, 0))[:, None])
 
 
-def delta_rule(
-    mixed: Tensor, raw_gates: Tensor, rate: Tensor, bias: Tensor, memory: DeltaMemory, rows: Segments
-) -> Tensor:
+def delta_rule(mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments) -> Tensor:
     """See the torch form."""
     assert raw_gates.stride(1) == 1
-    (heads, width, size), (depth, key_heads) = memory.state.shape[1:], memory.keys.shape[1:3]
+    (heads, width, size), depth = memory.state.shape[1:], memory.keys.shape[1]
     out = torch.zeros((mixed.shape[0], heads, size), dtype=torch.float32, device=mixed.device)
-    columns = min(STATE_COLUMNS, power_of_two(size))
-    runs = rows.table.shape[1]
+    columns, runs = min(STATE_COLUMNS, power_of_two(size)), rows.table.shape[1]
     delta_rule_kernel[(runs, heads, ceil_div(size, columns))](
-        *(mixed, raw_gates, rate, bias, *memory, out, rows.table, rows.applied),
-        *(runs, raw_gates.stride(0), width**-0.5),
-        H=heads,
-        HK=key_heads,
-        WIDTH=width,
-        SIZE=size,
-        DEPTH=depth,
-        ROWS=power_of_two(width),
-        COLUMNS=columns,
-        EPSILON=NORM_EPSILON,
-        num_warps=4,
-        enable_fp_fusion=False,
-        **overlap(mixed.device),
+        *(mixed, raw_gates, rule.rate, rule.bias, *memory, out, rows.table, rows.applied),
+        *(runs, raw_gates.stride(0), width**-0.5 if rule.corrects else 1.0),
+        **{**_constants(rule, memory), "DEPTH": depth, "COLUMNS": columns, "enable_fp_fusion": False},
     )
     return out
+
+
+def _constants(rule: Rule, memory: DeltaMemory) -> dict[str, Any]:
+    (heads, width, size), key_heads = memory.state.shape[1:], memory.keys.shape[2]
+    return {
+        **{"H": heads, "HK": key_heads, "WIDTH": width, "SIZE": size, "ROWS": power_of_two(width)},
+        **{"EPSILON": NORM_EPSILON, "CORRECTS": rule.corrects, "num_warps": 4, **overlap(rule.rate.device)},
+    }
 
 
 @triton.jit
@@ -135,20 +139,18 @@ def rows_of(source, within, first, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def gates_of(raw_gates, row, gate_stride, head, within, rate, bias, H: tl.constexpr):
+def gates_of(raw_gates, row, gate_stride, head, within, rate, bias, H: tl.constexpr, CORRECTS: tl.constexpr):
     """Of rows [L]: the logarithm of the decay since before the chunk, and how much is corrected."""
-    said = raw_gates + row * gate_stride + head
-    correct = tl.load(said, mask=within, other=0.0).to(tl.float32)
-    step = tl.load(said + H, mask=within, other=0.0).to(tl.float32)
-    decay = log_decay(step, tl.load(rate + head), tl.load(bias + head))
-    return tl.cumsum(tl.where(within, decay, 0.0), 0), tl.where(within, tl.sigmoid(correct), 0.0)
+    said, own = raw_gates + row * gate_stride + head, (tl.load(rate + head), tl.load(bias + head))
+    decay, amount = gates_said(said, within, own[0], own[1], H, CORRECTS)
+    return tl.cumsum(tl.where(within, decay, 0.0), 0), tl.where(within, amount, 0.0)
 
 
 @triton.jit(do_not_specialize=["G", "gate_stride"], do_not_specialize_on_alignment=["raw_gates"])
 def delta_solve_kernel(
     mixed, raw_gates, rate, bias, solved, table, applied, G, gate_stride, scale,
     H: tl.constexpr, HK: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
-    L: tl.constexpr, PART: tl.constexpr, EPSILON: tl.constexpr, PDL: tl.constexpr,
+    L: tl.constexpr, PART: tl.constexpr, EPSILON: tl.constexpr, CORRECTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one run, one head: how rows read each other, and the inverse of how they write."""
     wait(PDL)
@@ -159,7 +161,7 @@ def delta_solve_kernel(
         return
     t = tl.arange(0, L)
     row, within = first + chunk * L + t, chunk * L + t < count
-    total, correct = gates_of(raw_gates, row, gate_stride, head, within, rate, bias, H)
+    total, correct = gates_of(raw_gates, row, gate_stride, head, within, rate, bias, H, CORRECTS)
     fade = tl.exp(tl.where(t[:, None] >= t[None, :], total[:, None] - total[None, :], float("-inf")))
     source = mixed + row * (2 * HK * WIDTH + H * SIZE) + head // (H // HK) * WIDTH
     asked, system = tl.zeros((L, L), tl.float32), tl.zeros((L, L), tl.float32)
@@ -171,24 +173,26 @@ def delta_solve_kernel(
         key_square += tl.sum(key * key, 1)
         asked = tl.dot(query, tl.trans(key), asked, input_precision=PRECISION)
         system = tl.dot(key, tl.trans(key), system, input_precision=PRECISION)
-    key_unit = tl.rsqrt(key_square + EPSILON)
+    key_unit = over_length(key_square, EPSILON, CORRECTS)
     fade *= key_unit[None, :]
     at = solved + ((run * tl.num_programs(1) + chunk) * H + head) * (2 * L * L) + t[:, None] * L + t[None, :]
-    tl.store(at, asked * fade * (tl.rsqrt(query_square + EPSILON) * scale)[:, None])
-    system = tl.where(t[:, None] > t[None, :], system * fade * (key_unit * correct)[:, None], 0.0)
-    inverse = tl.where(t[:, None] == t[None, :], 1.0, 0.0)
-    for step in range(0, L - 1):
-        of_row = tl.sum(tl.where(t[None, :] == step, system, 0.0), 1)
-        line = tl.sum(tl.where(t[:, None] == step, inverse, 0.0), 0)
-        inverse -= of_row[:, None] * line[None, :]
-    tl.store(at + L * L, inverse)
+    tl.store(at, asked * fade * (over_length(query_square, EPSILON, CORRECTS) * scale)[:, None])
+    if CORRECTS:
+        system = tl.where(t[:, None] > t[None, :], system * fade * (key_unit * correct)[:, None], 0.0)
+        inverse = tl.where(t[:, None] == t[None, :], 1.0, 0.0)
+        for step in range(0, L - 1):
+            of_row = tl.sum(tl.where(t[None, :] == step, system, 0.0), 1)
+            line = tl.sum(tl.where(t[:, None] == step, inverse, 0.0), 0)
+            inverse -= of_row[:, None] * line[None, :]
+        tl.store(at + L * L, inverse)
 
 
 @triton.jit(do_not_specialize=["G", "gate_stride", "chunks"], do_not_specialize_on_alignment=["raw_gates"])
 def delta_chunks_kernel(
     mixed, raw_gates, rate, bias, state, solved, out, table, applied, G, gate_stride, scale, chunks,
     H: tl.constexpr, HK: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, L: tl.constexpr, PART: tl.constexpr, EPSILON: tl.constexpr, PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, L: tl.constexpr, PART: tl.constexpr, EPSILON: tl.constexpr,
+    CORRECTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One run, one head, COLUMNS of its state's columns, which one chunk after another reads and writes."""
     wait(PDL)
@@ -202,7 +206,7 @@ def delta_chunks_kernel(
     at = solved + (run * chunks * H + head) * (2 * L * L) + t[:, None] * L + t[None, :]
     for chunk in range(0, tl.cdiv(count, L)):
         row, within = first + chunk * L + t, chunk * L + t < count
-        total, correct = gates_of(raw_gates, row, gate_stride, head, within, rate, bias, H)
+        total, correct = gates_of(raw_gates, row, gate_stride, head, within, rate, bias, H, CORRECTS)
         source = mixed + row * (2 * HK * WIDTH + H * SIZE)
         query_at = source + head // (H // HK) * WIDTH
         written_rows = tl.where((start > 0) | (chunk > 0), WIDTH, 0)  # what lies there before is another's
@@ -217,12 +221,16 @@ def delta_chunks_kernel(
             key_square += tl.sum(key * key, 1)
             known = tl.dot(key, now, known, input_precision=PRECISION)
             read = tl.dot(query, now, read, input_precision=PRECISION)
-        faded, key_unit = tl.exp(total), tl.rsqrt(key_square + EPSILON)
+        faded, key_unit = tl.exp(total), over_length(key_square, EPSILON, CORRECTS)
         given = within[:, None] & (j < SIZE)[None, :]
         value_at = (source + 2 * HK * WIDTH + head * SIZE)[:, None] + j[None, :]
-        wrong = tl.load(value_at, mask=given, other=0.0) - known * (key_unit * faded)[:, None]
-        written = tl.dot(tl.load(at + L * L), wrong * correct[:, None], input_precision=PRECISION)
-        read *= (tl.rsqrt(query_square + EPSILON) * scale * faded)[:, None]
+        written = tl.load(value_at, mask=given, other=0.0)
+        if CORRECTS:
+            wrong = written - known * (key_unit * faded)[:, None]
+            written = tl.dot(tl.load(at + L * L), wrong * correct[:, None], input_precision=PRECISION)
+        else:
+            written *= correct[:, None]
+        read *= (over_length(query_square, EPSILON, CORRECTS) * scale * faded)[:, None]
         read = tl.dot(tl.load(at), written, read, input_precision=PRECISION)
         tl.store(out + ((row * H + head) * SIZE)[:, None] + j[None, :], read, mask=given)
         last = tl.sum(tl.where(t == L - 1, total, 0.0), 0)
@@ -240,24 +248,17 @@ def delta_chunks_kernel(
         at += H * (2 * L * L)
 
 
-def delta_chunks(
-    mixed: Tensor, raw_gates: Tensor, rate: Tensor, bias: Tensor, memory: DeltaMemory, rows: Segments
-) -> Tensor:
+def delta_chunks(mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments) -> Tensor:
     """See the torch form."""
     assert raw_gates.stride(1) == 1
-    (heads, width, size), key_heads = memory.state.shape[1:], memory.keys.shape[2]
+    heads, width, size = memory.state.shape[1:]
     out = torch.zeros((mixed.shape[0], heads, size), dtype=torch.float32, device=mixed.device)
     columns, runs = min(STATE_COLUMNS, max(16, power_of_two(size))), rows.table.shape[1]
     chunks = ceil_div(mixed.shape[0], CHUNK)
     solved = torch.empty((runs, chunks, heads, 2, CHUNK, CHUNK), dtype=torch.float32, device=mixed.device)
-    rows_of_state = power_of_two(width)
-    shape = {
-        **{"H": heads, "HK": key_heads, "WIDTH": width, "SIZE": size, "ROWS": rows_of_state, "L": CHUNK},
-        **{"PART": max(16, min(PART, rows_of_state)), "EPSILON": NORM_EPSILON, "num_warps": 4},
-        **overlap(mixed.device),
-    }
-    given = (mixed, raw_gates, rate, bias)
-    where = (rows.table, rows.applied, runs, raw_gates.stride(0), width**-0.5)
+    shape = {**_constants(rule, memory), "L": CHUNK, "PART": max(16, min(PART, power_of_two(width)))}
+    given = (mixed, raw_gates, rule.rate, rule.bias)
+    where = (rows.table, rows.applied, runs, raw_gates.stride(0), width**-0.5 if rule.corrects else 1.0)
     delta_solve_kernel[(runs, chunks, heads)](*given, solved, *where, **shape)
     grid = (runs, heads, ceil_div(size, columns))
     delta_chunks_kernel[grid](*given, memory.state, solved, out, *where, chunks, COLUMNS=columns, **shape)
@@ -266,8 +267,8 @@ def delta_chunks(
 
 @triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["gate"])
 def gated_norm_kernel(
-    x, gate, weight, out, stride, epsilon,
-    H: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x, gate, weight, out, stride, epsilon, H: tl.constexpr, SIZE: tl.constexpr, OWN: tl.constexpr,
+    BLOCK: tl.constexpr, FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row of one head."""
     wait(PDL)
@@ -277,12 +278,15 @@ def gated_norm_kernel(
     within = j < SIZE
     value = tl.load(x + (row * H + head) * SIZE + j, mask=within, other=0.0)
     opened = tl.load(gate + row * stride + head * SIZE + j, mask=within, other=0.0).to(tl.float32)
+    opened *= tl.sigmoid(opened)
+    value *= opened if FIRST else 1.0
     normed = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + epsilon)
-    normed = normed * tl.load(weight + j, mask=within, other=0.0) * (opened * tl.sigmoid(opened))
+    normed = normed * tl.load(weight + head * OWN + j, mask=within, other=0.0)
+    normed *= 1.0 if FIRST else opened
     tl.store(out + (row * H + head) * SIZE + j, normed.to(out.dtype.element_ty), mask=within)
 
 
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, first: bool = False) -> Tensor:
     """See the torch form."""
     assert gate.stride(1) == 1
     rows, heads, size = x.shape
@@ -291,8 +295,10 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tenso
         *(x, gate, weight, out, gate.stride(0), epsilon),
         H=heads,
         SIZE=size,
+        OWN=weight.numel() // heads * (weight.dim() - 1),
         BLOCK=power_of_two(size),
-        num_warps=1,
+        FIRST=first,
+        num_warps=1 if size <= 512 else 4,
         **overlap(x.device),
     )
     return out

@@ -31,21 +31,14 @@ class Segments(NamedTuple):
         return [run for run in whole.T.tolist() if run[2]]
 
 
-def ring_rows(start: int, count: int, depth: int, device: torch.device) -> tuple[int, Tensor]:
-    """Of `count` rows from position start on, the first that a ring of `depth` keeps, and their places."""
-    begin = max(0, count - depth)
-    return begin, torch.arange(start + begin, start + count, device=device) % depth
-
-
 def short_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, rows: Segments, silu: bool = True
 ) -> Tensor:
-    """The sum over j of weight[j] * the input K - 1 - j positions before, of each row, as float32 [T, C].
+    """silu(sum over j of weight[j] * the input K - 1 - j positions before) of each row, as float32 [T, C].
 
-    Or its silu.
-    x [T, C], rows with any stride; weight float32 [K, C], bias float32 [C]; ring [S, D, C] in x's dtype,
-    D >= K - 1 + the rows of two windows: the inputs of earlier positions are read from it, this pass's last D
-    are written, in place. Before position 0 inputs are 0. Rows outside of every segment give zeros.
+    Or the sum itself. x [T, C], rows with any stride; weight float32 [K, C], bias float32 [C]; ring [S, D, C]
+    in x's dtype, D >= K - 1 + the rows of two windows: the inputs of earlier positions are read from it, this
+    pass's last D are written, in place. Before position 0 inputs are 0. Rows of no segment give zeros.
     """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     taps, depth = weight.shape[0], ring.shape[1]
@@ -58,6 +51,6 @@ def short_conv(
             for tap in range(taps):
                 total = total + inputs[row + tap] * weight[tap]
             out[first + row] = total * total.sigmoid() if silu else total
-        begin, places = ring_rows(start, count, depth, x.device)
-        ring[slot, places] = own[begin:]
+        kept = torch.arange(max(0, count - depth), count, device=x.device)
+        ring[slot, (start + kept) % depth] = own[kept]
     return out

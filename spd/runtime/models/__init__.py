@@ -37,6 +37,7 @@ FAMILIES: dict[str, Callable[[ModelConfig], ModelLayout]] = {
     "GptOssForCausalLM": variants.gpt_oss,
     "GraniteForCausalLM": llama.layout,
     "GraniteMoeForCausalLM": llama.layout,
+    "GraniteMoeHybridForCausalLM": variants.granite_hybrid,
     "SeedOssForCausalLM": variants.glm4_moe,
     "Ministral3ForCausalLM": llama.layout,
     "Glm4ForCausalLM": variants.glm4,

@@ -9,7 +9,7 @@ from spd.kernels.attention.paged_attention import Scores
 from spd.kernels.attention.rotary_store import RotatedRows, apply_rotary
 from spd.kernels.linear.rms_norm import rms_norm
 from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual, attended
-from spd.runtime.layers.linear import AnyLinear, unscaled_norm
+from spd.runtime.layers.linear import unscaled_norm
 from spd.runtime.layers.rotary import RotaryRows
 from spd.runtime.models.builder import LayerBuilder, Tensors
 from spd.runtime.models.layouts import GqaLayout
@@ -132,10 +132,6 @@ class Attention:
             for x, factor, scale in zip(parts, factors.unbind(1), scales, strict=True)
         ]
         return torch.cat([*normed, value], 1)
-
-    def products(self) -> tuple[AnyLinear, ...]:
-        """The block's matrices in the order in which they run."""
-        return self.qkv, self.output
 
 
 def _gates_last(layout: GqaLayout) -> list[int]:

@@ -157,21 +157,26 @@ class LayerBuilder:
         self.place, self.kernels, self.epsilon = place, place.kernels, epsilon
         self.dtype, self.form, self.ranks = place.dtype, place.form, place.ranks
         self.fold_norms = place.kernels.facts.folds_norms or place.form.kind == "int8"
-        self.skinny: list[SkinnyLinear] = []
-        """Products that want a workspace: all but the heads'."""
+        self.products: list[Linear | SkinnyLinear | NativeLinear] = []
+        """All but the heads', in the order in which they were made."""
 
     def linear(
         self, weight: AnyWeight | GroupedWeight, bias: Tensor | None = None, around: Around = ALONE
     ) -> Linear | SkinnyLinear | NativeLinear:
         """A product by weight [N, K] in this builder's form, with what stands around it in its layer."""
+        self.products.append(self._linear(weight, bias, around))
+        return self.products[-1]
+
+    def _linear(
+        self, weight: AnyWeight | GroupedWeight, bias: Tensor | None, around: Around
+    ) -> Linear | SkinnyLinear | NativeLinear:
         if self.kernels.native is not None:
             if not isinstance(weight, GroupedWeight):
                 weight = plain_weight(weight, self.dtype)
             return NativeLinear(weight, bias, self.kernels.native, around)
         if self.kernels.facts.folds_norms:
             weight = tiled(weight) if isinstance(weight, GroupedWeight) else weight
-            self.skinny.append(SkinnyLinear(weight, bias, self.kernels, around))
-            return self.skinny[-1]
+            return SkinnyLinear(weight, bias, self.kernels, around)
         if isinstance(weight, GroupedWeight):
             return GroupedLinear(weight, bias, around, self.dtype)
         if isinstance(weight, ScaledWeight) and multiplies_int8(weight.device, self.dtype, weight.shape[-1]):
@@ -189,9 +194,7 @@ class LayerBuilder:
 
         ids: of a head of some of the `vocab_size` ids each row's, int64, ascending.
         """
-        inner = self.linear(table)
-        if isinstance(inner, SkinnyLinear):
-            self.skinny.pop()
+        inner = self._linear(table, None, ALONE)
         if self.ranks is None:
             if isinstance(inner, SkinnyLinear):
                 inner.ids = ids
@@ -201,14 +204,14 @@ class LayerBuilder:
 
     def share_workspace(self, rows: int) -> None:
         """Give the products made so far, which run in turn, one workspace for up to `rows` rows."""
-        if self.skinny:
-            share_workspace(self.skinny, rows)
+        if skinny := [product for product in self.products if isinstance(product, SkinnyLinear)]:
+            share_workspace(skinny, rows)
 
     def after_norm(self, tensors: Tensors, name: str, gate: Gate | None = None) -> AnyLinear:
         """The fused matrix `name` that reads the block's norm, or the stream itself where there is none."""
         bias, norm, rounds = tensors.get(f"{name}_bias"), tensors.get("norm"), self.form.kind == "int8"
         if norm is not None and rounds:
-            fold_norm(tensors[name], norm)
+            tensors[name].mul_(norm)  # in float32 and rounded once, without a copy
         kept = self._kept(tensors, name)
         if norm is None:
             return self.linear(kept, bias, Around(gate=gate))
@@ -216,7 +219,7 @@ class LayerBuilder:
         folded = self.fold_norms and (self.kernels.facts.folds_norms or not isinstance(kept, GroupedWeight))
         if isinstance(kept, Tensor):
             if folded:
-                fold_norm(kept, norm)
+                kept.mul_(norm)
         elif folded and not rounds:
             kept = replace(kept, columns=norm)
         return self.linear(kept, bias, Around(self.epsilon, norm, folded, gate))
@@ -307,14 +310,6 @@ class LayerBuilder:
         if multiplied or multiplies_int8(kept.device, self.dtype, kept.shape[1]):
             return ScaledWeight(*each)
         return ScaledWeight(*each).plain(self.dtype)
-
-
-def fold_norm(weight: Tensor, norm: Tensor) -> None:
-    """Scale the columns of weight [N, K] by norm [K] in place: the norm's own scales become ones.
-
-    torch multiplies in float32 and rounds once, without a copy of the matrix.
-    """
-    weight.mul_(norm)
 
 
 def reorder_heads(tensor: Tensor, order: list[int]) -> None:

@@ -6,7 +6,7 @@ while it runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +36,7 @@ from spd.runtime.models.layouts import (
     SideLayout,
 )
 from spd.runtime.models.moe import GatedMlp, MoeMlp
-from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout
+from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout, ScanLayout
 from spd.runtime.models.short_conv import ShortConv
 from spd.runtime.models.side_mlp import LayerEmbeddings, SideMlp
 
@@ -66,15 +66,12 @@ class DecoderLayer:
             return self.mlp(stream, batch, attended)
         return self.mlp(attended, batch)
 
-    def products(self) -> tuple[AnyLinear, ...]:
-        """The layer's matrices in the order in which they run."""
-        return *self.attention.products(), *self.mlp.products()
-
 
 BLOCKS: dict[type, Any] = {
     GqaLayout: Attention,
     LatentLayout: LatentAttention,
     DeltaLayout: GatedDelta,
+    ScanLayout: GatedDelta,
     ConvLayout: ShortConv,
     MlpLayout: GatedMlp,
     MoeLayout: MoeMlp,
@@ -170,6 +167,7 @@ class Decoder:
         if "embed_tokens_per_layer" in parts.tables:
             self.layer_embeddings = LayerEmbeddings(parts.tables, build, len(parts.layers))
         self.epsilon, self.kernels = build.epsilon, build.kernels
+        self.products = [*build.products, self.head]
         self.embedding_scale, self.logit_softcap = embedding_scale, logit_softcap
         self.centred, self.stream_unit = centred, stream_unit
         self.caches = [layer.layout for layer in self.layers]
@@ -218,11 +216,6 @@ class Decoder:
         for layer, cache in zip(self.layers, caches, strict=True):
             if isinstance(layer.attention, GatedDelta):
                 layer.attention.settle(cache, segments)
-
-    def products(self) -> Iterable[object]:
-        """The products of its layers and head."""
-        yield from (product for layer in self.layers for product in layer.products())
-        yield self.head
 
     def rotary_rows(self, batch: ForwardBatch) -> RotaryRows:
         """cos and sin for a batch's rows, as the layers want them."""

@@ -1,30 +1,39 @@
-"""A gated DeltaNet layer: norm, project, convolve, correct and read the state, gate, project back."""
+"""A gated DeltaNet or Mamba-2 layer: norm, project, convolve, write and read a state, gate, project back."""
 
 from __future__ import annotations
 
 from spd.formats.block_config import DeltaConfig
-from spd.kernels.recurrent.delta_rule import DeltaMemory
+from spd.kernels.recurrent.delta_rule import DeltaMemory, Rule
 from spd.kernels.recurrent.short_conv import Segments
 from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual
-from spd.runtime.layers.linear import AnyLinear
 from spd.runtime.layers.rotary import RotaryRows
-from spd.runtime.models.builder import LayerBuilder, Tensors
-from spd.runtime.models.recurrent_layouts import DeltaLayout
+from spd.runtime.models.builder import LayerBuilder, Tensors, reorder_heads
+from spd.runtime.models.recurrent_layouts import DeltaLayout, ScanLayout
 
 
 class GatedDelta:
     """One layer's recurrence over a state a slot, float32 whatever the weights are."""
 
     def __init__(self, layout: DeltaLayout, tensors: Tensors, build: LayerBuilder) -> None:
-        self.layout, self.kernels, self.epsilon = layout, build.kernels, build.epsilon
+        self.layout, self.kernels = layout, build.kernels
         if layout.delta.interleaved:
             order, gates = _by_kind(layout.delta)
             build.reorder(tensors, "inputs", order)
             build.reorder(tensors, "gates", gates)
-        self.inputs, self.gates = build.after_norm(tensors, "inputs"), build.after_norm(tensors, "gates")
+        elif isinstance(layout, ScanLayout):
+            order, channels = _by_use(layout)
+            build.reorder(tensors, "inputs", order)
+            for name in ("conv", "conv_bias"):
+                if name in tensors:
+                    reorder_heads(tensors[name], channels)
+        self.inputs = build.after_norm(tensors, "inputs")
+        self.gates = build.after_norm(tensors, "gates") if "gates" in tensors else None
         self.output = build.summed(tensors, "output")
-        self.taps = tensors["conv"].squeeze(1).t().contiguous()
-        self.rate, self.step_bias, self.norm = tensors["rate"], tensors["step_bias"], tensors["head_norm"]
+        self.taps, self.bias = tensors["conv"].squeeze(1).t().contiguous(), tensors.get("conv_bias")
+        self.rule = Rule(tensors["rate"], tensors["step_bias"], layout.delta.corrects)
+        self.norm, self.skip = tensors["head_norm"], tensors.get("skip")
+        if not layout.delta.corrects:  # a norm a group
+            self.norm = self.norm.view(layout.delta.key_heads, -1)
 
     def __call__(
         self, stream: Residual, rotary: RotaryRows, batch: ForwardBatch, cache: LayerCache
@@ -32,24 +41,34 @@ class GatedDelta:
         """The stream [T, hidden] with this block added; writes the slots' rings and states."""
         assert batch.segments is not None
         ring, *memory = cache.pools
-        channels = self.layout.channels
-        mixed, gates = self.inputs(stream, batch).x, self.gates(stream, batch).x
-        convolved = self.kernels.short_conv(mixed[:, :channels], self.taps, None, ring, batch.segments)
-        rule = self.kernels.delta_rule if batch.chunk_start is None else self.kernels.delta_chunks
-        read = rule(convolved, gates, self.rate, self.step_bias, DeltaMemory(*memory), batch.segments)
-        opened = self.kernels.gated_norm(read, mixed[:, channels:], self.norm, self.epsilon)
+        mixed, delta = self.inputs(stream, batch).x, self.layout.delta
+        values = delta.value_heads * delta.value_dim
+        behind = self.layout.channels + values
+        gates = mixed[:, behind:] if self.gates is None else self.gates(stream, batch).x
+        mixed, opening = mixed[:, : behind - values], mixed[:, behind - values : behind]
+        convolved = self.kernels.short_conv(mixed, self.taps, self.bias, ring, batch.segments)
+        apply = self.kernels.delta_rule if batch.chunk_start is None else self.kernels.delta_chunks
+        read = apply(convolved, gates, self.rule, DeltaMemory(*memory), batch.segments)
+        if self.skip is not None:
+            read = read + convolved[:, -values:].view(read.shape) * self.skip[:, None]
+            read = read.view(len(read), *self.norm.shape)
+        opened = self.kernels.gated_norm(read, opening, self.norm, self.layout.epsilon, not delta.corrects)
         return self.output(Residual(opened), batch, stream)
 
     def settle(self, cache: LayerCache, segments: Segments) -> None:
         """Apply what the rings hold before a segment of one row, of which nothing is known or stays."""
         ring, *memory = cache.pools
         mixed = memory[0].new_zeros(1, self.layout.channels)
-        gates = ring.new_zeros(1, 2 * self.layout.delta.value_heads)
-        self.kernels.delta_rule(mixed, gates, self.rate, self.step_bias, DeltaMemory(*memory), segments)
+        gates = ring.new_zeros(1, (1 + self.rule.corrects) * self.layout.delta.value_heads)
+        self.kernels.delta_rule(mixed, gates, self.rule, DeltaMemory(*memory), segments)
 
-    def products(self) -> tuple[AnyLinear, ...]:
-        """The block's matrices in the order in which they run."""
-        return self.inputs, self.gates, self.output
+
+def _by_use(layout: ScanLayout) -> tuple[list[int], list[int]]:
+    """The old index of each row: queries, keys, values, gates of the output, steps; and of each channel."""
+    gates, values, keys, queries, steps = layout.parts
+    channels = [*range(values + keys, values + keys + queries), *range(values, values + keys), *range(values)]
+    behind = range(gates + len(channels), gates + len(channels) + steps)
+    return [*(gates + row for row in channels), *range(gates), *behind], channels
 
 
 def _by_kind(delta: DeltaConfig) -> tuple[list[int], list[int]]:

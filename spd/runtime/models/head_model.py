@@ -7,8 +7,6 @@ differ. What a head takes and does otherwise stands in its `HeadPart`; see `spd.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import Tensor
 
 from spd.formats.model_config import ModelConfig
@@ -82,9 +80,6 @@ class HeadModel(Decoder):
         summed = isinstance(attention.output, SummedLinear)
         carries = batch.chunk_start is None and self.head.carries_squares and summed
         return squared(state, self.kernels) if carries else Residual(state)
-
-    def products(self) -> Iterable[object]:
-        return *self.layer.products(), *([self.projection] if self.projection else []), self.head
 
     def _shown(self, states: Tensor) -> Tensor:
         """What the head reads of states [T, hidden]: normed, unless they are already or never are."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from spd.kernels.attention.rotary_store import RotatedRows
 from spd.kernels.native.library import PackedWeight
 from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual, attended
-from spd.runtime.layers.linear import AnyLinear, in_tiles, normed
+from spd.runtime.layers.linear import in_tiles, normed
 from spd.runtime.layers.rotary import RotaryRows
 from spd.runtime.models.builder import LayerBuilder, Tensors
 from spd.runtime.models.layouts import LatentLayout
@@ -42,12 +42,8 @@ class LatentAttention:
         heads = tensors["up"].view(layout.num_heads, latent.nope_dim + latent.value_dim, latent.rank)
         key_up = heads[:, : latent.nope_dim].contiguous()
         value_up = heads[:, latent.nope_dim :].transpose(1, 2).contiguous()
-        self.key_up: Tensor | PackedWeight = key_up if native is None else native.pack_heads(key_up)
-        self.value_up: Tensor | PackedWeight = value_up if native is None else native.pack_heads(value_up)
-
-    def products(self) -> tuple[AnyLinear, ...]:
-        """The block's matrices in the order in which they run."""
-        return tuple(p for p in (self.down, self.query, self.output) if p is not None)
+        self.key_up: Tensor | PackedWeight = key_up if native is None else native.pack(key_up.mT)
+        self.value_up: Tensor | PackedWeight = value_up if native is None else native.pack(value_up.mT)
 
     def __call__(
         self, stream: Residual, rotary: RotaryRows, batch: ForwardBatch, cache: LayerCache

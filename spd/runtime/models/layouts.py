@@ -298,9 +298,15 @@ class MoeLayout:
     @property
     def shared(self) -> MlpLayout | None:
         """The expert that every row goes through."""
-        size = self.experts.shared_size
+        size, name = self.experts.shared_size, self.experts.shared_name
         return (
-            MlpLayout(self.hidden_size, size, block=f"mlp.{self.experts.shared_name}", shard=self.shard)
+            MlpLayout(
+                self.hidden_size,
+                size,
+                block=f"mlp.{name}",
+                fused_gate_up=name == "shared_mlp",
+                shard=self.shard,
+            )
             if size
             else None
         )

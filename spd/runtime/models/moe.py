@@ -80,10 +80,6 @@ class GatedMlp:
         """The stream [T, hidden], or `onto`, with this block of the stream added."""
         return self.down(self.gate_up(stream, batch), batch, stream if onto is None else onto)
 
-    def products(self) -> tuple[AnyLinear, ...]:
-        """The block's matrices in the order in which they run."""
-        return self.gate_up, self.down
-
 
 class MoeMlp:
     """stream + experts(norm(stream)) + shared(norm(stream)); router float32 [E, K]."""
@@ -105,10 +101,6 @@ class MoeMlp:
             self.experts = BiasedExperts(layout, tensors, build)
         else:
             self.experts = _experts(tensors, layout.experts.num_experts, build)
-
-    def products(self) -> tuple[AnyLinear, ...]:
-        """The block's matrices in the order in which they run, but for the experts'."""
-        return self.shared or ()
 
     def __call__(self, stream: Residual, batch: ForwardBatch) -> Residual:
         """The stream [T, hidden] with this block added."""

@@ -12,6 +12,8 @@ from typing import ClassVar
 from spd.formats.block_config import DeltaConfig
 from spd.runtime.models.destinations import NOTHING, Cut, Cuts, Destination, Shape, Shard, fused
 
+VECTORS = {"rate": "A_log", "step_bias": "dt_bias"}
+
 
 @dataclass(frozen=True)
 class DeltaLayout:
@@ -22,6 +24,8 @@ class DeltaLayout:
 
     hidden_size: int
     delta: DeltaConfig
+    epsilon: float
+    """Of the norm of the output, which sees no scale of the stream."""
     shard: Shard | None = None
     whole: DeltaConfig | None = None
     """Of all ranks, where `delta` is a rank's."""
@@ -79,7 +83,6 @@ class DeltaLayout:
         if delta.interleaved:
             inputs, gates = {"in_proj_qkvz": self.channels + values}, {"in_proj_ba": 2 * heads}
         taps = {f"{block}.conv1d.weight": (self.channels, 1, delta.kernel)}
-        vectors = {"rate": "A_log", "step_bias": "dt_bias"}
         return {
             "norm": Destination.of({"input_layernorm.weight": (hidden,)}, exact=True),
             **fused("inputs", block, inputs, hidden, cuts=cuts),
@@ -87,7 +90,7 @@ class DeltaLayout:
             "conv": Destination.of(taps, exact=True, cut=cuts.get("conv1d")),
             **{
                 key: Destination.of({f"{block}.{name}": (heads,)}, exact=True, cut=cuts.get(name))
-                for key, name in vectors.items()
+                for key, name in VECTORS.items()
             },
             "head_norm": Destination.of({f"{block}.norm.weight": (delta.value_dim,)}, exact=True),
             **fused("output", block, {"out_proj": hidden}, values, cuts=cuts),
@@ -118,6 +121,55 @@ class DeltaLayout:
     def widest(self) -> int:
         """Elements a row of the intermediate results, some of them in float32."""
         return 3 * self.channels + 4 * self.delta.value_heads * self.delta.value_dim
+
+
+@dataclass(frozen=True)
+class ScanLayout(DeltaLayout):
+    """Mamba-2: heads of values share keys and queries by groups, whose outputs are normalised together."""
+
+    def sharded(self, shard: Shard) -> ScanLayout:
+        """A rank's groups. The output makes a part of the sum."""
+        groups = shard.share(self.delta.key_heads, "groups of recurrent layers")
+        part = replace(self.delta, value_heads=self.delta.value_heads // shard.size, key_heads=groups)
+        return replace(self, delta=part, shard=shard, whole=self.delta)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Rows of what gates the output, of values, keys, queries, and of steps, as they are stored."""
+        delta = self.delta
+        values, keys = delta.value_heads * delta.value_dim, delta.key_heads * delta.key_dim
+        return values, values, keys, keys, delta.value_heads
+
+    def _cuts(self) -> Cuts:
+        if self.shard is None:
+            return NOTHING
+        (values, *_, heads), rank, size = self.parts, self.shard.rank, self.shard.size
+        begins = [rank * own + sum(self.parts[:i]) * size for i, own in enumerate(self.parts)]
+        ranges = [(begin, begin + own) for begin, own in zip(begins, self.parts, strict=True)]
+        channels = tuple((start - size * values, end - size * values) for start, end in ranges[1:4])
+        return {
+            **{"in_proj": Cut(0, tuple(ranges)), "conv1d": Cut(0, channels)},
+            **{"norm": self.shard.rows(values), "out_proj": self.shard.columns(values)},
+            **dict.fromkeys(("A_log", "dt_bias", "D"), self.shard.rows(heads)),
+        }
+
+    def destinations(self) -> dict[str, Destination]:
+        hidden, block, cuts, (values, *_, heads) = self.hidden_size, "mamba", self._cuts(), self.parts
+        exact: dict[str, tuple[str, Shape]] = {
+            "conv": ("conv1d.weight", (self.channels, 1, self.kernel)),
+            **({"conv_bias": ("conv1d.bias", (self.channels,))} if self.delta.conv_bias else {}),
+            **{key: (name, (heads,)) for key, name in (*VECTORS.items(), ("skip", "D"))},
+            "head_norm": ("norm.weight", (values,)),
+        }
+        return {
+            "norm": Destination.of({"input_layernorm.weight": (hidden,)}),
+            **fused("inputs", block, {"in_proj": sum(self.parts)}, hidden, cuts=cuts),
+            **{
+                key: Destination.of({f"{block}.{name}": shape}, exact=True, cut=cuts.get(name.split(".")[0]))
+                for key, (name, shape) in exact.items()
+            },
+            **fused("output", block, {"out_proj": hidden}, values, cuts=cuts),
+        }
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual
-from spd.runtime.layers.linear import AnyLinear
 from spd.runtime.layers.rotary import RotaryRows
 from spd.runtime.models.builder import LayerBuilder, Tensors
 from spd.runtime.models.recurrent_layouts import ConvLayout
@@ -24,7 +23,3 @@ class ShortConv:
         before, behind, x = self.inputs(stream, batch).x.chunk(3, 1)
         mixed = self.kernels.short_conv(before * x, self.taps, None, *cache.pools, batch.segments, silu=False)
         return self.output(Residual((behind * mixed).to(x.dtype)), batch, stream)
-
-    def products(self) -> tuple[AnyLinear, ...]:
-        """The block's matrices in the order in which they run."""
-        return self.inputs, self.output

@@ -91,7 +91,3 @@ class SideMlp:
             opened = torch.cat((gate(Residual(x), batch).x, batch.per_layer[:, self.index]), 1)
             x = x + rms_norm(projection(Residual(gelu_mul(opened)), batch).x, self.side_norm, self.epsilon)
         return Residual(x * self.scalar) if stream.squares is None else squared(x, self.kernels, self.scalar)
-
-    def products(self) -> tuple[AnyLinear, ...]:
-        """The block's matrices in the order in which they run, but for the experts'."""
-        return *self.mlp.products(), *(self.side or ())

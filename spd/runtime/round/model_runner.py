@@ -130,7 +130,7 @@ class ModelRunner:
 
         buckets = admitted_buckets(window)
         if alone:
-            products = {p.weight.shape: p for p in model.products() if isinstance(p, Linear)}
+            products = {p.weight.shape: p for p in model.products if isinstance(p, Linear)}
             for product in products.values():  # one of each shape
                 buckets = summed_alike(product, buckets)
         self.buckets = buckets

@@ -19,7 +19,7 @@ from spd.runtime.models.layouts import (
     MoeLayout,
     RecurrentLayout,
 )
-from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout
+from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout, ScanLayout
 from spd.runtime.models.weights import ModelLayout
 
 
@@ -48,11 +48,9 @@ def recurrent(config: ModelConfig) -> RecurrentLayout | None:
     facts, hidden = config.recurrent, config.hidden_size
     if facts is None:
         return None
-    return (
-        ConvLayout(hidden, facts.kernel, hidden)
-        if isinstance(facts, ConvConfig)
-        else DeltaLayout(hidden, facts)
-    )
+    if isinstance(facts, ConvConfig):
+        return ConvLayout(hidden, facts.kernel, hidden)
+    return (DeltaLayout if facts.corrects else ScanLayout)(hidden, facts, config.rms_norm_eps)
 
 
 def layers(config: ModelConfig, attention: AttentionLayout, dense: MlpLayout | None = None) -> ModelLayout:

@@ -42,6 +42,12 @@ def lfm2(config: ModelConfig) -> ModelLayout:
     return llama.layers(config, replace(llama.attention(config), qk_norm=True, head_norms=names))
 
 
+def granite_hybrid(config: ModelConfig) -> ModelLayout:
+    """Granite 4 hybrids, dense or with routed experts: Mamba-2 layers, and every few layers attention."""
+    mlp = replace(llama.mlp(config), block="mlp.shared_mlp", fused_gate_up=True)
+    return llama.layers(config, llama.attention(config), mlp)
+
+
 def gpt_oss(config: ModelConfig) -> ModelLayout:
     """gpt-oss: heads with sinks, every other layer slides, routed experts with biases and clamped gates.
 
