@@ -30,12 +30,12 @@ and so is a folder in which a tensor is missing or has another shape. Tensors th
 - **Quantized checkpoints**: compressed-tensors (`pack-quantized` of 1 to 8 bits, symmetric or with zero
   points, by groups or rows; `int-quantized` of 8 bits; `float-quantized` by tensor, row or block;
   `nvfp4-pack-quantized`, `mxfp4-pack-quantized`), GPTQ (v1 and v2, 2, 3, 4 and 8 bits, `dynamic`), AutoAWQ's
-  `gemm`, ModelOpt's FP8 and NVFP4, mixed too. Activations are never rounded: W8A8 and W4A4 releases run as
-  W8A16 and W4A16. The codes stay packed in memory, experts' too, in groups of 16, 32, 64, a multiple of 128
-  or a whole row. Multiplied out are GPTQ with act-order, other groups, embeddings, heads, what stands
-  outside the layers, and on a GPU everything in float16. MTP layers may be stored in the same way or left
-  as they were, whatever the ignore list says. GGUF, bitsandbytes, EXL3, rotated or sparse weights and planar
-  GPTQ are refused by name.
+  `gemm`, ModelOpt's FP8 and NVFP4, mixed too; gpt-oss's own MXFP4. Activations are never rounded: W8A8 and
+  W4A4 releases run as W8A16 and W4A16. The codes stay packed in memory, experts' too, in groups of 16, 32,
+  64, a multiple of 128 or a whole row. Multiplied out are GPTQ with act-order, other groups, embeddings,
+  heads, what stands outside the layers, and on a GPU everything in float16. MTP layers may be stored in the
+  same way or left as they were, whatever the ignore list says. GGUF, bitsandbytes, EXL3, rotated or sparse
+  weights and planar GPTQ are refused by name.
 - **`--quantize int4`**: as int8 below, with a bfloat16 scale for 64 columns that is chosen to err least.
   Rows of another length stay as they are. The demo's logits move by 11 % of their own spread. Kept
   packed, but on a GPU in float16: there the rounded values are multiplied, which saves no memory.

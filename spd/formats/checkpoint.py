@@ -98,20 +98,26 @@ def text_name(name: str) -> str:
 
 
 def unpacked(name: str, meta: TensorMeta) -> Iterator[tuple[str, TensorMeta]]:
-    """A tensor, or what it packs: all experts' matrices [E, N, K], gate rows before up rows."""
+    """A tensor, or what it packs: all experts' matrices [E, N, K], gate rows before up rows.
+
+    Or, as gpt-oss publishes them in MXFP4, codes [E, N, K / 32, 16] and scales [E, N, K / 32].
+    """
     stem, _, last = name.rpartition(".")
-    parts = _PACKED.get(last) if stem.endswith(".experts") and len(meta.shape) == 3 else None
+    dims, ending = _MXFP4.get(last.rpartition("_")[2], (3, "weight"))
+    parts = _PACKED.get(last) if stem.endswith(".experts") and len(meta.shape) == dims else None
     if parts is None or meta.shape[1] % len(parts) or not meta.nbytes:
         yield name, meta
         return
-    experts, rows, columns = meta.shape
-    shape, nbytes = (rows // len(parts), columns), meta.nbytes // (experts * len(parts))
+    experts, rows, *columns = meta.shape
+    shape, nbytes = (rows // len(parts), math.prod(columns)), meta.nbytes // (experts * len(parts))
     for number in range(experts * len(parts)):
-        own = f"{stem}.{number // len(parts)}.{parts[number % len(parts)]}.weight"
+        own = f"{stem}.{number // len(parts)}.{parts[number % len(parts)]}.{ending}"
         yield own, meta._replace(shape=shape, nbytes=nbytes, offset=meta.offset + number * nbytes)
 
 
 _PACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_MXFP4 = {"blocks": (4, "weight_packed"), "scales": (3, "weight_scale")}
+_PACKED |= {f"{name}_proj_{last}": (f"{name}_proj",) for name in ("gate_up", "down") for last in _MXFP4}
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):

@@ -13,7 +13,8 @@ lists often miss modules of an MTP head, or name fused ones; the configuration s
 - fp8: `weight` F8_E4M3 [out, in]; `weight_scale`, a multiplier: [1], [out, 1], or one a block.
 - nvfp4: `weight_packed` U8 [out, in / 2], E2M1, even columns low; `weight_scale` F8_E4M3 [out, in / 16];
   `weight_global_scale` [1]: W = e2m1 * (scale / global). As ModelOpt writes it: `weight`, `weight_scale_2` =
-  1 / global. mxfp4: the same with groups of 32 and `weight_scale` U8, the exponent + 127.
+  1 / global. mxfp4: the same with groups of 32 and `weight_scale` U8, the exponent + 127. gpt-oss packs all
+  experts' in two tensors, which `checkpoint.unpacked` takes apart.
 
 Source: compressed-tensors 0.20, AutoAWQ 0.2, AutoGPTQ and gptqmodel 7, NVIDIA ModelOpt, and published files.
 """
@@ -37,7 +38,7 @@ NVFP4_GROUP, MXFP4_GROUP = 16, 32
 MAX_GROUP = 1 << 16
 FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """Where older tools wrote what `config.json` lacks: ModelOpt, AutoGPTQ, AutoAWQ."""
-METHODS = "compressed-tensors, gptq, awq, modelopt, and fp8 with weight_block_size"
+METHODS = "compressed-tensors, gptq, awq, modelopt, mxfp4, and fp8 with weight_block_size"
 UNUSED = (
     *(".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale"),
     *(".k_scale", ".v_scale", ".q_scale", ".weight_shape", ".weight_g_idx"),
@@ -208,7 +209,6 @@ _INSTEAD = {
     "bitsandbytes": "the checkpoint that it was made of, with --quantize int8",
     "exl3": "a GPTQ or compressed-tensors copy of the same model",
     "exl2": "a GPTQ or compressed-tensors copy of the same model",
-    "mxfp4": "a compressed-tensors copy (mxfp4-pack-quantized)",
 }
 
 
@@ -379,4 +379,10 @@ def _globs(scheme: Scheme | None, texts: Collection[str]) -> Rule:
     return Rule(scheme, frozenset(plain), tuple(patterns), below)
 
 
+def _mxfp4(fields: Fields) -> Iterator[Rule]:
+    """Of gpt-oss, whose experts alone are stored so: see `unpacked`."""
+    yield Rule(Scheme("mxfp4", 4, MXFP4_GROUP), parts=(".experts.",))
+
+
 _READERS = {"compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq, "modelopt": _modelopt}
+_READERS["mxfp4"] = _mxfp4

@@ -67,7 +67,7 @@ def test_modelopt_mixes_by_names() -> None:
     [
         *(
             ({"quant_method": name}, f"quantized weights ('{name}') are not supported")
-            for name in ("bitsandbytes", "exl3", "quark", "torchao", "mxfp4", "fp8", "hqq")
+            for name in ("bitsandbytes", "exl3", "quark", "torchao", "fp8", "hqq")
         ),
         ({**of_groups(4, 32), "transform_config": {"config_groups": {"a": {}}}}, "rotations of weights"),
         ({**of_groups(4, 32), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),

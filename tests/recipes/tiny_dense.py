@@ -565,3 +565,30 @@ def write_dense(folder: Path, family: str, **options: Any) -> Path:
     write_json(path, {**config, **keys, **extra})
     write_tensors(folder, change(load_file(folder / "model.safetensors")))
     return folder
+
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+NOT_CONVERTED = [f"model.layers.*.{name}" for name in ("self_attn", "mlp.router")]
+NOT_CONVERTED += ["model.embed_tokens", "lm_head"]
+
+
+def mxfp4(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [E, N, K / 32, 16], the first of two low, and scales [E, N, K / 32] near values [E, N, K]."""
+    groups = wide.unflatten(-1, (-1, 32))
+    exponent = (groups.abs().amax(-1) / 6).log2().ceil()
+    values = torch.cat((E2M1, -E2M1))
+    codes = (groups[..., None] / exponent.exp2()[..., None, None] - values).abs().argmin(-1)
+    return (codes[..., 0::2] | codes[..., 1::2] << 4).byte(), (exponent + 127).byte()
+
+
+def write_mxfp4(folder: Path, **options: Any) -> Path:
+    """Write a gpt-oss as it is published: its experts in MXFP4. Returns its folder."""
+    write_dense(folder, "gpt_oss", **options)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = mxfp4(tensors.pop(name).mT)
+    write_tensors(folder, tensors)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    how = {"quant_method": "mxfp4", "modules_to_not_convert": NOT_CONVERTED}
+    write_json(folder / "config.json", {**config, "quantization_config": how})
+    return folder

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from spd.errors import CheckpointError
+from spd.kernels.linear.few_bits import GroupedWeight
 from spd.runtime import SamplingParams
 from spd.runtime.round.rows import SlotView
 from tests.helpers import Damped, make_engine, random_prompts, run_all, run_one
-from tests.recipes.tiny_dense import FAMILIES, LONG_ORIGINAL, write_dense
+from tests.recipes.tiny_dense import FAMILIES, LONG_ORIGINAL, write_dense, write_mxfp4
 
 Shelf = Callable[..., Path]
 
@@ -58,6 +62,54 @@ def test_logits_and_greedy_text_equal_transformers(dense: Shelf, family: str) ->
         )
     run = run_all(engine, [prompt], [SamplingParams(max_tokens=64)])[0]
     assert run.tokens == whole[0, length:].tolist()
+
+
+def multiplied_out(folder: Path, elsewhere: Path) -> Path:
+    """A copy whose experts are what `transformers` makes of MXFP4."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_blocks")]:
+        whole, pair = name.removesuffix("_blocks"), (tensors.pop(name), tensors.pop(name[:-6] + "scales"))
+        tensors[whole] = convert_moe_packed_tensors(*pair, dtype=torch.float32).contiguous()
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    elsewhere.mkdir()
+    (elsewhere / "config.json").write_text(json.dumps(config))
+    save_file(tensors, elsewhere / "model.safetensors", metadata={"format": "pt"})
+    return elsewhere
+
+
+def test_gpt_oss_as_published(tmp_path: Path) -> None:
+    """Experts in MXFP4 stay packed, and speak as `transformers` does with what it makes of them."""
+    transformers = pytest.importorskip("transformers")
+    folder = write_mxfp4(tmp_path / "published", max_positions=2048)
+    wide = multiplied_out(folder, tmp_path / "wide")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval()
+    prompt = random_prompts(1, 70, 256, seed=4)[0]
+    params = [SamplingParams(max_tokens=64, ignore_eos=True, logprobs=0)]
+    engine = make_engine(folder)
+    layer = engine._device.runner.model.layers[0]
+    assert isinstance(layer.mlp.experts.of.gate_up, GroupedWeight) and engine.plan.shape.form.words == "e2m1"
+    (run,) = run_all(engine, [prompt], params)
+    with torch.inference_mode():
+        whole = reference(torch.tensor([[*prompt, *run.tokens]])).logits[0, len(prompt) - 1 : -1]
+    scores = whole.log_softmax(-1)
+    assert scores.argmax(-1).tolist() == run.tokens
+    told = scores.gather(1, torch.tensor(run.tokens)[:, None])[:, 0]
+    assert (told - torch.tensor(run.logprobs)).abs().max() < 1e-4
+    drafted = run_all(make_engine(folder, spec="draft", draft_model=folder, draft_max=3), [prompt], params)
+    assert drafted[0].tokens == run.tokens and drafted[0].metrics.draft_n_accepted > 20
+    assert run_all(make_engine(folder, tp=2), [prompt], params)[0].tokens == run.tokens
+
+
+def test_missing_scales_of_mxfp4_are_named(tmp_path: Path) -> None:
+    folder = write_mxfp4(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.down_proj_scales"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.0\.down_proj\.weight_scale"):
+        make_engine(folder)
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft"])

@@ -109,9 +109,9 @@ class ClampedExperts(NamedTuple):
     An expert is down((up + 1) * gate * sigmoid(alpha * gate)), gate at most `limit`, up from -limit to limit.
     """
 
-    gate_up: Tensor  # [E, 2 * I, K], the gate first
+    gate_up: AnyWeight | GroupedWeight  # [E, 2 * I, K], rows of gates and of inputs in turn
     gate_up_bias: Tensor  # [E, 2 * I]
-    down: Tensor  # [E, K, I]
+    down: AnyWeight | GroupedWeight  # [E, K, I]
     down_bias: Tensor  # [E, K]
     limit: float
     alpha: float
@@ -123,11 +123,10 @@ def clamped_experts(
     """As `experts`, which see for the rest. Source: gpt-oss of Hugging Face transformers 5."""
 
     def through(rows: Tensor, expert: int) -> Tensor:
-        made = F.linear(rows, of.gate_up[expert], of.gate_up_bias[expert])
-        gate, up = made.chunk(2, dim=-1)
-        gate, up = gate.clamp(max=of.limit), up.clamp(-of.limit, of.limit)
+        made = expert_linear(rows, of.gate_up, expert) + of.gate_up_bias[expert]
+        gate, up = made[:, 0::2].clamp(max=of.limit), made[:, 1::2].clamp(-of.limit, of.limit)
         inner = (up + 1) * (gate * (gate * of.alpha).sigmoid())
-        return F.linear(inner, of.down[expert], of.down_bias[expert])
+        return expert_linear(inner, of.down, expert) + of.down_bias[expert]
 
     return by_expert(x, ids, weights, MANY_ROWS if chunk else FEW_ROWS, through)
 

@@ -284,6 +284,8 @@ class MoeLayout:
     experts: ExpertsConfig
     centred_norms: bool = False
     """Scales of norms are stored as their distance from 1."""
+    turned: bool = True
+    """Clamped experts stand inputs before outputs, as `transformers` writes them."""
     shard: Shard | None = None
     """The rank that has this part of every expert's width; None: all of it."""
 
@@ -339,35 +341,43 @@ class MoeLayout:
         return found | (self.shared.matrices() if self.shared else {})
 
     def _clamped(self) -> dict[str, Destination]:
-        """Experts [E, K, 2 * I], columns of gate and up in turn, and [E, I, K], with their biases.
+        """Experts [E, 2 * I, K], rows of gate and up in turn, and [E, K, I], with their biases; or `turned`.
 
-        What a checkpoint packs is named as if it were gate and up below each other: here halves of the rows.
+        What a checkpoint packs is named as if it were gate and up below each other: there halves of the rows.
         """
-        hidden, inner, count = self.hidden_size, self.experts.intermediate_size, self.experts.num_experts
-        columns, rows, block = None, None, "mlp.experts"
-        if self.shard is not None:
-            columns, rows = self.shard.columns(2 * inner), self.shard.rows(inner)
-        each = [f"{block}.{expert}" for expert in range(count)]
-        first = {
-            f"{own}.{half}_proj.weight": (hidden // 2, 2 * inner) for own in each for half in ("gate", "up")
-        }
-        last = {f"{own}.down_proj.weight": (inner, hidden) for own in each}
-        biases = {"gate_up": (count, 2 * inner), "down": (count, hidden)}
-        return {
+        hidden, inner, count, shard = (
+            self.hidden_size,
+            self.experts.intermediate_size,
+            self.experts.num_experts,
+            self.shard,
+        )
+        block, cuts = "mlp.experts", dict[str, Cut]()
+        shapes: dict[str, Shape] = {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+        if shard is not None:
+            cuts = {"gate_up": shard.rows(2 * inner), "down": shard.columns(inner)}
+        if self.turned:
+            shapes = {
+                "gate": (hidden // 2, 2 * inner),
+                "up": (hidden // 2, 2 * inner),
+                "down": (inner, hidden),
+            }
+            cuts = {name: replace(cut, dim=1 - cut.dim) for name, cut in cuts.items()}
+        found = {
             **_norms("post_attention_layernorm", None, hidden, exact=False),
             "router": Destination.of({"mlp.router.weight": (count, hidden)}, exact=True),
             "router_bias": Destination.of({"mlp.router.bias": (count,)}, exact=True),
-            "experts_gate_up": replace(Destination.of(first, cut=columns), wide=True),
-            "experts_down": replace(Destination.of(last, cut=rows), wide=True),
-            **{
-                f"experts_{name}_bias": Destination.of(
-                    {f"{block}.{name}_proj_bias": shape},
-                    exact=True,
-                    cut=columns if name == "gate_up" else None,
-                )
-                for name, shape in biases.items()
-            },
         }
+        for name, width in (("gate_up", 2 * inner), ("down", hidden)):
+            own = {part: shape for part, shape in shapes.items() if (part == "down") == (name == "down")}
+            parts = {
+                f"{block}.{e}.{part}_proj.weight": shape for e in range(count) for part, shape in own.items()
+            }
+            matrices = Destination.of(parts, cut=cuts.get(name))
+            found[f"experts_{name}"] = replace(matrices, wide=self.turned)
+            bias = {f"{block}.{name}_proj_bias": (count, width)}
+            cut = None if shard is None or name == "down" else shard.columns(width)
+            found[f"experts_{name}_bias"] = Destination.of(bias, exact=True, cut=cut)
+        return found
 
     @property
     def widest(self) -> int:

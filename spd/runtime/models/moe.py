@@ -46,18 +46,21 @@ class RoutedExperts:
 
 
 class BiasedExperts:
-    """Clamped experts with biases, of gate_up [E * K, 2 * I] and down [E * I, K] as they are stored."""
+    """Clamped experts with biases, of gate_up and down as they are stored: see `MoeLayout`."""
 
     def __init__(self, layout: MoeLayout, tensors: Tensors, build: LayerBuilder) -> None:
         assert layout.experts.clamped is not None
         count, limits = layout.experts.num_experts, layout.experts.clamped
-        gate_up, down = (tensors[name].view(count, -1, tensors[name].shape[1]) for name in EXPERT_NAMES)
+        each: list[AnyWeight | GroupedWeight] = [
+            tensors[name].view(count, -1, tensors[name].shape[1]).mT.contiguous()
+            if layout.turned
+            else build.stacked(tensors, name, count, cut=False)
+            for name in EXPERT_NAMES
+        ]
         biases = [tensors[f"{name}_bias"].to(build.dtype) for name in EXPERT_NAMES]
         if build.ranks is not None and build.ranks.rank:
             biases[1].zero_()  # of the ranks' sum it is a part once
-        rows = torch.cat((gate_up[..., 0::2], gate_up[..., 1::2]), -1).mT.contiguous()
-        bias = torch.cat((biases[0][:, 0::2], biases[0][:, 1::2]), -1)
-        self.of = ClampedExperts(rows, bias, down.mT.contiguous(), biases[1], *limits)
+        self.of = ClampedExperts(each[0], biases[0], each[1], biases[1], *limits)
 
     def onto(self, x: Tensor, chosen: Chosen, stream: Residual, batch: ForwardBatch) -> Residual:
         made = clamped_experts(x, *chosen, self.of, chunk=batch.chunk_start is not None)

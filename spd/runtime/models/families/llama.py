@@ -59,7 +59,8 @@ def layers(config: ModelConfig, attention: AttentionLayout, dense: MlpLayout | N
     Elsewhere `dense`, which is this family's MLP unless given.
     """
     dense, experts, local = dense or mlp(config), config.experts, config.local_rope is not None
-    sparse = MoeLayout(config.hidden_size, experts, dense.centred_norms) if experts else dense
+    wide = config.quantization is None
+    sparse = MoeLayout(config.hidden_size, experts, dense.centred_norms, wide) if experts else dense
     chosen = experts.sparse_layers if experts else (False,) * config.num_layers
 
     other, plain = recurrent(config), (False,) * config.num_layers

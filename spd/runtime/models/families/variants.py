@@ -49,10 +49,7 @@ def granite_hybrid(config: ModelConfig) -> ModelLayout:
 
 
 def gpt_oss(config: ModelConfig) -> ModelLayout:
-    """gpt-oss: heads with sinks, every other layer slides, routed experts with biases and clamped gates.
-
-    Experts are wide, as `transformers` keeps them where MXFP4 blocks are multiplied out.
-    """
+    """gpt-oss: heads with sinks, every other layer slides, routed experts with biases and clamped gates."""
     return llama.layers(config, replace(llama.attention(config), sinks=True))
 
 
