@@ -30,6 +30,7 @@ EVERY = sorted(VARIANTS)
 TORCH_ALONE = {
     "gpt_oss": "attention with sinks is torch's alone",
     "gemma4_moe": "experts with gelu gates are torch's alone",
+    "nemotron_h_moe": "experts without gates are torch's alone",
 }
 """Families without C kernels, and what the plan says."""
 SHAPES = [*(f"tiny-{name}" for name in EVERY), *sorted(FAMILIES.keys() - TORCH_ALONE.keys())]

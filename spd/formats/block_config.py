@@ -76,6 +76,8 @@ class DeltaConfig:
     interleaved: bool = False  # projections are fused, key head by key head (Qwen3-Next)
     corrects: bool = True  # else Mamba-2, whose heads share keys by groups
     conv_bias: bool = False
+    single: tuple[str, ...] = ()
+    """The kind of each layer's one block; empty where layers have two."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ class ExpertsConfig:
     shared_name: str = "shared_experts"
     clamped: tuple[float, float] | None = None
     """(limit, alpha) of gates that are clamped; such experts have biases, and so has their router."""
+    plain: bool = False  # no gates: down(relu(up(x)) ** 2)
     shared_gated: bool = False  # what the shared one gives is scaled by the sigmoid of a gate of its own
 
 
@@ -130,6 +133,7 @@ class ExpertKeys:
     correction: str = ExpertsConfig.correction
     grouped: bool = False  # whether experts may be chosen by groups, as DeepSeek's are
     clamped: bool = False
+    plain: bool = False
 
 
 def read_sliding(fields: Fields, num_layers: int, known: Container[str]) -> tuple[int | None, ...]:
@@ -264,6 +268,7 @@ def read_experts(fields: Fields, num_layers: int, keys: ExpertKeys) -> ExpertsCo
         keys.correction,
         alone or "shared_experts",
         limits if keys.clamped else None,
+        keys.plain,
         alone == "shared_expert",
     )
 
@@ -342,6 +347,15 @@ LFM2 = ExpertKeys(
     router=_SIGMOID,
     correction="expert_bias",
     grouped=True,
+)
+NEMOTRON = replace(
+    DEEPSEEK3,
+    shared_count=None,
+    shared_width=7688,
+    shared_name="shared_experts",
+    switch=_ROUTED,
+    sparse=lambda fields, num_layers: [True] * num_layers,
+    plain=True,
 )
 GRANITE = replace(MIXTRAL, switch="num_local_experts", shared_width=1024, shared_name="shared_mlp")
 GPT_OSS = replace(MIXTRAL, clamped=True)

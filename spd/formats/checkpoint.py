@@ -74,7 +74,7 @@ def _identity(status: os.stat_result) -> Identity:
 
 
 _WRAPPED = {"model.language_model.": "model.", "language_model.model.": "model."}
-_WRAPPED |= {"language_model.lm_head.": "lm_head."}
+_WRAPPED |= {"language_model.lm_head.": "lm_head.", "backbone.": "model."}
 """What stands before the names of a text model's tensors inside one that sees images too, and without it."""
 
 
@@ -83,10 +83,13 @@ _RENAMED = {
     **{"w2": "down_proj", "output_linear.weight": "experts.down_proj", "feed_forward": "mlp"},
     **{"input_linear.weight": "experts.gate_up_proj", "self_attn.out_proj": "self_attn.o_proj"},
     **{"operator_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "embedding_norm": "norm"},
+    **{f"mixer.{name}_proj": f"self_attn.{name}_proj" for name in "qkvo"},
+    **{f"mixer.{name}": f"mamba.{name}" for name in ("in_proj", "conv1d", "A_log", "D", "dt_bias", "norm")},
+    **{"mixer.out_proj": "mamba.out_proj", "mixer": "mlp", "embeddings": "embed_tokens", "norm_f": "norm"},
     **{"shared_mlp.input_linear": "mlp.shared_mlp.gate_up_proj"},
     **{"shared_mlp.output_linear": "mlp.shared_mlp.down_proj"},
 }
-"""Parts of names in Mixtral's, Granite's and LFM2's checkpoints, and what others call the same."""
+"""Parts of names in checkpoints of Mixtral, Granite, LFM2 and Nemotron-H, and what others call the same."""
 _RENAMED_PART = re.compile(rf"\.({'|'.join(map(re.escape, _RENAMED))})(?=\.|$)")
 
 
@@ -115,7 +118,7 @@ def unpacked(name: str, meta: TensorMeta) -> Iterator[tuple[str, TensorMeta]]:
         yield own, meta._replace(shape=shape, nbytes=nbytes, offset=meta.offset + number * nbytes)
 
 
-_PACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_PACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",), "up_proj": ("up_proj",)}
 _MXFP4 = {"blocks": (4, "weight_packed"), "scales": (3, "weight_scale")}
 _PACKED |= {f"{name}_proj_{last}": (f"{name}_proj",) for name in ("gate_up", "down") for last in _MXFP4}
 

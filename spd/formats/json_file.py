@@ -6,6 +6,7 @@ Every refusal is a `CheckpointError` of one line that starts with the file and n
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import stat
@@ -13,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 from spd.errors import CheckpointError
 
@@ -96,10 +97,15 @@ def decode_utf8(data: bytes, where: str) -> str:
 
 
 def parse_json(text: str, where: str) -> object:
-    """Strict JSON: no NaN or Infinity, no duplicate keys, no lone surrogates, bounded depth and size."""
+    """Strict JSON but for Infinity, which published files hold: no NaN, duplicate keys or lone surrogates.
 
-    def refuse_constant(word: str) -> NoReturn:
-        raise CheckpointError(f"{where}: {word} is not JSON")
+    Depth and size are bounded.
+    """
+
+    def constant(word: str) -> float:
+        if word != "Infinity":
+            raise CheckpointError(f"{where}: {word} is not JSON")
+        return math.inf
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         result = dict(pairs)
@@ -111,7 +117,7 @@ def parse_json(text: str, where: str) -> object:
     if text.count("[") + text.count("{") > MAX_CONTAINERS:
         raise CheckpointError(f"{where}: holds more than {MAX_CONTAINERS:,} lists and objects")
     try:
-        value: object = json.loads(text, object_pairs_hook=unique, parse_constant=refuse_constant)
+        value: object = json.loads(text, object_pairs_hook=unique, parse_constant=constant)
         level: list[Any] = [[value]]  # all of one depth at a time: a call for each would take long
         for _ in range(MAX_DEPTH + 2):
             inner = (node.values() if isinstance(node, dict) else node for node in level)

@@ -18,7 +18,14 @@ from spd.formats.eagle3 import ARCHITECTURE as EAGLE3
 from spd.formats.eagle3 import Eagle3Config, read_eagle3
 from spd.formats.json_file import Fields, names_in, shown
 from spd.formats.quantized import Quantization, read_quantization
-from spd.formats.recurrent_config import ConvConfig, granite_keys, lfm2_keys, read_conv, read_mamba
+from spd.formats.recurrent_config import (
+    ConvConfig,
+    granite_keys,
+    lfm2_keys,
+    nemotron_keys,
+    read_conv,
+    read_mamba,
+)
 from spd.formats.rope_config import (
     RopeConfig,
     read_growth,
@@ -174,6 +181,14 @@ _FAMILIES = {
     "GraniteMoeForCausalLM": _Family("granitemoe", _GRANITE, experts=blocks.MIXTRAL),
     "GraniteMoeHybridForCausalLM": _Family(
         "granitemoehybrid", _GRANITE, experts=blocks.GRANITE, recurrent=read_mamba, spelled=granite_keys
+    ),
+    "NemotronHForCausalLM": _Family(
+        "nemotron_h",
+        {"max_position_embeddings": 4096, "layer_norm_epsilon": 1e-5, "head_dim": 128},
+        epsilon="layer_norm_epsilon",
+        experts=blocks.NEMOTRON,
+        recurrent=partial(read_mamba, single=True),
+        spelled=nemotron_keys,
     ),
     "SeedOssForCausalLM": _Family(
         "seed_oss",

@@ -187,6 +187,8 @@ def find_mtp(architecture: str, names: Collection[str], num_layers: int | None) 
     num_layers: the target's; None in a folder that holds nothing but a head, where modules may be
     numbered from any layer on.
     """
+    if architecture == "NemotronHForCausalLM":
+        return None  # its modules have two layers
     own = [family for family in FAMILIES if architecture in family.architectures]
     by_names = {family.glue["projection"]: family for family in (*reversed(FAMILIES), *own)}
     for family in reversed(by_names.values()):

@@ -1,6 +1,6 @@
 """What `config.json` says of layers that keep a state or the latest inputs, beside those of `block_config`.
 
-Source: the configurations of `lfm2`, `lfm2_moe` and `granitemoehybrid` in Hugging Face transformers 5.
+Source: `lfm2`, `lfm2_moe`, `granitemoehybrid` and `nemotron_h` of Hugging Face transformers 5.
 """
 
 from __future__ import annotations
@@ -66,16 +66,25 @@ def granite_keys(fields: Fields) -> dict[str, object]:
     return found
 
 
-def read_mamba(fields: Fields, num_layers: int) -> DeltaConfig:
-    """Of `granitemoehybrid`: Mamba-2 layers, in both spellings of their list."""
+def _listed(fields: Fields, known: tuple[str, ...]) -> tuple[str, list[str]]:
+    """The key of the list of layers' kinds, and the list, with older names of kinds as newer ones."""
     key = next((key for key in ("layer_types", "layers_block_type") if key in fields), "layer_types")
     names = fields.get(key)
-    if isinstance(names, list):
-        older = {"mamba": LINEAR, "attention": KINDS[0]}
-        fields = Fields(fields.where, {**fields.values, key: [older.get(str(n), n) for n in names]})
-    linear = listed_kinds(fields, num_layers, (KINDS[0], LINEAR), key)
-    why = f"no layer is {KINDS[0]}: a model of recurrent layers alone is not supported"
-    fields.require(linear is not None and not all(linear), key, why)
+    fields.require(isinstance(names, list), key, "is not a list of names")
+    assert isinstance(names, list)
+    older = {"mamba": LINEAR, "attention": KINDS[0]}
+    each = (Fields(fields.where, {key: older.get(str(name), name)}) for name in names)
+    found = [kind.choice(key, known) for kind in each]
+    for needed in known[:2]:
+        why = f"no layer is {needed}: a model without is not supported"
+        fields.require(needed in found, key, why)
+    return key, found
+
+
+def read_mamba(fields: Fields, num_layers: int, *, single: bool = False) -> DeltaConfig:
+    """Of `granitemoehybrid`, and of `nemotron_h` by `nemotron_keys`, whose layers have a single block."""
+    key, kinds = _listed(fields, (KINDS[0], LINEAR, *(SINGLE if single else ())))
+    fields.require(len(kinds) == num_layers, key, f"is not a list of {num_layers} names, one a layer")
     heads = fields.integer("mamba_n_heads", 1, MAX_RANK, 128)
     groups = fields.integer("mamba_n_groups", 1, heads, 1)
     fields.require(heads % groups == 0, "mamba_n_groups", f"{groups} does not divide {heads} heads")
@@ -83,17 +92,56 @@ def read_mamba(fields: Fields, num_layers: int) -> DeltaConfig:
     size = inner // heads
     if fields.get("mamba_d_head") != "auto":
         size = fields.integer("mamba_d_head", 1, MAX_DELTA_DIM, size)
-    fields.require(size * heads == inner, "mamba_d_head", f"{heads} heads of {size} are not {inner} elements")
-    fields.require(not fields.boolean("mamba_proj_bias", False), "mamba_proj_bias", "true is not supported")
+    why = f"{heads} heads of {size} are not {inner} elements"
+    fields.require(single or size * heads == inner, "mamba_d_head", why)
     unlimited = fields.get("time_step_limit") in (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
     fields.require(unlimited, "time_step_limit", "steps with limits are not supported")
+    fields.require(not fields.boolean("mamba_proj_bias", False), "mamba_proj_bias", "true is not supported")
     return DeltaConfig(
         fields.integer("mamba_d_conv", 2, MAX_TAPS, 4),
         groups,
         heads,
         fields.integer("mamba_d_state", 1, MAX_DELTA_DIM, 256),
         size,
-        tuple(linear or ()),
+        tuple(kind == LINEAR for kind in kinds),
         corrects=False,
         conv_bias=fields.boolean("mamba_conv_bias", True),
+        single=tuple(kinds) if single else (),
+    )
+
+
+SINGLE = ("mlp", "moe")
+_PATTERN = {"M": LINEAR, "*": KINDS[0], "-": "mlp", "E": "moe"}
+_NEMOTRON = {
+    **{"mamba_n_heads": ("mamba_num_heads", 128), "mamba_d_head": ("mamba_head_dim", 64)},
+    **{"mamba_n_groups": ("n_groups", 8), "mamba_d_state": ("ssm_state_size", 128)},
+    **{"mamba_d_conv": ("conv_kernel", 4), "mamba_conv_bias": ("use_conv_bias", True)},
+    "shared_expert_intermediate_size": ("moe_shared_expert_intermediate_size", 7688),
+}
+"""What others call what `nemotron_h` has keys of its own for, and what an absent one counts as."""
+
+
+def nemotron_keys(fields: Fields) -> dict[str, object]:
+    """What `nemotron_h` says in keys of its own: the layers' kinds as letters or names, sizes of Mamba-2."""
+    found: dict[str, object] = {
+        key: fields.get(own) if own in fields else usual for key, (own, usual) in _NEMOTRON.items()
+    }
+    if "hybrid_override_pattern" in fields:
+        letters = fields.text("hybrid_override_pattern")
+        strange = next((letter for letter in letters if letter not in _PATTERN), None)
+        fields.require(
+            strange is None, "hybrid_override_pattern", f"{strange!r} is not one of {', '.join(_PATTERN)}"
+        )
+        fields = Fields(fields.where, {**fields.values, "layer_types": [_PATTERN[one] for one in letters]})
+    _, kinds = _listed(fields, (KINDS[0], LINEAR, *SINGLE))
+    fields.choice("mlp_hidden_act", ("relu2",), "relu2")
+    fields.choice("mamba_hidden_act", ("silu",), "silu")
+    for key in ("use_bias", "mlp_bias"):
+        fields.require(not fields.boolean(key, False), key, "true is not supported")
+    fields.require(
+        "moe_latent_size" not in fields, "moe_latent_size", "experts in a smaller space are not supported"
+    )
+    found |= {"layer_types": kinds, "num_hidden_layers": len(kinds)}
+    return (
+        found | ({} if "moe" in kinds else {"n_routed_experts": None}) | {"no_rope_layers": [0] * len(kinds)}
     )

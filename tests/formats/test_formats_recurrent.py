@@ -47,6 +47,21 @@ GRANITE: dict[str, Any] = {
     "layer_types": ["mamba", "mamba", "attention", "mamba"],
 }
 """As Granite 4.0 H Tiny's, with fewer layers."""
+NEMOTRON: dict[str, Any] = {
+    **{"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "attention_bias": False},
+    **{"chunk_size": 128, "conv_kernel": 4, "expand": 2, "head_dim": 128, "hidden_size": 2688},
+    **{"hybrid_override_pattern": "MEM*E-", "intermediate_size": 1856, "layer_norm_epsilon": 1e-5},
+    **{"mamba_head_dim": 64, "mamba_hidden_act": "silu", "mamba_num_heads": 64, "mamba_proj_bias": False},
+    **{"max_position_embeddings": 262144, "mlp_bias": False, "mlp_hidden_act": "relu2", "n_group": 1},
+    **{"moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "n_groups": 8},
+    **{"n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 32},
+    **{"num_experts_per_tok": 6, "num_hidden_layers": 6, "num_key_value_heads": 2, "rope_theta": 10000},
+    **{"routed_scaling_factor": 2.5, "ssm_state_size": 128, "time_step_limit": [0.0, float("inf")]},
+    **{"time_step_min": 0.001, "topk_group": 1, "use_bias": False, "use_conv_bias": True},
+    **{"vocab_size": 131072, "tie_word_embeddings": False},
+}
+"""As Nemotron 3 Nano's, with fewer layers; json writes its limit as Infinity."""
+KINDS = ["linear_attention", "moe", "linear_attention", "full_attention", "moe", "mlp"]
 MAMBA = {"layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"]}
 
 
@@ -86,6 +101,22 @@ def test_granite_hybrids_as_published(tmp_path: Path) -> None:
     assert dense.experts is None and dense.intermediate_size == 1024 and not dense.still
 
 
+def test_nemotron_as_published(tmp_path: Path) -> None:
+    config = read(tmp_path, NEMOTRON)
+    assert isinstance(config.recurrent, DeltaConfig)
+    scans = tuple(kind == KINDS[0] for kind in KINDS)
+    assert config.recurrent.single == tuple(KINDS) and config.recurrent.layers == scans
+    sizes = config.recurrent.key_heads, config.recurrent.value_heads, config.recurrent.key_dim
+    assert sizes == (8, 64, 128) and config.num_layers == 6 and config.still == (True,) * 6
+    router = RouterConfig(6, True, True, True, 2.5, group_best=2)
+    shared = {"shared_name": "shared_experts", "plain": True}
+    assert config.experts == ExpertsConfig(128, 1856, 3712, (True,) * 6, router, **shared)
+    older = [{"linear_attention": "mamba", "full_attention": "attention"}.get(kind, kind) for kind in KINDS]
+    listed = {"hybrid_override_pattern": None, "num_hidden_layers": None, "layers_block_type": older}
+    assert read(tmp_path, NEMOTRON, **listed) == config
+    assert read(tmp_path, NEMOTRON, hybrid_override_pattern="M*-M").experts is None
+
+
 @pytest.mark.parametrize(
     ("base", "changes", "words"),
     [
@@ -99,8 +130,19 @@ def test_granite_hybrids_as_published(tmp_path: Path) -> None:
         (LFM2, {"block_ff_dim": 0}, "block_ff_dim"),
         (LFM2, {"block_multiple_of": 0}, "block_multiple_of"),
         (LFM2_MOE, {"use_expert_bias": False}, "use_expert_bias: false is not supported"),
+        (
+            NEMOTRON,
+            {"hybrid_override_pattern": "MX*"},
+            "hybrid_override_pattern: 'X' is not one of M, *, -, E",
+        ),
+        (NEMOTRON, {"hybrid_override_pattern": "*E-"}, "no layer is linear_attention"),
+        (NEMOTRON, {"hybrid_override_pattern": "ME-"}, "no layer is full_attention"),
+        (NEMOTRON, {"mlp_hidden_act": "silu"}, "mlp_hidden_act: 'silu' is not supported"),
+        (NEMOTRON, {"moe_latent_size": 1024}, "moe_latent_size"),
+        (NEMOTRON, {"use_bias": True}, "use_bias: true is not supported"),
+        (NEMOTRON, {"time_step_limit": [0.001, 0.1]}, "time_step_limit"),
         (GRANITE, {"layer_types": ["mamba"] * 4}, "layer_types: no layer is full_attention"),
-        (GRANITE, {"layer_types": None}, "layer_types: no layer is full_attention"),
+        (GRANITE, {"layer_types": None}, "layer_types: is not a list of names"),
         (GRANITE, {"layer_types": ["mamba", "conv", "attention", "mamba"]}, "'conv' is not supported"),
         (GRANITE, {"mamba_n_groups": 5}, "mamba_n_groups: 5 does not divide 48 heads"),
         (GRANITE, {"mamba_d_head": 32}, "mamba_d_head: 48 heads of 32 are not 3072 elements"),

@@ -94,7 +94,7 @@ def test_what_transformers_saves_is_read(tiny: Callable[..., Path], tmp_path: Pa
     assert read_model_config(saved).rms_norm_eps == getattr(type(reference.config)(), key)
 
 
-EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_eps")
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "layer_norm_epsilon")
 """What configurations call the same number."""
 HYBRIDS = {
     *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),

@@ -38,6 +38,7 @@ FAMILIES: dict[str, Callable[[ModelConfig], ModelLayout]] = {
     "GraniteForCausalLM": llama.layout,
     "GraniteMoeForCausalLM": llama.layout,
     "GraniteMoeHybridForCausalLM": variants.granite_hybrid,
+    "NemotronHForCausalLM": variants.nemotron_h,
     "SeedOssForCausalLM": variants.glm4_moe,
     "Ministral3ForCausalLM": llama.layout,
     "Glm4ForCausalLM": variants.glm4,

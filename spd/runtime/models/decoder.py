@@ -33,6 +33,7 @@ from spd.runtime.models.layouts import (
     MixerLayout,
     MlpLayout,
     MoeLayout,
+    NoLayout,
     SideLayout,
 )
 from spd.runtime.models.moe import GatedMlp, MoeMlp
@@ -40,9 +41,19 @@ from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout, ScanLa
 from spd.runtime.models.short_conv import ShortConv
 from spd.runtime.models.side_mlp import LayerEmbeddings, SideMlp
 
-AttentionBlock = Attention | LatentAttention | GatedDelta | ShortConv
+
+class NoBlock:
+    """A layer's block that is not there."""
+
+    def __init__(self, layout: NoLayout, tensors: Tensors, build: LayerBuilder) -> None: ...
+
+    def __call__(self, stream: Residual, *given: object) -> Residual:
+        return stream
+
+
+AttentionBlock = Attention | LatentAttention | GatedDelta | ShortConv | NoBlock
 """A layer's first block: it writes the rows' cache entries, then reads the pages; or a state and rings."""
-MlpBlock = GatedMlp | MoeMlp | SideMlp
+MlpBlock = GatedMlp | MoeMlp | SideMlp | NoBlock
 """A layer's second block: each row by itself."""
 
 
@@ -76,6 +87,7 @@ BLOCKS: dict[type, Any] = {
     MlpLayout: GatedMlp,
     MoeLayout: MoeMlp,
     SideLayout: SideMlp,
+    NoLayout: NoBlock,
 }
 """What runs a block, by its description: made of that, of its tensors and of a builder."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from spd.formats.block_config import ExpertsConfig, LatentConfig
 from spd.formats.rope_config import RotaryDims
@@ -241,6 +242,8 @@ class MlpLayout:
     """As of `GqaLayout`."""
     fused_gate_up: bool = False
     """Gate and up are one tensor in the checkpoint too."""
+    plain: bool = False
+    """There is no gate: down(relu(up(x)) ** 2)."""
     shard: Shard | None = None
     """The rank that has this part of the width; None: all of it."""
 
@@ -266,6 +269,7 @@ class MlpLayout:
         """The destinations without the norm before them."""
         hidden, inner = self.hidden_size, self.intermediate_size
         rows = {"gate_up_proj": 2 * inner} if self.fused_gate_up else {"gate_proj": inner, "up_proj": inner}
+        rows = {"up_proj": inner} if self.plain else rows
         cuts = self._cuts()
         found = fused("gate_up", self.block, rows, hidden, biased=self.bias, cuts=cuts)
         return found | fused("down", self.block, {"down_proj": hidden}, inner, biased=self.bias, cuts=cuts)
@@ -284,6 +288,7 @@ class MoeLayout:
     experts: ExpertsConfig
     centred_norms: bool = False
     """Scales of norms are stored as their distance from 1."""
+    pre_norm: str = "post_attention_layernorm"
     turned: bool = True
     """Clamped experts stand inputs before outputs, as `transformers` writes them."""
     shard: Shard | None = None
@@ -307,6 +312,7 @@ class MoeLayout:
                 size,
                 block=f"mlp.{name}",
                 fused_gate_up=name == "shared_mlp",
+                plain=self.experts.plain,
                 shard=self.shard,
             )
             if size
@@ -319,7 +325,7 @@ class MoeLayout:
         hidden, inner, experts = self.hidden_size, self.experts.intermediate_size, self.experts
         count = experts.num_experts
         found = {
-            "norm": Destination.of({"post_attention_layernorm.weight": (hidden,)}, exact=self.centred_norms),
+            "norm": Destination.of({f"{self.pre_norm}.weight": (hidden,)}, exact=self.centred_norms),
             "router": Destination.of({"mlp.gate.weight": (count, hidden)}, exact=True),
         }
         if experts.router.corrected:
@@ -331,7 +337,7 @@ class MoeLayout:
         first = {
             f"mlp.experts.{expert}.{name}_proj.weight": (inner, hidden)
             for expert in range(count)
-            for name in ("gate", "up")
+            for name in (("up",) if experts.plain else ("gate", "up"))
         }
         last = {f"mlp.experts.{expert}.down_proj.weight": (hidden, inner) for expert in range(count)}
         shard = self.shard
@@ -443,10 +449,24 @@ class SideLayout:
         return self.mlp.widest + routed + 3 * self.per_layer
 
 
+@dataclass(frozen=True)
+class NoLayout:
+    """No block: the stream goes on as it is."""
+
+    cache: ClassVar[tuple[Shape, ...]] = ()
+    widest: ClassVar[int] = 0
+
+    def sharded(self, shard: Shard) -> NoLayout:
+        return self
+
+    def destinations(self) -> dict[str, Destination]:
+        return {}
+
+
 AttentionLayout = GqaLayout | LatentLayout
 RecurrentLayout = DeltaLayout | ConvLayout
-MixerLayout = AttentionLayout | RecurrentLayout
-FeedForwardLayout = MlpLayout | MoeLayout | SideLayout
+MixerLayout = AttentionLayout | RecurrentLayout | NoLayout
+FeedForwardLayout = MlpLayout | MoeLayout | SideLayout | NoLayout
 
 
 @dataclass(frozen=True)

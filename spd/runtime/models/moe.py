@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
-from spd.kernels.experts.moe import ClampedExperts, clamped_experts
+from spd.kernels.experts.moe import FEW_ROWS, MANY_ROWS, ClampedExperts, by_expert, clamped_experts
+from spd.kernels.linear.eight_bits import expert_linear
 from spd.kernels.linear.few_bits import GroupedWeight, tiled
 from spd.kernels.linear.skinny_linear import AnyWeight, plain_weight
 from spd.kernels.native.library import NativeLibrary, PackedWeight
 from spd.runtime.layers.base import ForwardBatch, Residual
-from spd.runtime.layers.linear import AnyLinear, in_tiles, normed
+from spd.runtime.layers.linear import AnyLinear, Gate, in_tiles, normed
 from spd.runtime.layers.sharded import added
 from spd.runtime.models.builder import LayerBuilder, Tensors
 from spd.runtime.models.layouts import MlpLayout, MoeLayout
@@ -67,21 +68,51 @@ class BiasedExperts:
         return Residual(stream.x + made)
 
 
+def gate_of(layout: MlpLayout) -> Gate | None:
+    """The gate that is a part of the first product."""
+    return None if layout.plain else "gelu" if layout.gelu else "silu"
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """What stands in place of a gate where there is none."""
+    return x.relu().square()
+
+
+class PlainExperts:
+    """Experts without gates, of up [E, I, K] and down [E, K, I]; torch's form alone."""
+
+    def __init__(self, up: AnyWeight | GroupedWeight, down: AnyWeight | GroupedWeight) -> None:
+        self.up, self.down = up, down
+
+    def onto(self, x: Tensor, chosen: Chosen, stream: Residual, batch: ForwardBatch) -> Residual:
+        def through(rows: Tensor, expert: int) -> Tensor:
+            return expert_linear(squared_relu(expert_linear(rows, self.up, expert)), self.down, expert)
+
+        tile = FEW_ROWS if batch.chunk_start is None else MANY_ROWS
+        return Residual(stream.x + by_expert(x, *chosen, tile, through))
+
+
 EXPERT_NAMES = ("experts_gate_up", "experts_down")
-Experts = NativeExperts | RoutedExperts | BiasedExperts
+Experts = NativeExperts | RoutedExperts | BiasedExperts | PlainExperts
 """All routed experts of a layer; `onto` adds the weighed sum of what they make of x [T, K] to a stream."""
 
 
 class GatedMlp:
-    """stream + down(act(gate(norm(stream))) * up(norm(stream))), gate and up fused; act is silu or gelu."""
+    """stream + down(act(gate(norm(stream))) * up(norm(stream))), gate and up fused; act is silu or gelu.
+
+    Or stream + down(relu(up(norm(stream))) ** 2).
+    """
 
     def __init__(self, layout: MlpLayout, tensors: Tensors, build: LayerBuilder) -> None:
-        self.gate_up = build.after_norm(tensors, "gate_up", "gelu" if layout.gelu else "silu")
+        self.plain, gate = layout.plain, gate_of(layout)
+        self.gate_up = build.after_norm(tensors, "gate_up", gate)
         self.down = build.summed(tensors, "down", centred=layout.centred_output)
 
     def __call__(self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None) -> Residual:
         """The stream [T, hidden], or `onto`, with this block of the stream added."""
-        return self.down(self.gate_up(stream, batch), batch, stream if onto is None else onto)
+        inner = self.gate_up(stream, batch)
+        inner = Residual(squared_relu(inner.x)) if self.plain else inner
+        return self.down(inner, batch, stream if onto is None else onto)
 
 
 class MoeMlp:
@@ -95,13 +126,18 @@ class MoeMlp:
         self.norm, self.router = tensors["norm"], tensors["router"]
         self.shared: tuple[AnyLinear, AnyLinear] | None = None
         if layout.shared:
-            gate_up = build.after_norm(tensors, "gate_up", "silu")
+            gate_up = build.after_norm(tensors, "gate_up", gate_of(layout.shared))
             self.shared = gate_up, build.matrix(tensors, "down", cut=True)
-        self.shared_gate = tensors.get("shared_gate")
+        self.shared_gate, self.plain = tensors.get("shared_gate"), layout.experts.plain
         self.router_bias = tensors.get("router_bias")
         self.experts: Experts
         if layout.experts.clamped is not None:
             self.experts = BiasedExperts(layout, tensors, build)
+        elif layout.experts.plain:
+            count = layout.experts.num_experts
+            self.experts = PlainExperts(
+                *(build.stacked(tensors, n, count, cut=n != EXPERT_NAMES[0]) for n in EXPERT_NAMES)
+            )
         else:
             self.experts = _experts(tensors, layout.experts.num_experts, build)
 
@@ -114,6 +150,7 @@ class MoeMlp:
         if self.shared is not None:
             gate_up, down = self.shared
             inner = gate_up(stream, batch)
+            inner = Residual(squared_relu(inner.x)) if self.plain else inner
             if self.shared_gate is not None:
                 inner = Residual(
                     (inner.x * self._logits(x, self.shared_gate, batch.tile).sum(1).sigmoid()).to(x.dtype)

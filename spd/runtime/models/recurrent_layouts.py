@@ -26,6 +26,7 @@ class DeltaLayout:
     delta: DeltaConfig
     epsilon: float
     """Of the norm of the output, which sees no scale of the stream."""
+    pre_norm: str = "input_layernorm"
     shard: Shard | None = None
     whole: DeltaConfig | None = None
     """Of all ranks, where `delta` is a rank's."""
@@ -162,7 +163,7 @@ class ScanLayout(DeltaLayout):
             "head_norm": ("norm.weight", (values,)),
         }
         return {
-            "norm": Destination.of({"input_layernorm.weight": (hidden,)}),
+            "norm": Destination.of({f"{self.pre_norm}.weight": (hidden,)}),
             **fused("inputs", block, {"in_proj": sum(self.parts)}, hidden, cuts=cuts),
             **{
                 key: Destination.of({f"{block}.{name}": shape}, exact=True, cut=cuts.get(name.split(".")[0]))

@@ -66,6 +66,8 @@ def torch_alone(layers: Iterable[LayerLayout]) -> str | None:
             return "attention with sinks is torch's alone"
         if isinstance(layer.mlp, MoeLayout) and layer.mlp.experts.clamped is not None:
             return "experts with biases and clamped gates are torch's alone"
+        if isinstance(layer.mlp, MoeLayout) and layer.mlp.experts.plain:
+            return "experts without gates are torch's alone"
         if isinstance(layer.mlp, SideLayout) and layer.mlp.experts is not None:
             return "experts with gelu gates are torch's alone"
     return None

@@ -60,7 +60,7 @@ def layers(config: ModelConfig, attention: AttentionLayout, dense: MlpLayout | N
     """
     dense, experts, local = dense or mlp(config), config.experts, config.local_rope is not None
     wide = config.quantization is None
-    sparse = MoeLayout(config.hidden_size, experts, dense.centred_norms, wide) if experts else dense
+    sparse = MoeLayout(config.hidden_size, experts, dense.centred_norms, turned=wide) if experts else dense
     chosen = experts.sparse_layers if experts else (False,) * config.num_layers
 
     other, plain = recurrent(config), (False,) * config.num_layers

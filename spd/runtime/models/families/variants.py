@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from spd.formats.block_config import DeltaConfig
 from spd.formats.model_config import ModelConfig
 from spd.formats.rope_config import RotaryDims
 from spd.runtime.models.families import llama
+from spd.runtime.models.layouts import LayerLayout, MoeLayout, NoLayout
+from spd.runtime.models.recurrent_layouts import ScanLayout
 from spd.runtime.models.weights import ModelLayout
 
 
@@ -46,6 +49,22 @@ def granite_hybrid(config: ModelConfig) -> ModelLayout:
     """Granite 4 hybrids, dense or with routed experts: Mamba-2 layers, and every few layers attention."""
     mlp = replace(llama.mlp(config), block="mlp.shared_mlp", fused_gate_up=True)
     return llama.layers(config, llama.attention(config), mlp)
+
+
+def nemotron_h(config: ModelConfig) -> ModelLayout:
+    """Nemotron-H and Nano 2 and 3: a block a layer, Mamba-2, attention without positions, MLP or experts."""
+    facts, hidden, nothing = config.recurrent, config.hidden_size, NoLayout()
+    assert isinstance(facts, DeltaConfig)
+    scan = ScanLayout(hidden, facts, config.rms_norm_eps, pre_norm="norm")
+    attention = replace(llama.attention(config), still=True, pre_norm="norm")
+    made = {
+        "linear_attention": LayerLayout(scan, nothing),
+        "full_attention": LayerLayout(attention, nothing),
+        "mlp": LayerLayout(nothing, replace(llama.mlp(config), plain=True, pre_norm="norm")),
+    }
+    if config.experts is not None:
+        made["moe"] = LayerLayout(nothing, MoeLayout(hidden, config.experts, pre_norm="norm"))
+    return ModelLayout(tuple(made[kind] for kind in facts.single))
 
 
 def gpt_oss(config: ModelConfig) -> ModelLayout:
