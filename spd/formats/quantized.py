@@ -381,7 +381,7 @@ def _globs(scheme: Scheme | None, texts: Collection[str]) -> Rule:
 
 def _mxfp4(fields: Fields) -> Iterator[Rule]:
     """Of gpt-oss, whose experts alone are stored so: see `unpacked`."""
-    yield Rule(Scheme("mxfp4", 4, MXFP4_GROUP), parts=(".experts.",))
+    yield Rule(Scheme("mxfp4", 4, MXFP4_GROUP), patterns=(r".*\.experts\.",))
 
 
 _READERS = {"compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq, "modelopt": _modelopt}
