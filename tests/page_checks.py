@@ -15,8 +15,10 @@ def check_table(table: PageTable) -> None:
     used, idle = set(table._users), set(table._idle)
     assert not (used & idle or used & table._free or idle & table._free)
     assert len(used) + len(idle) + len(table._free) == table.num_pages - NUM_RESERVED
-    assert table._hash_of == {page: digest for digest, page in table._page_of.items()}
-    assert idle <= table._hash_of.keys() and all(count > 0 for count in table._users.values())
+    assert all(table._key_of[page] == digest for digest, page in table._page_of.items())
+    assert all(table._key_of[tail.page] == before for before, tail in table._tails.items())
+    assert len(table._key_of) == len(table._tails) + len(table._page_of)
+    assert idle <= table._key_of.keys() and all(count > 0 for count in table._users.values())
 
 
 def check_pages(scheduler: Scheduler) -> None:

@@ -63,7 +63,7 @@ def test_a_prefix_hit_drafts_as_a_miss_does(pairs: Pairs, name: str) -> None:
     turn = next_turn(common, run_all(engine, [common], [long])[0].tokens, params)
     found, again = (run_requests(one, [turn])[0] for one in (engine, alone))
     assert found.output == again.output and found.drafts == again.drafts
-    assert found.metrics.cached_tokens == 192
+    assert found.metrics.cached_tokens == 150 + 80 - 1
 
 
 @pytest.mark.covers(1)
@@ -82,7 +82,7 @@ def test_drafts_after_any_rounds_are_those_of_a_fresh_start(
     """A next turn that finds the pages drafts as one that writes them anew: nothing in them is stale."""
     pair, prompt = pairs.get(name), random_prompts(1, 30, VOCAB, seed=5)[0]
     full_of_noise = random_prompts(1, 150, VOCAB, seed=7)
-    for count in (35, 40):
+    for count in (26, 33, 40):
         engine = pair.changing(lengths)
         run_all(engine, full_of_noise, [SamplingParams(max_tokens=4, ignore_eos=True)])
         params = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.5, logit_bias=FEW)
@@ -91,7 +91,7 @@ def test_drafts_after_any_rounds_are_those_of_a_fresh_start(
         engine._draft_length.choose = lambda: K  # type: ignore[method-assign]
         found = run_requests(engine, [turn])
         fresh = run_requests(pair.changing((K,), prefix_sharing=False), [turn])
-        assert found[0].metrics.cached_tokens == 64
+        assert found[0].metrics.cached_tokens == len(prompt) + count - 1
         assert found[0].output == fresh[0].output and decided(found) == decided(fresh)
 
 
@@ -177,7 +177,7 @@ def test_a_next_turn_drafts_as_a_fresh_start_does(pairs: Pairs, name: str, lengt
         (found,), (fresh,) = (
             run_requests(one, [turn]) for one in (engine, engine_of(pair, (3,), 1, prefix_sharing=False))
         )
-        assert found.metrics.cached_tokens == 64
+        assert found.metrics.cached_tokens > 90
         assert found.drafts == fresh.drafts and found.output == fresh.output
         compared += len(found.rounds)
     assert compared > 20
@@ -358,7 +358,7 @@ def test_pages_given_away_in_a_pause_are_whole(pairs: Pairs, name: str) -> None:
     engine._draft_length.choose = lambda: 3  # type: ignore[method-assign]
     turn = next_turn(PROMPTS[0], first.tokens, greedy, said=())
     run = run_requests(engine, [turn])[0]
-    assert run.metrics.cached_tokens == (len(turn.prompt_ids) - 1) // 64 * 64
+    assert run.metrics.cached_tokens == len(turn.prompt_ids) - 1
     assert_the_reference_s(pairs.get(name), [turn.prompt_ids], [run])
 
 

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from spd.runtime.engine.page_table import PageTable, TextHashes
+from spd.runtime.engine.page_table import PageTable, Tail, TextHashes
 from spd.runtime.round.limits import NUM_RESERVED
 from spd.runtime.round.spans import Run
 from tests.page_checks import check_table
@@ -17,10 +17,16 @@ from tests.page_checks import check_table
 digests = st.integers(0, 3).map(lambda n: b"digest %d" % n)
 
 
+def has_run(pages: set[int], count: int) -> bool:
+    """Whether `count` consecutive pages are among them."""
+    return any(all(first + i in pages for i in range(count)) for first in pages)
+
+
 class PageTableModel(RuleBasedStateMachine):
     """What each page is.
 
-    users: uses of each; published: its digest; idle: may be found and is used by no sequence, oldest first.
+    users: uses of each; published: its digest; tails: what stands before it; idle: may be
+    found and is used by no sequence, oldest first.
     """
 
     @initialize(size=st.integers(1, 12))
@@ -29,6 +35,7 @@ class PageTableModel(RuleBasedStateMachine):
         self.table = PageTable(NUM_RESERVED + size)
         self.users: Counter[int] = Counter()
         self.published: dict[int, bytes] = {}
+        self.tails: dict[int, bytes] = {}
         self.idle: list[int] = []
 
     def free(self) -> set[int]:
@@ -42,14 +49,14 @@ class PageTableModel(RuleBasedStateMachine):
             return  # the invariants see that nothing was taken
         while len(self.free()) < count:
             page = self.idle.pop(0)  # the oldest, and no more than needed
-            del self.published[page]
+            self.published.pop(page, None) or self.tails.pop(page)
         free = self.free()
         pages = self.table.allocate(count, after)
         assert len(pages) == len(set(pages)) == count and set(pages) <= free
         if after is not None and all(after + 1 + i in free for i in range(count)):
             assert pages == list(range(after + 1, after + 1 + count))
-        elif after is None:
-            assert pages == sorted(free)[:count]
+        elif after is None and count and has_run(free, count):
+            assert pages == list(range(pages[0], pages[0] + count))
         self.users.update(pages)
 
     @rule(wanted=st.lists(digests, max_size=4))
@@ -69,14 +76,41 @@ class PageTableModel(RuleBasedStateMachine):
         if page not in self.users:
             return
         self.table.publish(page, digest)
-        if page not in self.published and digest not in self.published.values():
+        if page not in {**self.published, **self.tails} and digest not in self.published.values():
             self.published[page] = digest
+
+    @rule(data=st.data(), before=digests)
+    def keep_tail(self, data: st.DataObject, before: bytes) -> None:
+        candidates = sorted(set(self.users) - set(self.tails))
+        if not candidates:
+            return
+        page = data.draw(st.sampled_from(candidates))
+        self.table.keep_tail(before, Tail(page, page, before))
+        if page in self.published:
+            return
+        for older in [other for other, digest in self.tails.items() if digest == before]:
+            del self.tails[older]
+            self.idle = [other for other in self.idle if other != older]
+        self.tails[page] = before
+
+    @rule(before=digests)
+    def take_tail(self, before: bytes) -> None:
+        found = self.table.find_tail(before)
+        expected = [page for page, digest in self.tails.items() if digest == before and page in self.idle]
+        assert ([] if found is None else [found.page]) == expected
+        if found is not None:
+            assert found == (found.page, found.page, before)
+            self.table.take_tail(found)
+            del self.tails[found.page]
+            self.idle.remove(found.page)
+            self.users[found.page] = 1
 
     @rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
         page = data.draw(st.sampled_from(sorted(self.everything)))
         self.table.forget(page)
         self.published.pop(page, None)
+        self.tails.pop(page, None)
         self.idle = [other for other in self.idle if other != page]
 
     @rule(data=st.data())
@@ -91,7 +125,7 @@ class PageTableModel(RuleBasedStateMachine):
             self.users[page] -= 1
             if not self.users[page]:
                 del self.users[page]
-                if page in self.published:
+                if page in {**self.published, **self.tails}:
                     self.idle.append(page)
 
     @invariant()
@@ -99,11 +133,22 @@ class PageTableModel(RuleBasedStateMachine):
         check_table(self.table)
         assert self.table.num_available == len(self.free()) + len(self.idle)
         for page in self.everything:
-            assert self.table.is_published(page) == (page in self.published)
+            assert self.table.is_published(page) == (page in {**self.published, **self.tails})
 
 
 TestPageTable = PageTableModel.TestCase
 TestPageTable.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_pages_are_consecutive_where_they_can_be() -> None:
+    table = PageTable(NUM_RESERVED + 9)
+    pages = table.allocate(9)
+    table.release([pages[0], pages[2], pages[3], pages[5], pages[6], pages[7]])
+    assert table.allocate(3) == pages[5:8]  # the run that holds them all, not the lowest pages
+    assert table.allocate(3) == [*pages[2:4], pages[0]]  # else the longest run first
+    table.release(pages)
+    table.allocate(3)
+    assert table.allocate(2, after=pages[5]) == pages[6:8]
 
 
 # -- hashes ------------------------------------------------------------------------------------------

@@ -243,7 +243,7 @@ def test_a_replay_is_written_as_the_text_was() -> None:
     runs: list[Any] = [tuple(run) for run in scheduler.prefill_runs(one)]
     assert runs == [(0, 4, "chunk"), (4, 8, "chunk"), (8, 19, "tile")]
     assert scheduler.next_to_prefill(0) is one
-    assert one.prefilled == 16, "its own pages are found again"
+    assert one.prefilled == 19, "its own pages are found again, the last one too"
 
 
 def ended(scheduler: Scheduler, prompt: tuple[int, ...], reply: list[int], reason: str) -> Sequence:
@@ -265,19 +265,54 @@ def going_on(name: str, one: Sequence, said: tuple[int, ...]) -> Sequence:
     return turn
 
 
-@pytest.mark.parametrize("change", ["", "tokens", "spans", "error", "sharing"])
-def test_what_a_next_turn_finds(change: str) -> None:
-    """Full pages of the same tokens that the same programs have written, of a request that did not fail."""
+def test_only_a_sequence_that_goes_on_takes_the_last_page_too() -> None:
+    """All but the reply's last token are there; the page that was not full has one who writes on in it."""
+    scheduler = scheduler_of(3, 30)
+    one = ended(scheduler, tuple(range(9)), [5] * 6, "stop")
+    turn, other = going_on("turn", one, (7, 8, 9)), going_on("other", one, (8, 8, 8))
+    for sequence, found in ((turn, 14), (other, 12)):
+        scheduler.add(sequence)
+        assert scheduler.next_to_prefill(0) is sequence
+        assert sequence.prefilled == found
+        check_pages(scheduler)
+        scheduler.wrote(sequence, sequence.prefill_end)
+    assert turn.pages[:3] == other.pages[:3] and turn.pages[3] != other.pages[3]
+
+
+@pytest.mark.parametrize("change", ["tokens", "spans", "error", "sharing", "shorter"])
+def test_a_last_page_that_holds_something_else_is_left(change: str) -> None:
+    """Other tokens, written by another program, or the end of a request that failed: only full pages."""
     scheduler = scheduler_of(3, 30, sharing=change != "sharing")
     one = ended(scheduler, tuple(range(9)), [5] * 6, "error" if change == "error" else "stop")
     if change == "tokens":
-        one.generated[1] = 6
-    turn = going_on("turn", one, (7, 8, 9))
+        one.generated[-2] = 6
+    if change == "shorter":
+        del one.generated[-2:]
+    turn = going_on("turn", one, () if change == "shorter" else (7, 8, 9))
     if change == "spans":
-        turn.runs = program_runs([("prompt", 9), ("generated", 1), ("prompt", 8)], CHUNK)
+        turn.runs = program_runs([("prompt", 9), ("generated", 3), ("prompt", 6)], CHUNK)
     scheduler.add(turn)
     assert scheduler.next_to_prefill(0) is turn
-    assert turn.prefilled == {"": 12, "sharing": 0}.get(change, 8)
+    assert turn.prefilled == {"error": 8, "sharing": 0}.get(change, 12)
+    check_pages(scheduler)
+
+
+def test_a_last_page_waits_until_there_is_room_to_go_on() -> None:
+    """What could not be admitted leaves it to be found; who needs the page for something else has it."""
+    scheduler = scheduler_of(2, 12)
+    one = ended(scheduler, tuple(range(9)), [5] * 6, "stop")
+    full = sequence_of("full", (3,) * 24, 40)
+    prefilled(scheduler, full)
+    turn = going_on("turn", one, (7,) * 12)
+    scheduler.add(turn)
+    assert scheduler.next_to_prefill(0) is None
+    check_pages(scheduler)
+    full.finish_reason = "error"
+    scheduler.retire(full)
+    assert scheduler.next_to_prefill(0) is turn and turn.prefilled == 14
+    turn.finish_reason = "stop"
+    scheduler.retire(turn)
+    prefilled(scheduler, sequence_of("large", (4,) * 38, 40))
     check_pages(scheduler)
 
 

@@ -1,8 +1,9 @@
 """Logical pages and checkpoints: allocate, share by chained hash, free. No torch here.
 
 Pages 0 and 1 are reserved: page 0 takes rows that must not be kept, page 1 stays zero and pads
-gathers. A full page is published under a hash of everything that decided its contents: the tokens before
-it, its own tokens, and which program wrote each position.
+gathers. A page is published under a hash of everything that decided its contents: the tokens before
+it, its own tokens, and which program wrote each position. A last page that is not full is kept for one
+a sequence that goes on after just what it holds: that one writes on in it, so it is never shared.
 """
 
 from __future__ import annotations
@@ -50,6 +51,14 @@ class TextHashes:
         return state.digest()
 
 
+class Tail(NamedTuple):
+    """A page that is not full: how many positions it holds, and their chained hash."""
+
+    page: int
+    positions: int
+    digest: bytes
+
+
 class PageTable:
     """Owns the page numbers of one pool: free, in use (counted), or kept for sharing."""
 
@@ -58,8 +67,9 @@ class PageTable:
         self._free = set(range(NUM_RESERVED, num_pages))
         self._users: dict[int, int] = {}
         self._page_of: dict[bytes, int] = {}
-        self._hash_of: dict[int, bytes] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # published and unused; oldest first
+        self._tails: dict[bytes, Tail] = {}  # by the hash of what stands before
+        self._key_of: dict[int, bytes] = {}  # in one of these two
+        self._idle: OrderedDict[int, None] = OrderedDict()  # published or tails, unused; oldest first
 
     @property
     def num_available(self) -> int:
@@ -67,7 +77,7 @@ class PageTable:
         return len(self._free) + len(self._idle)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """The lowest `count` pages, or those that follow page `after` where they can be had.
+        """`count` pages, consecutive and following page `after` where that can be had.
 
         Raises MemoryError when fewer are available; nothing is taken then.
         """
@@ -76,7 +86,7 @@ class PageTable:
         while len(self._free) < count:
             self.forget(next(iter(self._idle)))
         pages: list[int] = []
-        candidate = NUM_RESERVED if after is None else after + 1
+        candidate = after + 1 if after is not None else self._longest_start(count)
         while len(pages) < count:
             page = candidate if candidate in self._free else min(self._free)
             self._free.remove(page)
@@ -84,6 +94,19 @@ class PageTable:
             pages.append(page)
             candidate = page + 1
         return pages
+
+    def _longest_start(self, count: int) -> int:
+        """First page of the first free run of `count` pages, or of the longest run there is."""
+        best, best_length, run_start, previous = min(self._free, default=0), 0, -1, -2
+        for page in sorted(self._free):
+            if page != previous + 1:
+                run_start = page
+            previous = page
+            if page - run_start + 1 > best_length:
+                best, best_length = run_start, page - run_start + 1
+                if best_length >= count:
+                    break
+        return best
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Published pages for the longest known prefix of `hashes`, taken into use."""
@@ -101,11 +124,31 @@ class PageTable:
         """Let others find a used page by its hash; the first page under a hash stays the one."""
         if digest not in self._page_of and not self.is_published(page):
             self._page_of[digest] = page
-            self._hash_of[page] = digest
+            self._key_of[page] = digest
+
+    def keep_tail(self, before: bytes, tail: Tail) -> None:
+        """Keep a used page for a sequence that goes on from it; the latest of those after the same pages."""
+        if self.is_published(tail.page):
+            return
+        if before in self._tails:
+            self.forget(self._tails[before].page)
+        self._tails[before] = tail
+        self._key_of[tail.page] = before
+
+    def find_tail(self, before: bytes) -> Tail | None:
+        """What is kept after `before`, if it is not in use."""
+        tail = self._tails.get(before)
+        return tail if tail is not None and tail.page in self._idle else None
+
+    def take_tail(self, tail: Tail) -> None:
+        """Take what was found into use: it is not found again."""
+        del self._idle[tail.page]
+        self._users[tail.page] = 1
+        del self._tails[self._key_of.pop(tail.page)]
 
     def is_published(self, page: int) -> bool:
-        """Whether others may find this page."""
-        return page in self._hash_of
+        """Whether others may find this page, or go on in it."""
+        return page in self._key_of
 
     def release(self, pages: Sequence[int]) -> None:
         """Give up one use of each page; the last use frees it, or keeps it idle if published."""
@@ -120,8 +163,9 @@ class PageTable:
 
     def forget(self, page: int) -> None:
         """Let a page be found no more, if it could be: what it was published for is not in it."""
-        if (digest := self._hash_of.pop(page, None)) is not None:
-            del self._page_of[digest]
+        if (key := self._key_of.pop(page, None)) is not None:
+            full = self._page_of.get(key) == page
+            del (self._page_of if full else self._tails)[key]
         if page in self._idle:
             del self._idle[page]
             self._free.add(page)

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from spd.errors import UsageError
-from spd.runtime.engine.page_table import Checkpoints, PageTable, TextHashes
+from spd.runtime.engine.page_table import Checkpoints, PageTable, Tail, TextHashes
 from spd.runtime.engine.sequence import NO_SLOT, Sequence
 from spd.runtime.round.spans import Run, clip_runs, extend_tile, reusable_prefix
 
@@ -125,21 +125,33 @@ class Scheduler:
         # Back to where neither a page nor a chunk is cut: a later span's chunks may start inside a page.
         while (whole := reusable_prefix(text.runs, cached) // size * size) < cached:
             cached = whole
-        matched, checkpoint = cached, None
+        matched, checkpoint, tail = cached, None, None
         if kept is not None:
             checkpoint = kept.find(text, min(end, found + size - 1))
             cached = 0 if checkpoint is None else checkpoint.end // size * size
         self.pages.release(shared[cached // size :])
         sequence.pages = shared[: cached // size]
+        if kept is None and self.sharing and (tail := self._find_tail(text, cached, end)) is not None:
+            self.pages.take_tail(tail)
+            sequence.pages.append(tail.page)
         if not self.grow(sequence, sequence.length + lookahead):
+            if tail is not None:
+                self.pages.keep_tail(text.before(cached), tail)
             self.pages.release(sequence.pages[::-1])
             sequence.pages = []
             return False
-        sequence.prefilled = cached
+        sequence.prefilled = cached + (0 if tail is None else tail.positions)
         if kept is not None:
             sequence.checkpoint, sequence.prefilled = checkpoint[:2] if checkpoint else (None, 0)
             sequence.stops = self._stops(sequence, matched)
         return True
+
+    def _find_tail(self, text: TextHashes, start: int, end: int) -> Tail | None:
+        """The page that goes on at `start`, if all that it holds is the text's own, and before `end`."""
+        tail = self.pages.find_tail(text.before(start))
+        if tail is None or start + tail.positions > end:
+            return None
+        return tail if tail.digest == text.before(start + tail.positions) else None
 
     def _stops(self, sequence: Sequence, matched: int) -> tuple[int, ...]:
         """Where a prefill pauses for a checkpoint: its end, that of the pages it found, and of a message.
@@ -244,9 +256,12 @@ class Scheduler:
     def _vacate(self, sequence: Sequence, *, publish: bool) -> None:
         """Free a slot and its pages; publish those that hold committed tokens only."""
         if publish and self.sharing and sequence is not self.prefilling:
-            hashes = self._text(sequence).pages(sequence.prefill_end)
-            for page, digest in zip(sequence.pages, hashes, strict=False):
+            text, end = self._text(sequence), sequence.prefill_end
+            for page, digest in zip(sequence.pages, text.pages(end), strict=False):
                 self.pages.publish(page, digest)
+            if (held := end % self.page_size) and self.checkpoints is None:
+                last = Tail(sequence.pages[end // self.page_size], held, text.before(end))
+                self.pages.keep_tail(text.before(end - held), last)
         if sequence is self.prefilling:
             self.prefilling = None
         sequence.active = False

@@ -50,7 +50,7 @@ class Proposer(Protocol):
         return
 
     def leave(self, slot: int, end: int, page: int) -> None:
-        """A slot is saved as of `end`, which stands in a page that is not full."""
+        """A slot ends, the last of whose positions up to `end` stand in a page that is not full."""
         return
 
     def page_parts(self, page: int) -> list[Tensor]:

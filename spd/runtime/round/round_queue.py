@@ -221,8 +221,11 @@ class RoundQueue:
         """
         self.flush()
         self._catch_up()
+        page = page_of(pages, held)
         if place is not None:
-            self.states.save(place, slot, held, page_of(pages, held))
+            self.states.save(place, slot, held, page)
+        elif page != TRASH_PAGE and self.proposer is not None:
+            self.proposer.leave(slot, held, page)
         self.state.retire(slot)
         self.last_views[slot] = EMPTY_SLOT
 
