@@ -104,6 +104,7 @@ class FakePlan:
         """The plan as JSON values."""
         sizes = {"weight_bytes": 2**20, "draft_weight_bytes": 0, "cache_bytes": 2**19}
         said = {"model": self.model, "spec": self.spec, "spec_reason": "asked for", "adaptive": self.adaptive}
+        said["weights"] = self.weight_words()
         return {**said, **sizes, **vars(self.shape), "verify": self.wishes.verify, "device": self.device}
 
 
