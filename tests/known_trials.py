@@ -1,16 +1,18 @@
 """What an engine tries at load, tried once for all tiny models of a shape: most of their load is spent on it.
 
-Weights' values are not looked at. Where several ranks try together, nothing is taken as known.
+Weights' values are not looked at. Where several processes try together, nothing is taken as known.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
+from spd.runtime.ranks.communicator import ProcessGroup
 from spd.runtime.round.model_runner import ModelRunner
 
 honest = ModelRunner._try_arithmetic
@@ -20,11 +22,14 @@ KNOWN: dict[Any, tuple[Any, ...]] = {}
 
 
 def structure(thing: Any) -> Any:
-    """Shapes, dtypes and kinds of all that a model is made of."""
+    """Shapes, dtypes and kinds of all that a model is made of; operations without what listens to them."""
     if isinstance(thing, Tensor):
         return thing.shape, thing.dtype, thing.is_mkldnn
     if isinstance(thing, Kernels):
-        return thing.name, tuple(id(operation) for operation in vars(thing).values() if callable(operation))
+        operations = (inspect.unwrap(each) for each in vars(thing).values() if callable(each))
+        return thing.name, tuple(map(id, operations))
+    if isinstance(thing, ProcessGroup):
+        return thing.size
     if isinstance(thing, list | tuple):
         return type(thing).__name__, *map(structure, thing)
     if isinstance(thing, dict):
@@ -36,10 +41,16 @@ def structure(thing: Any) -> Any:
 
 def tried_once(runner: ModelRunner, alone: bool) -> None:
     """See `ModelRunner._try_arithmetic`."""
-    if not alone:
-        return honest(runner, alone)
+    if alone:
+        tried_together(runner, alone)
+    else:
+        honest(runner, alone)
+
+
+def tried_together(runner: ModelRunner, alone: bool) -> None:
+    """Of ranks that are threads: none has tried a shape before all have begun to, so all know it or none."""
     around = runner.dtype, runner.device, runner.chunk, runner.cache.page_size, torch.get_num_threads()
-    key = around, structure(runner.kernels), structure(runner.model)
+    key = alone, around, structure(runner.kernels), structure(runner.model)
     if key not in KNOWN:
         honest(runner, alone)
         KNOWN[key] = tuple(getattr(runner, name) for name in FOUND)

@@ -7,6 +7,8 @@ from datetime import timedelta
 import pytest
 
 from spd.runtime.ranks import communicator, crew
+from spd.runtime.round.model_runner import ModelRunner
+from tests.known_trials import tried_together
 from tests.parallel.thread_ranks import GlooCrew, ThreadCrew
 
 
@@ -14,10 +16,12 @@ from tests.parallel.thread_ranks import GlooCrew, ThreadCrew
 def threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of several ranks run them as threads of this process."""
     monkeypatch.setattr(crew, "Crew", ThreadCrew)
+    monkeypatch.setattr(ModelRunner, "_try_arithmetic", tried_together)
 
 
 @pytest.fixture
 def gloo_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `threads`, but they exchange through gloo; who is left alone by a failure gives up in minutes."""
     monkeypatch.setattr(crew, "Crew", GlooCrew)
+    monkeypatch.setattr(ModelRunner, "_try_arithmetic", tried_together)
     monkeypatch.setattr(communicator, "PATIENCE", timedelta(minutes=5))

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("threads")
 
 PROMPTS = [*random_prompts(2, 75, 256), *random_prompts(2, 20, 256, seed=1)]
 PARAMS = [
-    SamplingParams(temperature=t, max_tokens=14, seed=i, ignore_eos=True)
+    SamplingParams(temperature=t, max_tokens=9, seed=i, ignore_eos=True)
     for i, t in enumerate((0.0, 0.8, 0.0, 1.2))
 ]
 EVERY_PARAMETER = [

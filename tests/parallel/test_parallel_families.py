@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 
 from spd.runtime import SamplingParams
-from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import Run, make_engine, random_prompts, run_all
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny import VARIANTS, write_tiny
@@ -18,7 +16,7 @@ from tests.recipes.tiny_dense import FAMILIES, write_dense
 from tests.recipes.tiny_eagle3 import OWN_SHAPE, write_tiny_eagle3
 from tests.recipes.tiny_mtp import write_tiny_mtp
 
-pytestmark = pytest.mark.usefixtures("gloo_threads", "tried_once")
+pytestmark = pytest.mark.usefixtures("gloo_threads")
 
 PROMPTS = [*random_prompts(2, 75, 256), *random_prompts(1, 20, 256, seed=1)]
 PARAMS = [
@@ -36,33 +34,6 @@ HEADS = {
 """How a variant's MTP head is named; any other's as DeepSeek's. Families without heads are none of these."""
 HEADS_OF_A_HEAD = OWN_SHAPE["num_attention_heads"]
 """Of an EAGLE-3 head: more ranks cannot share it."""
-KNOWN: dict[Any, Any] = {}
-"""What earlier loads have found out, by the shape of a model; see `tried_once`."""
-FRESH: dict[Any, Any] = {}
-"""What each thread has found out, by its number and that shape."""
-
-
-@pytest.fixture
-def tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row counts are tried for the first model of a shape, and known of those after it.
-
-    Most of a load is spent on trying; other tests do it at every load. Ranks try together: all know or none.
-    """
-    honest = ModelRunner._try_arithmetic
-
-    def tried(runner: Any, alone: bool) -> None:
-        model = runner.model
-        key = type(model), model.heads, tuple(block.cache for block in model.caches), runner.dtype, alone
-        own = threading.get_ident(), key
-        found = KNOWN.get(key) or FRESH.get(own)
-        if found is None:
-            honest(runner, alone)
-            found = FRESH[own] = runner.buckets, runner.context_parts
-        runner.buckets, runner.context_parts = found
-
-    for kept in (KNOWN, FRESH):
-        kept.clear()  # another family, other widths
-    monkeypatch.setattr(ModelRunner, "_try_arithmetic", tried)
 
 
 def loud(layer: int) -> float:
@@ -111,7 +82,6 @@ def runs_of(folder: Path, **wishes: Any) -> list[Run]:
     engine = make_engine(folder, slots=len(PROMPTS), **wishes)
     runs = run_all(engine, PROMPTS, PARAMS)
     engine.close()
-    KNOWN.update({key: found for (_, key), found in FRESH.items()})
     return runs
 
 

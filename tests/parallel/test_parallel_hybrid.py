@@ -218,16 +218,23 @@ def keys_of_others(patch: pytest.MonkeyPatch) -> None:
 SPLIT = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "conv1d", "A_log", "dt_bias", "out_proj")
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """A hybrid with three key heads, and what one rank says by it."""
+    sizes = {"linear_num_key_heads": 3, "num_hidden_layers": 2, "full_attention_interval": 2}
+    folder = write_tiny_hybrid(tmp_path_factory.mktemp("alone"), **sizes)
+    return folder, outputs(runs_of(folder, kernels="torch"))
+
+
 @pytest.mark.parametrize("fault", [*map(moved, SPLIT), keys_of_others], ids=[*SPLIT, "keys of others"])
 def test_a_wrong_part_is_seen(
-    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fault: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+    alone: tuple[Path, list[Any]],
 ) -> None:
-    folder = write_tiny_hybrid(
-        tmp_path, linear_num_key_heads=3, num_hidden_layers=2, full_attention_interval=2
-    )
-    alone = outputs(runs_of(folder, kernels="torch"))
+    folder, said = alone
     fault(monkeypatch)
-    assert outputs(runs_of(folder, kernels="torch", tp=2)) != alone
+    assert outputs(runs_of(folder, kernels="torch", tp=2)) != said
 
 
 def test_what_is_read_has_the_shape_that_is_allocated(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ tensor may come to last, in a round or around it: memory would be allocated betw
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -90,6 +91,7 @@ class Tape:
         return with_operations(kernels, **every)
 
     def _proxy(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(operation)
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.lasting is not None:
                 free = ONLY_TORCH_ASKS.get(name, ()) if self.form == "torch" else ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,8 @@ from tests.runtime.host_watch import HostWatch
 
 Methods = dict[str, dict[str, Any]]
 Watched = Callable[..., tuple[Engine, StandIn]]
+Speculated = dict[str, tuple[Path, dict[str, Any]]]
+Plain = Callable[[Path], list[tuple[list[int], str, str | None]]]
 
 
 def two_slots(model: Path, **wishes: Any) -> Engine:
@@ -83,9 +86,7 @@ def methods(tiny: Callable[..., Path]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def speculated(
-    target: Path, methods: Methods, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[Path, dict[str, Any]]]:
+def speculated(target: Path, methods: Methods, tmp_path_factory: pytest.TempPathFactory) -> Speculated:
     """Targets, and what drafts for them: the methods above, and heads of either kind that are often right.
 
     A dense model with an MTP layer, for torch's experts ask the host; a Llama beside an EAGLE-3 head.
@@ -120,6 +121,12 @@ def run_batch(engine: Engine) -> list[Run]:
     return run_all(engine, PROMPTS, params)
 
 
+@pytest.fixture(scope="module")
+def plain() -> Plain:
+    """What a model says without speculation, each asked once."""
+    return functools.cache(lambda model: [run.output for run in run_batch(two_slots(model))])
+
+
 def story(runs: list[Run]) -> list[tuple[object, object, object]]:
     """Everything that a round decided: tokens, drafts and how many were accepted, in order."""
     return [(run.output, run.drafts, [record.sampled for record in run.rounds]) for run in runs]
@@ -137,13 +144,12 @@ CASES += [
 @pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize(("method", "k"), CASES)
 def test_replays_are_what_eager_rounds_are(
-    speculated: dict[str, tuple[Path, dict[str, Any]]], watched_engine: Watched, method: str, k: int, lag: int
+    speculated: Speculated, plain: Plain, watched_engine: Watched, method: str, k: int, lag: int
 ) -> None:
     target, speculation = speculated[method]
     wishes = {**speculation, **({"draft_max": k} if k else {})}
-    plain = run_batch(two_slots(target))
     eager = story(run_batch(two_slots(target, **wishes)))
-    assert [tokens for tokens, _, _ in eager] == [run.output for run in plain]
+    assert [tokens for tokens, _, _ in eager] == plain(target)
     engine, captured = watched_engine(target, lag=lag, **wishes)
     runs = run_batch(engine)
     assert story(runs) == eager
@@ -173,11 +179,11 @@ def test_stops_inside_accepted_runs(target: Path, methods: Methods, watched_engi
 @pytest.mark.covers(count=1)
 @pytest.mark.parametrize("method", ["draft", "ngram", "mtp", "eagle3"])
 def test_lengths_that_change(
-    speculated: dict[str, tuple[Path, dict[str, Any]]], watched_engine: Watched, method: str
+    speculated: Speculated, plain: Plain, watched_engine: Watched, method: str
 ) -> None:
     """Each pair of lengths is a program of its own; drafts are brought up between them."""
     pattern, (target, speculation) = [3, 0, 1, 1, 0, 0, 3, 2, 0], speculated[method]
-    plain, told = [run.output for run in run_batch(two_slots(target))], []
+    told = []
     for lag, watched in ((0, False), (0, True), (2, True)):
         wishes = {**speculation, "draft_max": 3, "lag": lag}
         engine, captured = (
@@ -186,7 +192,7 @@ def test_lengths_that_change(
         lengths = iter(pattern * 40)
         engine._draft_length.choose = lambda lengths=lengths: next(lengths)  # type: ignore[method-assign]
         told.append(run_batch(engine))
-        assert [run.output for run in told[-1]] == plain
+        assert [run.output for run in told[-1]] == plain(target)
         if captured:
             shapes = list(captured.captured)
             assert set(itertools.pairwise(pattern)) <= {(shape.k, shape.next_k) for shape in shapes}
@@ -212,7 +218,7 @@ def snapshot(engine: Engine) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("method", ["ngram", "block", "mtp"])
 def test_preparing_a_shape_leaves_everything_as_it_was(
-    speculated: dict[str, tuple[Path, dict[str, Any]]], watched_engine: Watched, method: str
+    speculated: Speculated, watched_engine: Watched, method: str
 ) -> None:
     """Silent slots write to the page that swallows, and to the ring's row that the next round writes."""
     k, (target, wishes) = 3, speculated[method]
