@@ -19,15 +19,14 @@ from typing import Any
 import typer
 from typer.main import get_command
 
-from spd.cli.commands import COMMANDS, build_app
-from spd.cli.options import Session
-from spd.cli.rank import dismiss, stand_by
+from spd.cli.commands import COMMANDS, build_app, complete
 from spd.cli.signals import Interrupted, SignalGuard, die_by, end_when_lost
 from spd.cli.text.output import (
     DISK_FULL,
     Console,
     OutputClosed,
     PrintableStderr,
+    Session,
     Sink,
     hold_standard_descriptors,
     release_streams,
@@ -87,11 +86,11 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
     session = _session(argv[0], guard, started)
     try:
         if os.environ.get(COMPLETION_VARIABLE):
-            from spd.cli.commands.completions import complete
-
             typed = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
             return complete(build_app(typed.split(), completing=True), COMPLETION_VARIABLE)
         if rank:
+            from spd.cli.rank import stand_by
+
             return stand_by(rank, argv, os.environ.get("LOCAL_RANK", "0"))
         end_when_lost(lambda error: write_error(_explain(error, session.console), session.console, as_json))
         defaults: dict[str, Any] = {}
@@ -125,6 +124,8 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
         return failure.exit_code
     finally:
         if started is not None and not rank:
+            from spd.cli.rank import dismiss
+
             dismiss()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,6 @@ from typing import Any, Literal, get_args, get_type_hints
 import typer
 
 from spd.cli.parser import FIRST, IN, LAST, OTHER
-from spd.cli.signals import SignalGuard
-from spd.cli.text.output import Console
 from spd.errors import UsageError
 from spd.runtime.plan.config import ARBITRATED, METHODS
 
@@ -96,35 +94,6 @@ def parse_think(text: str, name: str = "--think") -> str:
         said = f"{name} {text}".rstrip()
         raise UsageError(f"{said}: on, off, hide or a number of tokens?", fix=[f"{name} on|off|hide|N"])
     return text
-
-
-@dataclass
-class Session:
-    """What a command gets from the application: where to talk and to keep state, the guard of the signals."""
-
-    console: Console
-    guard: SignalGuard
-    state_folder: Path
-    runtime_folder: Path
-    """Where servers of this user are found."""
-    dumb_terminal: bool = False
-    rendezvous: int | None = None
-    """How many ranks torchrun has started."""
-    told: list[str] = dataclasses.field(default_factory=list)
-    """Which file set what, for a verbose run and for refusals."""
-
-    def listen(self, values: Mapping[str, Any]) -> None:
-        """Talk as the options of the command say."""
-        color = {"always": True, "never": False}.get(values["color"], self.console.color)
-        self.console = dataclasses.replace(
-            self.console,
-            color=color,
-            quiet=values["quiet"],
-            verbose=values["verbose"] > 0,
-            debug=self.console.debug or values["verbose"] > 1,
-        )
-        for line in self.told:
-            self.console.detail(f"config  {line}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)

@@ -18,9 +18,9 @@ from spd.cli.chat.model import ChatModel
 from spd.cli.chat.sessions import SessionStore
 from spd.cli.chat.slash import Commands
 from spd.cli.commands.models import ensure_models
-from spd.cli.options import Session
 from spd.cli.text.output import (
     OutputClosed,
+    Session,
     Sink,
     as_line,
     columns_of,

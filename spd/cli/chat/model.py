@@ -19,7 +19,7 @@ from spd.runtime.plan.config import METHODS, WEIGHT_WISHES, show_size, split_spe
 
 if TYPE_CHECKING:
     from spd.cli.commands.chat import ChatOptions
-    from spd.cli.options import Session
+    from spd.cli.text.output import Session
     from spd.formats.folder import ModelFolder
     from spd.runtime import EnginePlan, Progress, RequestMetrics, SamplingParams
 

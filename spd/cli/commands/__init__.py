@@ -10,14 +10,17 @@ from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from inspect import Parameter, Signature
 from types import MappingProxyType
-from typing import Annotated, Any, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_type_hints
 
 import typer
+from typer.main import get_command
 
 from spd import __version__
-from spd.cli.options import Session, read_settings
 from spd.cli.parser import Command
 from spd.errors import UsageError
+
+if TYPE_CHECKING:
+    from spd.cli.text.output import Session
 
 ROOT_HELP = """Run a language model from its Hugging Face folder, faster, without changing a token.
 
@@ -152,6 +155,23 @@ def build_app(loaded: Collection[str] = COMMANDS, *, completing: bool = False) -
     return app
 
 
+def complete(app: typer.Typer, variable: str) -> int:
+    """Answer a shell's question from the environment and end.
+
+    Typer says what fits; its own installer, which edits people's start-up files, stays hidden.
+    """
+    command = get_command(app)
+    hidden = ("install_completion", "show_completion")
+    command.params[:] = [param for param in command.params if param.name not in hidden]
+    try:
+        command(args=[], prog_name="spd", complete_var=variable, standalone_mode=False)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    except Exception:  # a broken answer must never spill into a shell's prompt
+        return 1
+    return 1
+
+
 def _examples(lines: Collection[str]) -> str:
     """Below the help, each on a line of its own."""
     return "\b\n" + "\n".join(["Examples:", *(f"  {line}" for line in lines)])
@@ -159,6 +179,8 @@ def _examples(lines: Collection[str]) -> str:
 
 def load_command(name: str) -> Callable[..., int | None]:
     """Import a command: a function with one parameter for each of its options, as Typer reads commands."""
+    from spd.cli.options import read_settings
+
     body = getattr(import_module(f"{__name__}.{COMMAND_TABLE[name][0]}"), name.replace("-", "_"))
     options = get_type_hints(body)["options"]
     hints, form = get_type_hints(options), cast(Any, Annotated)

@@ -14,7 +14,6 @@ from spd.cli.commands.bench_report import bench_text
 from spd.cli.commands.values import check_least, chosen_prompts, numbers, parse_share, parse_wish, split
 from spd.cli.options import (
     ModelOptions,
-    Session,
     advanced,
     argument,
     first,
@@ -25,7 +24,7 @@ from spd.cli.options import (
     printed,
 )
 from spd.cli.signals import Interrupted
-from spd.cli.text.output import Sink, check_writable, to_json
+from spd.cli.text.output import Session, Sink, check_writable, to_json
 from spd.cli.text.progress import Ticker
 from spd.errors import CheckFailedError, UsageError
 from spd.runtime.plan.config import METHODS, split_spec

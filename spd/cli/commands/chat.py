@@ -6,9 +6,9 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from spd.cli.options import ReplyOptions, Session, argument, first, model_names, option
+from spd.cli.options import ReplyOptions, argument, first, model_names, option
 from spd.cli.text.conflicts import check_chat_conflicts
-from spd.cli.text.output import Sink, is_terminal
+from spd.cli.text.output import Session, Sink, is_terminal
 from spd.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:

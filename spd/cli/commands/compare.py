@@ -9,8 +9,8 @@ from typing import Any
 
 from spd.cli.commands.bench_report import SLOWER, load_label, method_label
 from spd.cli.commands.values import parse_share
-from spd.cli.options import CommonOptions, Session, argument, first, printed
-from spd.cli.text.output import Sink
+from spd.cli.options import CommonOptions, argument, first, printed
+from spd.cli.text.output import Session, Sink
 from spd.cli.text.wrap import table_lines
 from spd.errors import CheckFailedError, UsageError
 from spd.formats.files import read_input

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.options import CommonOptions, Session, argument, model_names, printed
-from spd.cli.text.output import Sink, check_new_folder
+from spd.cli.options import CommonOptions, argument, model_names, printed
+from spd.cli.text.output import Session, Sink, check_new_folder
 from spd.cli.text.progress import writing
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.options import CommonOptions, Session, printed
-from spd.cli.text.output import Sink, is_terminal, to_json
+from spd.cli.options import CommonOptions, printed
+from spd.cli.text.output import Session, Sink, is_terminal, to_json
 from spd.cli.text.progress import loading
 
 if TYPE_CHECKING:

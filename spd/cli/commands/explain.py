@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spd.cli.options import CommonOptions, Session, argument, printed
-from spd.cli.text.output import Sink
+from spd.cli.options import CommonOptions, argument, printed
+from spd.cli.text.output import Session, Sink
 from spd.cli.text.wrap import WIDTH, table_lines
 from spd.errors import IncompatibleError
 

@@ -6,13 +6,14 @@ touched.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
-from spd.cli.options import CommonOptions, Session, argument, model_names, printed
-from spd.cli.text.output import Sink
+from spd.cli.options import CommonOptions, argument, model_names, printed
+from spd.cli.text.output import Session, Sink
 from spd.errors import SpdError
 from spd.runtime.plan.config import METHODS, EngineConfig, show_size
 
@@ -59,6 +60,8 @@ def inspect(session: Session, options: InspectOptions) -> None:
 
     sink, draft, name = Sink.stdout(), None, options.model
     folder = ModelFolder.named(name, options.revision)
+    # It has a process of its own, which may start meanwhile.
+    threading.Thread(target=template_state, args=(folder,), daemon=True).start()
     target = describe(name, folder)
     shown: Facts = {"schema": "spd.inspect/1", "target": target}
     if options.draft is not None:

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from spd.cli.commands.generate import load, say_plan
-from spd.cli.options import GenerateOptions, Session
+from spd.cli.options import GenerateOptions
 from spd.cli.serve.body import OBJECT, TEXT, ApiError, anything, fields, whole
 from spd.cli.serve.wishes import CHAT, IGNORED, SAMPLING, response_format
 from spd.cli.signals import Interrupted
-from spd.cli.text.output import Sink, cannot_write, tell, to_json
+from spd.cli.text.output import Session, Sink, cannot_write, tell, to_json
 from spd.cli.text.progress import Ticker, clock
 from spd.cli.text.prompt import (
     Asked,

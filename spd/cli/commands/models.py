@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.options import CommonOptions, RunOptions, Session, argument, cached_names, printed
-from spd.cli.text.output import Sink, as_line, is_terminal, tell, write_stderr
+from spd.cli.options import CommonOptions, RunOptions, argument, cached_names, printed
+from spd.cli.text.output import Session, Sink, as_line, is_terminal, tell, write_stderr
 from spd.cli.text.progress import loading
 from spd.cli.text.wrap import table_lines
 from spd.errors import NotFoundError, ResourceError, SpdError, UsageError

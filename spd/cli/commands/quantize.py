@@ -7,8 +7,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from spd.cli.options import CommonOptions, Session, argument, model_names, printed
-from spd.cli.text.output import Sink, check_new_folder
+from spd.cli.options import CommonOptions, argument, model_names, printed
+from spd.cli.text.output import Session, Sink, check_new_folder
 from spd.cli.text.progress import writing
 from spd.errors import UsageError
 

@@ -9,7 +9,8 @@ from functools import partial
 
 import typer
 
-from spd.cli.options import GenerateOptions, RunOptions, Session, argument, first, model_names, option
+from spd.cli.options import GenerateOptions, RunOptions, argument, first, model_names, option
+from spd.cli.text.output import Session
 
 _server = partial(option, "Server")
 PORT = 7373

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.commands.values import check_least, chosen_prompts, numbers, parse_wish, split
-from spd.cli.options import MODEL, EngineOptions, Session, first, option
+from spd.cli.options import MODEL, EngineOptions, first, option
 from spd.cli.text.job import engine_config
-from spd.cli.text.output import Sink
+from spd.cli.text.output import Session, Sink
 from spd.cli.text.progress import Ticker
 from spd.errors import CheckFailedError, UsageError
 from spd.runtime.plan.config import METHODS, WEIGHT_WISHES

@@ -17,8 +17,8 @@ from spd.runtime.engine.request import Event, GrammarText, Request, ThinkingBudg
 from spd.runtime.round.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from spd.cli.options import GenerateOptions, ReplyOptions, Session
-    from spd.cli.text.output import Console
+    from spd.cli.options import GenerateOptions, ReplyOptions
+    from spd.cli.text.output import Console, Session
 
 STEP_SECONDS, ABORT_SECONDS = 0.05, 5.0
 """For which a step waits for an event, and for the end of what was aborted."""

@@ -28,7 +28,7 @@ from spd.runtime.plan.config import show_size
 
 if TYPE_CHECKING:
     from spd.cli.commands.serve import ServeOptions
-    from spd.cli.options import Session
+    from spd.cli.text.output import Session
     from spd.runtime import EngineConfig
 
 LINE_LIMIT = 64 << 20

@@ -29,8 +29,8 @@ from spd.runtime.engine.driver import EngineThread
 
 if TYPE_CHECKING:
     from spd.cli.commands.serve import ServeOptions
-    from spd.cli.options import Session
     from spd.cli.text.job import Settings
+    from spd.cli.text.output import Session
     from spd.runtime import Engine, Progress
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})

@@ -14,9 +14,9 @@ import select
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from spd.cli.text.wrap import fit_lines
 from spd.errors import (
@@ -29,6 +29,9 @@ from spd.errors import (
     UsageError,
 )
 from spd.formats.files import open_output
+
+if TYPE_CHECKING:
+    from spd.cli.signals import SignalGuard
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
@@ -62,6 +65,35 @@ class Console:
         """One line that only --verbose shows."""
         if self.verbose:
             tell(text)
+
+
+@dataclass
+class Session:
+    """What a command gets from the application: where to talk and to keep state, the guard of the signals."""
+
+    console: Console
+    guard: SignalGuard
+    state_folder: Path
+    runtime_folder: Path
+    """Where servers of this user are found."""
+    dumb_terminal: bool = False
+    rendezvous: int | None = None
+    """How many ranks torchrun has started."""
+    told: list[str] = field(default_factory=list)
+    """Which file set what, for a verbose run and for refusals."""
+
+    def listen(self, values: Mapping[str, Any]) -> None:
+        """Talk as the options of the command say."""
+        color = {"always": True, "never": False}.get(values["color"], self.console.color)
+        self.console = replace(
+            self.console,
+            color=color,
+            quiet=values["quiet"],
+            verbose=values["verbose"] > 0,
+            debug=self.console.debug or values["verbose"] > 1,
+        )
+        for line in self.told:
+            self.console.detail(f"config  {line}")
 
 
 def printable(text: str, misleading: re.Pattern[str] = MISLEADING) -> str:
