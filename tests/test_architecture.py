@@ -60,7 +60,6 @@ TORCH_FREE = {
     "spd.runtime.models.weights",
     "spd.runtime.models.layouts",
     "spd.runtime.models.families.llama",
-    "spd.runtime.models.families.deepseek",
     "spd.runtime.models.families.variants",
     "spd.runtime.models.eagle3",
 }

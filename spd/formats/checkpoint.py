@@ -79,9 +79,9 @@ _WRAPPED |= {"language_model.lm_head.": "lm_head.", "backbone.": "model."}
 
 
 _RENAMED = {
-    **{"block_sparse_moe": "mlp", "router.layer": "gate", "w1": "gate_proj", "w3": "up_proj"},
-    **{"w2": "down_proj", "output_linear.weight": "experts.down_proj", "feed_forward": "mlp"},
-    **{"input_linear.weight": "experts.gate_up_proj", "self_attn.out_proj": "self_attn.o_proj"},
+    **{"block_sparse_moe": "mlp", "router.layer": "gate", "mlp.router": "mlp.gate", "feed_forward": "mlp"},
+    **{"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "self_attn.out_proj": "self_attn.o_proj"},
+    **{"input_linear.weight": "experts.gate_up_proj", "output_linear.weight": "experts.down_proj"},
     **{"operator_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "embedding_norm": "norm"},
     **{f"mixer.{name}_proj": f"self_attn.{name}_proj" for name in "qkvo"},
     **{f"mixer.{name}": f"mamba.{name}" for name in ("in_proj", "conv1d", "A_log", "D", "dt_bias", "norm")},

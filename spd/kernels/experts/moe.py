@@ -107,6 +107,7 @@ class ClampedExperts(NamedTuple):
     """Experts with biases whose gates and inputs are clamped, in the run's dtype.
 
     An expert is down((up + 1) * gate * sigmoid(alpha * gate)), gate at most `limit`, up from -limit to limit.
+    Source: gpt-oss of Hugging Face transformers 5.
     """
 
     gate_up: AnyWeight | GroupedWeight  # [E, 2 * I, K], rows of gates and of inputs in turn
@@ -116,19 +117,12 @@ class ClampedExperts(NamedTuple):
     limit: float
     alpha: float
 
-
-def clamped_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, of: ClampedExperts, *, chunk: bool = False
-) -> Tensor:
-    """As `experts`, which see for the rest. Source: gpt-oss of Hugging Face transformers 5."""
-
-    def through(rows: Tensor, expert: int) -> Tensor:
-        made = expert_linear(rows, of.gate_up, expert) + of.gate_up_bias[expert]
-        gate, up = made[:, 0::2].clamp(max=of.limit), made[:, 1::2].clamp(-of.limit, of.limit)
-        inner = (up + 1) * (gate * (gate * of.alpha).sigmoid())
-        return expert_linear(inner, of.down, expert) + of.down_bias[expert]
-
-    return by_expert(x, ids, weights, MANY_ROWS if chunk else FEW_ROWS, through)
+    def through(self, rows: Tensor, expert: int) -> Tensor:
+        """What one expert makes of rows [T, K]."""
+        made = expert_linear(rows, self.gate_up, expert) + self.gate_up_bias[expert]
+        gate, up = made[:, 0::2].clamp(max=self.limit), made[:, 1::2].clamp(-self.limit, self.limit)
+        inner = (up + 1) * (gate * (gate * self.alpha).sigmoid())
+        return expert_linear(inner, self.down, expert) + self.down_bias[expert]
 
 
 def by_expert(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from spd.errors import IncompatibleError
 from spd.formats.model_config import ModelConfig
 from spd.runtime.models import eagle3
-from spd.runtime.models.families import deepseek, gemma, gemma4, llama, variants
+from spd.runtime.models.families import llama, variants
 from spd.runtime.models.weights import ModelLayout
 
 FAMILIES: dict[str, Callable[[ModelConfig], ModelLayout]] = {
@@ -17,12 +17,12 @@ FAMILIES: dict[str, Callable[[ModelConfig], ModelLayout]] = {
     "Qwen2ForCausalLM": variants.qwen2,
     "Qwen3ForCausalLM": variants.qwen3,
     "Qwen3MoeForCausalLM": variants.qwen3,
-    "Gemma2ForCausalLM": gemma.layout,
-    "Gemma3ForCausalLM": gemma.layout,
-    "DeepseekV2ForCausalLM": deepseek.layout,
-    "DeepseekV3ForCausalLM": deepseek.layout,
+    "Gemma2ForCausalLM": variants.gemma,
+    "Gemma3ForCausalLM": variants.gemma,
+    "DeepseekV2ForCausalLM": variants.deepseek,
+    "DeepseekV3ForCausalLM": variants.deepseek,
     "Glm4MoeForCausalLM": variants.glm4_moe,
-    "Glm4MoeLiteForCausalLM": deepseek.layout,
+    "Glm4MoeLiteForCausalLM": variants.deepseek,
     "Lfm2ForCausalLM": variants.lfm2,
     "Lfm2MoeForCausalLM": variants.lfm2,
     "Qwen3NextForCausalLM": variants.qwen3_5,
@@ -33,7 +33,7 @@ FAMILIES: dict[str, Callable[[ModelConfig], ModelLayout]] = {
     "Ernie4_5_MoeForCausalLM": variants.ernie4_5,
     "SmolLM3ForCausalLM": llama.layout,
     "Olmo3ForCausalLM": variants.olmo3,
-    "Gemma4ForCausalLM": gemma4.layout,
+    "Gemma4ForCausalLM": variants.gemma4,
     "GptOssForCausalLM": variants.gpt_oss,
     "GraniteForCausalLM": llama.layout,
     "GraniteMoeForCausalLM": llama.layout,

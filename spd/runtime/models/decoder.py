@@ -6,7 +6,7 @@ while it runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from spd.runtime.layers.rotary import RotaryRows, RotaryTable
 from spd.runtime.layers.sharded import AnyEmbedding, ShardedHead
 from spd.runtime.models.attention import Attention
 from spd.runtime.models.builder import LayerBuilder, LayerTensors, Tensors
-from spd.runtime.models.gated_delta import GatedDelta
+from spd.runtime.models.gated_delta import GatedDelta, ShortConv
 from spd.runtime.models.latent_attention import LatentAttention
 from spd.runtime.models.layouts import (
     GqaLayout,
@@ -38,22 +38,17 @@ from spd.runtime.models.layouts import (
 )
 from spd.runtime.models.moe import GatedMlp, MoeMlp
 from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout, ScanLayout
-from spd.runtime.models.short_conv import ShortConv
 from spd.runtime.models.side_mlp import LayerEmbeddings, SideMlp
 
 
-class NoBlock:
+def no_block(layout: NoLayout, tensors: Tensors, build: LayerBuilder) -> Callable[..., Residual]:
     """A layer's block that is not there."""
-
-    def __init__(self, layout: NoLayout, tensors: Tensors, build: LayerBuilder) -> None: ...
-
-    def __call__(self, stream: Residual, *given: object) -> Residual:
-        return stream
+    return lambda stream, *given: stream
 
 
-AttentionBlock = Attention | LatentAttention | GatedDelta | ShortConv | NoBlock
+AttentionBlock = Attention | LatentAttention | GatedDelta | ShortConv | Callable[..., Residual]
 """A layer's first block: it writes the rows' cache entries, then reads the pages; or a state and rings."""
-MlpBlock = GatedMlp | MoeMlp | SideMlp | NoBlock
+MlpBlock = GatedMlp | MoeMlp | SideMlp | Callable[..., Residual]
 """A layer's second block: each row by itself."""
 
 
@@ -87,7 +82,7 @@ BLOCKS: dict[type, Any] = {
     MlpLayout: GatedMlp,
     MoeLayout: MoeMlp,
     SideLayout: SideMlp,
-    NoLayout: NoBlock,
+    NoLayout: no_block,
 }
 """What runs a block, by its description: made of that, of its tensors and of a builder."""
 

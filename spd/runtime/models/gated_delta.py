@@ -1,4 +1,4 @@
-"""A gated DeltaNet or Mamba-2 layer: norm, project, convolve, write and read a state, gate, project back."""
+"""Layers that keep states: gated DeltaNet, Mamba-2, and short convolutions, whose inputs alone are kept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from spd.kernels.recurrent.short_conv import Segments
 from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual
 from spd.runtime.layers.rotary import RotaryRows
 from spd.runtime.models.builder import LayerBuilder, Tensors, reorder_heads
-from spd.runtime.models.recurrent_layouts import DeltaLayout, ScanLayout
+from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout, ScanLayout
 
 
 class GatedDelta:
@@ -61,6 +61,23 @@ class GatedDelta:
         mixed = memory[0].new_zeros(1, self.layout.channels)
         gates = ring.new_zeros(1, (1 + self.rule.corrects) * self.layout.delta.value_heads)
         self.kernels.delta_rule(mixed, gates, self.rule, DeltaMemory(*memory), segments)
+
+
+class ShortConv:
+    """One layer's convolution over its inputs of a slot: what came before a pass stands in a ring."""
+
+    def __init__(self, layout: ConvLayout, tensors: Tensors, build: LayerBuilder) -> None:
+        self.inputs, self.output = build.after_norm(tensors, "inputs"), build.summed(tensors, "output")
+        self.taps, self.kernels = tensors["conv"].squeeze(1).t().contiguous(), build.kernels
+
+    def __call__(
+        self, stream: Residual, rotary: RotaryRows, batch: ForwardBatch, cache: LayerCache
+    ) -> Residual:
+        """The stream [T, hidden] with this block added; writes the slots' rings."""
+        assert batch.segments is not None
+        before, behind, x = self.inputs(stream, batch).x.chunk(3, 1)
+        mixed = self.kernels.short_conv(before * x, self.taps, None, *cache.pools, batch.segments, silu=False)
+        return self.output(Residual((behind * mixed).to(x.dtype)), batch, stream)
 
 
 def _by_use(layout: ScanLayout) -> tuple[list[int], list[int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from spd.formats.block_config import ExpertsConfig, LatentConfig
 from spd.formats.rope_config import RotaryDims
@@ -230,8 +230,8 @@ class MlpLayout:
     bias: bool = False
     block: str = "mlp"
     """What stands before the projections' names."""
-    gelu: bool = False
-    """gelu in its form with tanh in the gate, not silu."""
+    gate: Literal["silu", "gelu"] | None = "silu"
+    """gelu is in its form with tanh; None: there is no gate, but down(relu(up(x)) ** 2)."""
     centred_norms: bool = False
     """Scales of norms are stored as their distance from 1."""
     pre_norm: str | None = "post_attention_layernorm"
@@ -242,8 +242,6 @@ class MlpLayout:
     """As of `GqaLayout`."""
     fused_gate_up: bool = False
     """Gate and up are one tensor in the checkpoint too."""
-    plain: bool = False
-    """There is no gate: down(relu(up(x)) ** 2)."""
     shard: Shard | None = None
     """The rank that has this part of the width; None: all of it."""
 
@@ -269,7 +267,7 @@ class MlpLayout:
         """The destinations without the norm before them."""
         hidden, inner = self.hidden_size, self.intermediate_size
         rows = {"gate_up_proj": 2 * inner} if self.fused_gate_up else {"gate_proj": inner, "up_proj": inner}
-        rows = {"up_proj": inner} if self.plain else rows
+        rows = rows if self.gate else {"up_proj": inner}
         cuts = self._cuts()
         found = fused("gate_up", self.block, rows, hidden, biased=self.bias, cuts=cuts)
         return found | fused("down", self.block, {"down_proj": hidden}, inner, biased=self.bias, cuts=cuts)
@@ -312,7 +310,7 @@ class MoeLayout:
                 size,
                 block=f"mlp.{name}",
                 fused_gate_up=name == "shared_mlp",
-                plain=self.experts.plain,
+                gate=None if self.experts.plain else "silu",
                 shard=self.shard,
             )
             if size
@@ -320,70 +318,43 @@ class MoeLayout:
         )
 
     def destinations(self) -> dict[str, Destination]:
-        if self.experts.clamped is not None:
-            return self._clamped()
         hidden, inner, experts = self.hidden_size, self.experts.intermediate_size, self.experts
-        count = experts.num_experts
-        found = {
-            "norm": Destination.of({f"{self.pre_norm}.weight": (hidden,)}, exact=self.centred_norms),
-            "router": Destination.of({"mlp.gate.weight": (count, hidden)}, exact=True),
-        }
+        count, biased = experts.num_experts, experts.clamped is not None
+        parts = ("up",) if experts.plain else ("gate_up",) if biased else ("gate", "up")
+        rows = 2 * inner if biased else inner
+        shapes: dict[str, Shape] = {**dict.fromkeys(parts, (rows, hidden)), "down": (hidden, inner)}
+        cuts = dict[str, Cut]()
+        if self.shard is not None:
+            cuts = {"gate_up": self.shard.rows(rows), "down": self.shard.columns(inner)}
+        turned = biased and self.turned
+        if turned:  # what a checkpoint packs is named as if it were gate and up: here halves of the rows
+            shapes = {"gate": (hidden // 2, rows), "up": (hidden // 2, rows), "down": (inner, hidden)}
+            cuts = {name: replace(cut, dim=1 - cut.dim) for name, cut in cuts.items()}
+        exact: dict[str, tuple[str, Shape]] = {"router": ("gate.weight", (count, hidden))}
+        if biased:
+            exact["router_bias"] = ("gate.bias", (count,))
         if experts.router.corrected:
             shape = (1, count) if experts.correction.startswith("moe_statics") else (count,)
-            found["correction"] = Destination.of({f"mlp.{experts.correction}": shape}, exact=True)
+            exact["correction"] = (experts.correction, shape)
         if experts.shared_gated and experts.shared_size:
-            gate = {f"mlp.{experts.shared_name}_gate.weight": (1, hidden)}
-            found["shared_gate"] = Destination.of(gate, exact=True)
-        first = {
-            f"mlp.experts.{expert}.{name}_proj.weight": (inner, hidden)
-            for expert in range(count)
-            for name in (("up",) if experts.plain else ("gate", "up"))
+            exact["shared_gate"] = (f"{experts.shared_name}_gate.weight", (1, hidden))
+        found = _norms(self.pre_norm, None, hidden, self.centred_norms)
+        found |= {
+            key: Destination.of({f"mlp.{name}": shape}, exact=True) for key, (name, shape) in exact.items()
         }
-        last = {f"mlp.experts.{expert}.down_proj.weight": (hidden, inner) for expert in range(count)}
-        shard = self.shard
-        rows, columns = (None, None) if shard is None else (shard.rows(inner), shard.columns(inner))
-        found["experts_gate_up"] = Destination.of(first, cut=rows)
-        found["experts_down"] = Destination.of(last, cut=columns)
-        return found | (self.shared.matrices() if self.shared else {})
-
-    def _clamped(self) -> dict[str, Destination]:
-        """Experts [E, 2 * I, K], rows of gate and up in turn, and [E, K, I], with their biases; or `turned`.
-
-        What a checkpoint packs is named as if it were gate and up below each other: there halves of the rows.
-        """
-        hidden, inner, count, shard = (
-            self.hidden_size,
-            self.experts.intermediate_size,
-            self.experts.num_experts,
-            self.shard,
-        )
-        block, cuts = "mlp.experts", dict[str, Cut]()
-        shapes: dict[str, Shape] = {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
-        if shard is not None:
-            cuts = {"gate_up": shard.rows(2 * inner), "down": shard.columns(inner)}
-        if self.turned:
-            shapes = {
-                "gate": (hidden // 2, 2 * inner),
-                "up": (hidden // 2, 2 * inner),
-                "down": (inner, hidden),
-            }
-            cuts = {name: replace(cut, dim=1 - cut.dim) for name, cut in cuts.items()}
-        found = {
-            **_norms("post_attention_layernorm", None, hidden, exact=False),
-            "router": Destination.of({"mlp.router.weight": (count, hidden)}, exact=True),
-            "router_bias": Destination.of({"mlp.router.bias": (count,)}, exact=True),
-        }
-        for name, width in (("gate_up", 2 * inner), ("down", hidden)):
+        for name, width in (("gate_up", rows), ("down", hidden)):
             own = {part: shape for part, shape in shapes.items() if (part == "down") == (name == "down")}
-            parts = {
-                f"{block}.{e}.{part}_proj.weight": shape for e in range(count) for part, shape in own.items()
+            names = {
+                f"mlp.experts.{e}.{part}_proj.weight": shape
+                for e in range(count)
+                for part, shape in own.items()
             }
-            matrices = Destination.of(parts, cut=cuts.get(name))
-            found[f"experts_{name}"] = replace(matrices, wide=self.turned)
-            bias = {f"{block}.{name}_proj_bias": (count, width)}
-            cut = None if shard is None or name == "down" else shard.columns(width)
-            found[f"experts_{name}_bias"] = Destination.of(bias, exact=True, cut=cut)
-        return found
+            found[f"experts_{name}"] = replace(Destination.of(names, cut=cuts.get(name)), wide=turned)
+            if biased:
+                cut = self.shard.columns(width) if self.shard and name == "gate_up" else None
+                bias = {f"mlp.experts.{name}_proj_bias": (count, width)}
+                found[f"experts_{name}_bias"] = Destination.of(bias, exact=True, cut=cut)
+        return found | (self.shared.matrices() if self.shared else {})
 
     @property
     def widest(self) -> int:

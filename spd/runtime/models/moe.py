@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
-from spd.kernels.experts.moe import FEW_ROWS, MANY_ROWS, ClampedExperts, by_expert, clamped_experts
+from spd.kernels.experts.moe import FEW_ROWS, MANY_ROWS, ClampedExperts, by_expert
 from spd.kernels.linear.eight_bits import expert_linear
 from spd.kernels.linear.few_bits import GroupedWeight, tiled
 from spd.kernels.linear.skinny_linear import AnyWeight, plain_weight
 from spd.kernels.native.library import NativeLibrary, PackedWeight
 from spd.runtime.layers.base import ForwardBatch, Residual
-from spd.runtime.layers.linear import AnyLinear, Gate, in_tiles, normed
+from spd.runtime.layers.linear import AnyLinear, in_tiles, normed
 from spd.runtime.layers.sharded import added
 from spd.runtime.models.builder import LayerBuilder, Tensors
 from spd.runtime.models.layouts import MlpLayout, MoeLayout
@@ -46,31 +48,31 @@ class RoutedExperts:
         return Residual(stream.x + self.kernels.experts(*case, chunk=batch.chunk_start is not None)[0])
 
 
-class BiasedExperts:
-    """Clamped experts with biases, of gate_up and down as they are stored: see `MoeLayout`."""
+class TorchExperts:
+    """Experts of which a function [T, K] and a number makes [T, K]; torch's form alone."""
 
-    def __init__(self, layout: MoeLayout, tensors: Tensors, build: LayerBuilder) -> None:
-        assert layout.experts.clamped is not None
-        count, limits = layout.experts.num_experts, layout.experts.clamped
-        each: list[AnyWeight | GroupedWeight] = [
-            tensors[name].view(count, -1, tensors[name].shape[1]).mT.contiguous()
-            if layout.turned
-            else build.stacked(tensors, name, count, cut=False)
-            for name in EXPERT_NAMES
-        ]
-        biases = [tensors[f"{name}_bias"].to(build.dtype) for name in EXPERT_NAMES]
-        if build.ranks is not None and build.ranks.rank:
-            biases[1].zero_()  # of the ranks' sum it is a part once
-        self.of = ClampedExperts(each[0], biases[0], each[1], biases[1], *limits)
+    def __init__(self, through: Callable[[Tensor, int], Tensor]) -> None:
+        self.through = through
 
     def onto(self, x: Tensor, chosen: Chosen, stream: Residual, batch: ForwardBatch) -> Residual:
-        made = clamped_experts(x, *chosen, self.of, chunk=batch.chunk_start is not None)
-        return Residual(stream.x + made)
+        tile = FEW_ROWS if batch.chunk_start is None else MANY_ROWS
+        return Residual(stream.x + by_expert(x, *chosen, tile, self.through))
 
 
-def gate_of(layout: MlpLayout) -> Gate | None:
-    """The gate that is a part of the first product."""
-    return None if layout.plain else "gelu" if layout.gelu else "silu"
+def biased_experts(layout: MoeLayout, tensors: Tensors, build: LayerBuilder) -> ClampedExperts:
+    """Clamped experts with biases, of gate_up and down as they are stored: see `MoeLayout`."""
+    assert layout.experts.clamped is not None
+    count, limits = layout.experts.num_experts, layout.experts.clamped
+    each: list[AnyWeight | GroupedWeight] = [
+        tensors[name].view(count, -1, tensors[name].shape[1]).mT.contiguous()
+        if layout.turned
+        else build.stacked(tensors, name, count, cut=False)
+        for name in EXPERT_NAMES
+    ]
+    biases = [tensors[f"{name}_bias"].to(build.dtype) for name in EXPERT_NAMES]
+    if build.ranks is not None and build.ranks.rank:
+        biases[1].zero_()  # of the ranks' sum it is a part once
+    return ClampedExperts(each[0], biases[0], each[1], biases[1], *limits)
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -78,22 +80,8 @@ def squared_relu(x: Tensor) -> Tensor:
     return x.relu().square()
 
 
-class PlainExperts:
-    """Experts without gates, of up [E, I, K] and down [E, K, I]; torch's form alone."""
-
-    def __init__(self, up: AnyWeight | GroupedWeight, down: AnyWeight | GroupedWeight) -> None:
-        self.up, self.down = up, down
-
-    def onto(self, x: Tensor, chosen: Chosen, stream: Residual, batch: ForwardBatch) -> Residual:
-        def through(rows: Tensor, expert: int) -> Tensor:
-            return expert_linear(squared_relu(expert_linear(rows, self.up, expert)), self.down, expert)
-
-        tile = FEW_ROWS if batch.chunk_start is None else MANY_ROWS
-        return Residual(stream.x + by_expert(x, *chosen, tile, through))
-
-
 EXPERT_NAMES = ("experts_gate_up", "experts_down")
-Experts = NativeExperts | RoutedExperts | BiasedExperts | PlainExperts
+Experts = NativeExperts | RoutedExperts | TorchExperts
 """All routed experts of a layer; `onto` adds the weighed sum of what they make of x [T, K] to a stream."""
 
 
@@ -104,8 +92,7 @@ class GatedMlp:
     """
 
     def __init__(self, layout: MlpLayout, tensors: Tensors, build: LayerBuilder) -> None:
-        self.plain, gate = layout.plain, gate_of(layout)
-        self.gate_up = build.after_norm(tensors, "gate_up", gate)
+        self.plain, self.gate_up = layout.gate is None, build.after_norm(tensors, "gate_up", layout.gate)
         self.down = build.summed(tensors, "down", centred=layout.centred_output)
 
     def __call__(self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None) -> Residual:
@@ -126,20 +113,11 @@ class MoeMlp:
         self.norm, self.router = tensors["norm"], tensors["router"]
         self.shared: tuple[AnyLinear, AnyLinear] | None = None
         if layout.shared:
-            gate_up = build.after_norm(tensors, "gate_up", gate_of(layout.shared))
+            gate_up = build.after_norm(tensors, "gate_up", layout.shared.gate)
             self.shared = gate_up, build.matrix(tensors, "down", cut=True)
         self.shared_gate, self.plain = tensors.get("shared_gate"), layout.experts.plain
         self.router_bias = tensors.get("router_bias")
-        self.experts: Experts
-        if layout.experts.clamped is not None:
-            self.experts = BiasedExperts(layout, tensors, build)
-        elif layout.experts.plain:
-            count = layout.experts.num_experts
-            self.experts = PlainExperts(
-                *(build.stacked(tensors, n, count, cut=n != EXPERT_NAMES[0]) for n in EXPERT_NAMES)
-            )
-        else:
-            self.experts = _experts(tensors, layout.experts.num_experts, build)
+        self.experts = _experts(layout, tensors, build)
 
     def __call__(self, stream: Residual, batch: ForwardBatch) -> Residual:
         """The stream [T, hidden] with this block added."""
@@ -171,11 +149,16 @@ class MoeMlp:
         return in_tiles(lambda rows: self.kernels.router_logits(rows, weight), x, tile)
 
 
-def _experts(tensors: Tensors, count: int, build: LayerBuilder) -> Experts:
+def _experts(layout: MoeLayout, tensors: Tensors, build: LayerBuilder) -> Experts:
     """Of gate_up [E * 2 I, K] and down [E * K, I]."""
+    if layout.experts.clamped is not None:
+        return TorchExperts(biased_experts(layout, tensors, build).through)
     gate_up, down = (
-        build.stacked(tensors, name, count, cut=name == EXPERT_NAMES[1]) for name in EXPERT_NAMES
+        build.stacked(tensors, name, layout.experts.num_experts, cut=name == EXPERT_NAMES[1])
+        for name in EXPERT_NAMES
     )
+    if layout.experts.plain:
+        return TorchExperts(lambda x, e: expert_linear(squared_relu(expert_linear(x, gate_up, e)), down, e))
     if build.kernels.facts.folds_norms:
         gate_up, down = (tiled(each) if isinstance(each, GroupedWeight) else each for each in (gate_up, down))
     if (native := build.kernels.native) is None:

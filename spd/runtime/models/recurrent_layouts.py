@@ -12,8 +12,6 @@ from typing import ClassVar
 from spd.formats.block_config import DeltaConfig
 from spd.runtime.models.destinations import NOTHING, Cut, Cuts, Destination, Shape, Shard, fused
 
-VECTORS = {"rate": "A_log", "step_bias": "dt_bias"}
-
 
 @dataclass(frozen=True)
 class DeltaLayout:
@@ -77,25 +75,36 @@ class DeltaLayout:
         }
 
     def destinations(self) -> dict[str, Destination]:
-        delta, hidden, block, cuts = self.delta, self.hidden_size, "linear_attn", self._cuts()
-        values, heads = delta.value_heads * delta.value_dim, delta.value_heads
-        inputs = {"in_proj_qkv": self.channels, "in_proj_z": values}
-        gates = {"in_proj_b": heads, "in_proj_a": heads}
-        if delta.interleaved:
-            inputs, gates = {"in_proj_qkvz": self.channels + values}, {"in_proj_ba": 2 * heads}
-        taps = {f"{block}.conv1d.weight": (self.channels, 1, delta.kernel)}
-        return {
-            "norm": Destination.of({"input_layernorm.weight": (hidden,)}, exact=True),
-            **fused("inputs", block, inputs, hidden, cuts=cuts),
-            **fused("gates", block, gates, hidden, cuts=cuts),
-            "conv": Destination.of(taps, exact=True, cut=cuts.get("conv1d")),
-            **{
-                key: Destination.of({f"{block}.{name}": (heads,)}, exact=True, cut=cuts.get(name))
-                for key, name in VECTORS.items()
-            },
-            "head_norm": Destination.of({f"{block}.norm.weight": (delta.value_dim,)}, exact=True),
-            **fused("output", block, {"out_proj": hidden}, values, cuts=cuts),
+        delta, hidden, cuts = self.delta, self.hidden_size, self._cuts()
+        (block, inputs, gates), heads = self._products, (delta.value_heads,)
+        exact: dict[str, tuple[str, Shape]] = {
+            "conv": ("conv1d.weight", (self.channels, 1, delta.kernel)),
+            **{"rate": ("A_log", heads), "step_bias": ("dt_bias", heads)},
+            "head_norm": ("norm.weight", (delta.value_dim * (1 if delta.corrects else delta.value_heads),)),
         }
+        if not delta.corrects:
+            exact["skip"] = ("D", heads)
+        if delta.conv_bias:
+            exact["conv_bias"] = ("conv1d.bias", (self.channels,))
+        return {
+            "norm": Destination.of({f"{self.pre_norm}.weight": (hidden,)}, exact=True),
+            **fused("inputs", block, inputs, hidden, cuts=cuts),
+            **(fused("gates", block, gates, hidden, cuts=cuts) if gates else {}),
+            **{
+                key: Destination.of({f"{block}.{name}": shape}, exact=True, cut=cuts.get(name.split(".")[0]))
+                for key, (name, shape) in exact.items()
+            },
+            **fused("output", block, {"out_proj": hidden}, delta.value_heads * delta.value_dim, cuts=cuts),
+        }
+
+    @property
+    def _products(self) -> tuple[str, dict[str, int], dict[str, int]]:
+        """What stands before the names, and the rows of the matrices that make inputs, and gates."""
+        heads, values = self.delta.value_heads, self.delta.value_heads * self.delta.value_dim
+        if self.delta.interleaved:
+            return "linear_attn", {"in_proj_qkvz": self.channels + values}, {"in_proj_ba": 2 * heads}
+        inputs = {"in_proj_qkv": self.channels, "in_proj_z": values}
+        return "linear_attn", inputs, {"in_proj_b": heads, "in_proj_a": heads}
 
     @property
     def kernel(self) -> int:
@@ -154,23 +163,9 @@ class ScanLayout(DeltaLayout):
             **dict.fromkeys(("A_log", "dt_bias", "D"), self.shard.rows(heads)),
         }
 
-    def destinations(self) -> dict[str, Destination]:
-        hidden, block, cuts, (values, *_, heads) = self.hidden_size, "mamba", self._cuts(), self.parts
-        exact: dict[str, tuple[str, Shape]] = {
-            "conv": ("conv1d.weight", (self.channels, 1, self.kernel)),
-            **({"conv_bias": ("conv1d.bias", (self.channels,))} if self.delta.conv_bias else {}),
-            **{key: (name, (heads,)) for key, name in (*VECTORS.items(), ("skip", "D"))},
-            "head_norm": ("norm.weight", (values,)),
-        }
-        return {
-            "norm": Destination.of({f"{self.pre_norm}.weight": (hidden,)}),
-            **fused("inputs", block, {"in_proj": sum(self.parts)}, hidden, cuts=cuts),
-            **{
-                key: Destination.of({f"{block}.{name}": shape}, exact=True, cut=cuts.get(name.split(".")[0]))
-                for key, (name, shape) in exact.items()
-            },
-            **fused("output", block, {"out_proj": hidden}, values, cuts=cuts),
-        }
+    @property
+    def _products(self) -> tuple[str, dict[str, int], dict[str, int]]:
+        return "mamba", {"in_proj": sum(self.parts)}, {}
 
 
 @dataclass(frozen=True)

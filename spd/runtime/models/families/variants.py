@@ -1,14 +1,15 @@
-"""Families whose layers are Llama's but for a few facts: a function each."""
+"""What families make of a configuration, a function each: what differs from Llama."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from spd.formats.block_config import DeltaConfig
 from spd.formats.model_config import ModelConfig
-from spd.formats.rope_config import RotaryDims
+from spd.formats.rope_config import RotaryDims, yarn_scale
 from spd.runtime.models.families import llama
-from spd.runtime.models.layouts import LayerLayout, MoeLayout, NoLayout
+from spd.runtime.models.layouts import GqaLayout, LatentLayout, LayerLayout, MoeLayout, NoLayout, SideLayout
 from spd.runtime.models.recurrent_layouts import ScanLayout
 from spd.runtime.models.weights import ModelLayout
 
@@ -60,7 +61,7 @@ def nemotron_h(config: ModelConfig) -> ModelLayout:
     made = {
         "linear_attention": LayerLayout(scan, nothing),
         "full_attention": LayerLayout(attention, nothing),
-        "mlp": LayerLayout(nothing, replace(llama.mlp(config), plain=True, pre_norm="norm")),
+        "mlp": LayerLayout(nothing, replace(llama.mlp(config), gate=None, pre_norm="norm")),
     }
     if config.experts is not None:
         made["moe"] = LayerLayout(nothing, MoeLayout(hidden, config.experts, pre_norm="norm"))
@@ -124,3 +125,84 @@ def cohere2(config: ModelConfig) -> ModelLayout:
     made = llama.layers(config, attention, mlp)
     layers = tuple(replace(layer, parallel=True) for layer in made.layers)
     return replace(made, layers=layers, centred_stream=True)
+
+
+def softmax_scale(config: ModelConfig) -> float:
+    """1 / sqrt(head size), with YaRN's correction, which grows with the stretch of the context."""
+    rope = config.rope
+    correction = yarn_scale(rope.factor, rope.mscale_all_dim or 0.0) if rope.kind == "yarn" else 1.0
+    return float(config.head_dim**-0.5 * correction**2)
+
+
+def deepseek(config: ModelConfig) -> ModelLayout:
+    """DeepSeek V2, V2-Lite, V3, R1, V3.1, GLM-4.7-Flash: latent attention; experts after the first layers.
+
+    Source: DeepSeek-V2 (2405.04434), DeepSeek-V3 (2412.19437), and their published configurations.
+    """
+    assert config.latent is not None
+    attention = LatentLayout(
+        config.hidden_size, config.num_heads, config.latent, softmax_scale(config), config.attention_bias
+    )
+    return llama.layers(config, attention)
+
+
+def gemma(config: ModelConfig) -> ModelLayout:
+    """Gemma 2 and 3 (text): norms behind the blocks too, their scales stored around 0, capped scores, gelu.
+
+    Gemma 3 normalises queries and keys instead of capping scores; its sliding layers turn by their own base.
+    """
+    attention = replace(
+        llama.attention(config),
+        qk_norm=config.architecture == "Gemma3ForCausalLM",
+        scale=None if config.query_scalar is None else config.query_scalar**-0.5,
+        softcap=config.attention_softcap,
+        centred_norms=True,
+        post_norm="post_attention_layernorm",
+    )
+    mlp = replace(
+        llama.mlp(config),
+        gate="gelu",
+        centred_norms=True,
+        pre_norm="pre_feedforward_layernorm",
+        post_norm="post_feedforward_layernorm",
+    )
+    layers = llama.layers(config, attention, mlp)
+    return replace(layers, centred_norm=True, embedding_scale=math.sqrt(config.hidden_size))
+
+
+def gemma4(config: ModelConfig) -> ModelLayout:
+    """Gemma 4 (text): two sizes of heads, normed values, shared caches, embeddings of layers, experts.
+
+    The last layers of a kind may read an earlier one's cache. Source: `gemma4` of Hugging Face transformers
+    5, and the published configurations.
+    """
+    assert config.gemma4 is not None
+    facts, sources, layers = config.gemma4, dict[int | None, int](), []
+    usual = replace(
+        llama.attention(config),
+        qk_norm=True,
+        value_norm=True,
+        scale=1.0,
+        post_norm="post_attention_layernorm",
+    )
+    behind = "post_feedforward_layernorm_1" if config.experts else "post_feedforward_layernorm"
+    mlp = replace(llama.mlp(config), gate="gelu", pre_norm="pre_feedforward_layernorm", post_norm=behind)
+    for index, window in enumerate(config.sliding or (None,) * config.num_layers):
+        shares = index >= config.num_layers - facts.shared
+        width = config.intermediate_size * (2 if shares and facts.double_wide else 1)
+        if not shares:
+            sources[window] = index
+        attention = replace(_of_window(config, usual, window), reads=sources[window] if shares else None)
+        side = SideLayout(replace(mlp, intermediate_size=width), config.experts, facts.per_layer, index)
+        layers.append(LayerLayout(attention, side))
+    per_layer = (facts.per_layer_vocab, facts.per_layer) if facts.per_layer else None
+    return ModelLayout(tuple(layers), embedding_scale=math.sqrt(config.hidden_size), per_layer=per_layer)
+
+
+def _of_window(config: ModelConfig, usual: GqaLayout, window: int | None) -> GqaLayout:
+    if window is not None:
+        return replace(usual, sliding=window, local_rope=True)
+    assert config.gemma4 is not None
+    size, heads = config.gemma4.head_dim, config.gemma4.kv_heads
+    own = replace(usual, head_dim=size, num_kv_heads=heads, rotary=RotaryDims(size, size))
+    return replace(own, key_is_value=config.gemma4.key_is_value)
