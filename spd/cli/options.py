@@ -180,7 +180,8 @@ class RunOptions(EngineOptions):
 class SamplingOptions:
     """How tokens are drawn; what is not given comes from the model's generation_config.json.
 
-    The most used have flags; the others are set by name, with --set or in a chat with /set.
+    The most used have flags; every one is also a name for --set and, in a chat, /set. A flag of one command
+    stands in that command's class.
     """
 
     temperature: float | None = first(None, "T", "0 is greedy. Default: the model's, else 0.7.")
@@ -231,7 +232,7 @@ class GenerateOptions(ReplyOptions):
     ignore_eos: bool = inputs(False, None, "Do not stop at the end of text.")
     jsonl: bool = inputs(False, None, "A prompt a line on stdin or in -f FILE, a JSON line each back.")
     json: bool = first(False, None, "One JSON object: text, tokens, timings, acceptance.")
-    stats: bool = first(False, None, "Speed and acceptance on stderr at the end.")
+    stats: bool = first(False, None, "Speed and acceptance on stderr at the end; of --jsonl, lines and speed.")
     output: Path | None = printed(None, "FILE", "Write there, not to stdout.", "-o")
     schema: str | None = printed(None, "FILE|JSON", "The reply is JSON that follows this JSON schema.")
     grammar: str | None = printed(

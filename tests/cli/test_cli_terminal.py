@@ -128,7 +128,7 @@ def test_a_streamed_reply_is_left_to_the_terminal_and_its_figures_are_not(model:
     assert status == 0
     assert reply == ("A reply of words that goes on beyond the edge of a narrow terminal without a break.")
     assert " ".join(" ".join(figures).split()).startswith("4 tok · ")
-    assert len(figures) == 2 and max(map(len, figures)) < 40
+    assert len(figures) > 1 and max(map(len, figures)) < 40
 
 
 def test_lines_are_broken_between_words() -> None:

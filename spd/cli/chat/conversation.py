@@ -115,7 +115,7 @@ class ChatEncoder:
         return prompt
 
     def length(self, conversation: Conversation) -> int:
-        """Tokens of a conversation and its last reply. Raises what `encode` raises."""
+        """Tokens up to the end of the last reply, 0 without a turn. Raises what `encode` raises."""
         if self._counted[0] is not conversation:
             count = 0
             if conversation.turns:

@@ -28,7 +28,7 @@ REQUEST_ID = "0"
 
 def generate(session: Session, options: GenerateOptions) -> int:
     """Answer one prompt, for pipes and scripts; the text is the same with and without speculation."""
-    check_conflicts(options)
+    check_conflicts(options)  # and options are final from here on: a server gets them as they are
     for path in (options.output, options.trace):
         if path is not None:
             check_writable(path)

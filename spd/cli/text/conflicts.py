@@ -84,6 +84,7 @@ def _check_shared(options: GenerateOptions | ChatOptions) -> None:
 
 
 def _is_given(options: Any, name: str) -> bool:
+    """Whether it differs from its default: typed, in a file, or by --set."""
     value = getattr(options, name)
     return bool(value != getattr(type(options), name) and value != [])
 

@@ -100,7 +100,8 @@ def logprob_entry(entry: TokenLogprob, tokenizer: Tokenizer | None) -> dict[str,
 def stats_line(metrics: RequestMetrics) -> str:
     """`318 tok · 64.8 tok/s · load 3.2 s · first 0.21 s · 3.05 tok/round · drafts 213/416 (51%)`.
 
-    The first token takes `first` when the model is loaded, and `load` more when it is not.
+    The first token takes `first` when the model is loaded, and `load` more when it is not. A chat shows the
+    same and how much of the context is used.
     """
     parts = [f"{metrics.completion_tokens} tok"]
     if metrics.decode_tokens_per_second:
