@@ -232,7 +232,7 @@ class GenerateOptions(ReplyOptions):
     ignore_eos: bool = inputs(False, None, "Do not stop at the end of text.")
     jsonl: bool = inputs(False, None, "A prompt a line on stdin or in -f FILE, a JSON line each back.")
     json: bool = first(False, None, "One JSON object: text, tokens, timings, acceptance.")
-    stats: bool = first(False, None, "Speed and acceptance on stderr at the end; of --jsonl, lines and speed.")
+    stats: bool = first(False, None, "Speed and acceptance on stderr at the end; of --jsonl, the speed.")
     output: Path | None = printed(None, "FILE", "Write there, not to stdout.", "-o")
     schema: str | None = printed(None, "FILE|JSON", "The reply is JSON that follows this JSON schema.")
     grammar: str | None = printed(
