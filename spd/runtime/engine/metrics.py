@@ -1,8 +1,8 @@
 """What is counted while a request runs, and the records a trace is made of. No torch here.
 
 A step (round) is one forward of the target that verifies k >= 0 drafts. The first token comes out of
-a round too, so completion_tokens = rounds + draft_n_accepted, less one where a draft ends it. Names follow llama.cpp's `timings` and
-vLLM's `metrics.speculative_decoding`.
+a round too, so completion_tokens = rounds + draft_n_accepted, less one where a draft ends the reply. Names
+follow llama.cpp's `timings` and vLLM's `metrics.speculative_decoding`.
 """
 
 from __future__ import annotations
