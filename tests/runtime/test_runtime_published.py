@@ -21,6 +21,9 @@ from spd.runtime.plan.machine import Machine
 from spd.runtime.plan.memory import page_bytes, slot_bytes, state_bytes, tensor_bytes
 from spd.runtime.plan.plan import EnginePlan, outline, possible_sizes
 from spd.runtime.round.limits import PAGE_SIZE, ring_depth
+from tests.formats.test_formats_model_config import GLM4_FLASH
+from tests.formats.test_formats_recurrent import GRANITE, LFM2, NEMOTRON
+from tests.recipes import published_others as others
 from tests.recipes.mtp_folders import SIZES
 from tests.recipes.published_hybrids import (
     COUNTED,
@@ -191,3 +194,30 @@ def test_fp8_rows_keep_their_blocks_in_another_order() -> None:
         found = tensors["inputs"]
         plain = ScaledWeight(found, tensors["inputs_scales"]).plain(torch.float32) if stays else found
         assert torch.equal(plain, expected)
+
+
+OTHERS = {
+    "GLM-4.7-Flash": (GLM4_FLASH, others.glm_flash, "mtp"),
+    "LFM2-1.2B": (LFM2, others.lfm2, "off"),
+    "a Granite 4 of 4 layers": (GRANITE, others.granite, "off"),
+    "a Nemotron 3 of 6 layers": (NEMOTRON, others.nemotron, "off"),
+    "gpt-oss-20b": (others.GPT_OSS, others.gpt_oss, "off"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_tensor_of_other_families_is_used(name: str, tmp_path: Path) -> None:
+    config, tensors, spec = OTHERS[name]
+    folder = ModelFolder(others.write_release(tmp_path, config, tensors))
+    assert check_weights(folder.checkpoint, folder.config, family_layout(folder.config)) == []
+    plan = planned(folder)
+    assert plan.spec.split("+")[0] in (spec, "ngram")
+    source = folder.mtp_source()
+    assert (source is not None) == (spec == "mtp")
+    if source is not None:
+        assert source.layout.family.name == "glm4" and check_source(source, folder.checkpoint)
+    stored = (tmp_path / "model.safetensors").stat().st_size
+    if name == "gpt-oss-20b":  # codes stay, and their scales widen from one byte to two
+        assert plan.shape.form.words == "e2m1" and plan.need.weights < 1.05 * stored < 15e9
+    else:
+        assert plan.need.weights + plan.need.draft_weights < 1.01 * stored

@@ -1,0 +1,222 @@
+"""Configurations and tensor lists of published checkpoints of other families; no weights, no `spd`.
+
+Sizes are the defaults of the classes in Hugging Face transformers 5, which are a release's own, or known from
+a release; names are what the library's conversions begin with. The lists were not compared with the indices of
+the files themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.recipes.mtp_folders import write_hollow
+
+Entry = tuple[str, str, tuple[int, ...]]
+Config = dict[str, Any]
+
+
+def entries(stem: str, **shapes: tuple[int, ...]) -> Iterator[Entry]:
+    """Tensors in bfloat16 below a stem, by names in which __ stands for a point."""
+    for name, shape in shapes.items():
+        yield f"{stem}{name.replace('__', '.')}", "BF16", shape
+
+
+def gated(stem: str, hidden: int, inner: int, names: str = "gate_proj up_proj down_proj") -> Iterator[Entry]:
+    """A gated MLP's matrices."""
+    gate, up, down = names.split()
+    shapes = {f"{gate}__weight": (inner, hidden), f"{up}__weight": (inner, hidden)}
+    return entries(stem, **shapes, **{f"{down}__weight": (hidden, inner)})
+
+
+def glm_flash(c: Config) -> Iterator[Entry]:
+    """With its MTP layer, which has the target's tables too."""
+    hidden, vocab, heads = c["hidden_size"], c["vocab_size"], c["num_attention_heads"]
+    query, rank, rope = c["q_lora_rank"], c["kv_lora_rank"], c["qk_rope_head_dim"]
+    yield from entries("", model__embed_tokens__weight=(vocab, hidden), lm_head__weight=(vocab, hidden))
+    yield from entries("model.", norm__weight=(hidden,))
+    for layer in range(c["num_hidden_layers"] + 1):
+        stem = f"model.layers.{layer}."
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{stem}{name}.weight", "BF16", (hidden,)
+        yield from entries(
+            f"{stem}self_attn.",
+            q_a_proj__weight=(query, hidden),
+            q_a_layernorm__weight=(query,),
+            q_b_proj__weight=(heads * (c["qk_nope_head_dim"] + rope), query),
+            kv_a_proj_with_mqa__weight=(rank + rope, hidden),
+            kv_a_layernorm__weight=(rank,),
+            kv_b_proj__weight=(heads * (c["qk_nope_head_dim"] + c["v_head_dim"]), rank),
+            o_proj__weight=(hidden, heads * c["v_head_dim"]),
+        )
+        if layer < c["first_k_dense_replace"]:
+            yield from gated(f"{stem}mlp.", hidden, c["intermediate_size"])
+            continue
+        yield from entries(f"{stem}mlp.gate.", weight=(c["n_routed_experts"], hidden))
+        yield f"{stem}mlp.gate.e_score_correction_bias", "F32", (c["n_routed_experts"],)
+        for block in (*(f"experts.{e}" for e in range(c["n_routed_experts"])), "shared_experts"):
+            yield from gated(f"{stem}mlp.{block}.", hidden, c["moe_intermediate_size"])
+        if layer == c["num_hidden_layers"]:
+            yield from entries(
+                stem,
+                enorm__weight=(hidden,),
+                hnorm__weight=(hidden,),
+                eh_proj__weight=(hidden, 2 * hidden),
+                embed_tokens__weight=(vocab, hidden),
+                shared_head__norm__weight=(hidden,),
+                shared_head__head__weight=(vocab, hidden),
+            )
+
+
+def lfm2(c: Config) -> Iterator[Entry]:
+    """The head is the embedding."""
+    hidden, size = c["hidden_size"], c["hidden_size"] // c["num_attention_heads"]
+    yield from entries(
+        "model.", embed_tokens__weight=(c["vocab_size"], hidden), embedding_norm__weight=(hidden,)
+    )
+    for layer in range(c["num_hidden_layers"]):
+        stem = f"model.layers.{layer}."
+        yield from entries(stem, operator_norm__weight=(hidden,), ffn_norm__weight=(hidden,))
+        yield from gated(f"{stem}feed_forward.", hidden, 8192, "w1 w3 w2")
+        if layer in c["full_attn_idxs"]:
+            keys = c["num_key_value_heads"] * size
+            for name, rows in (("q", hidden), ("k", keys), ("v", keys), ("out", hidden)):
+                yield f"{stem}self_attn.{name}_proj.weight", "BF16", (rows, hidden)
+            yield from entries(f"{stem}self_attn.", q_layernorm__weight=(size,), k_layernorm__weight=(size,))
+            continue
+        shapes = {"in_proj": (3 * hidden, hidden), "conv": (hidden, 1, 3), "out_proj": (hidden, hidden)}
+        for name, shape in shapes.items():
+            yield f"{stem}conv.{name}.weight", "BF16", shape
+
+
+def attention(stem: str, hidden: int, heads: int, keys: int, size: int) -> Iterator[Entry]:
+    """Queries, keys, values and the output, without biases."""
+    for name, shape in (
+        *(("q", (heads * size, hidden)), ("k", (keys * size, hidden)), ("v", (keys * size, hidden))),
+        ("o", (hidden, heads * size)),
+    ):
+        yield f"{stem}{name}_proj.weight", "BF16", shape
+
+
+def mamba(stem: str, hidden: int, heads: int, size: int, groups: int, state: int) -> Iterator[Entry]:
+    """One Mamba-2 layer."""
+    inner, channels = heads * size, heads * size + 2 * groups * state
+    yield from entries(
+        stem,
+        in_proj__weight=(inner + channels + heads, hidden),
+        conv1d__weight=(channels, 1, 4),
+        conv1d__bias=(channels,),
+        **dict.fromkeys(("A_log", "D", "dt_bias"), (heads,)),
+        norm__weight=(inner,),
+        out_proj__weight=(hidden, inner),
+    )
+
+
+def granite(c: Config) -> Iterator[Entry]:
+    """The head is the embedding; experts are packed."""
+    hidden, count = c["hidden_size"], c["num_local_experts"]
+    inner, shared = c["intermediate_size"], c["shared_intermediate_size"]
+    yield from entries("model.", embed_tokens__weight=(c["vocab_size"], hidden), norm__weight=(hidden,))
+    for layer, kind in enumerate(c["layer_types"]):
+        stem = f"model.layers.{layer}."
+        yield from entries(
+            stem,
+            input_layernorm__weight=(hidden,),
+            post_attention_layernorm__weight=(hidden,),
+            block_sparse_moe__input_linear__weight=(count, 2 * inner, hidden),
+            block_sparse_moe__output_linear__weight=(count, hidden, inner),
+            block_sparse_moe__router__layer__weight=(count, hidden),
+            shared_mlp__input_linear__weight=(2 * shared, hidden),
+            shared_mlp__output_linear__weight=(hidden, shared),
+        )
+        if kind == "mamba":
+            sizes = (c["mamba_n_heads"], c["mamba_d_head"], c["mamba_n_groups"], c["mamba_d_state"])
+            yield from mamba(f"{stem}mamba.", hidden, *sizes)
+        else:
+            heads, keys = c["num_attention_heads"], c["num_key_value_heads"]
+            yield from attention(f"{stem}self_attn.", hidden, heads, keys, hidden // heads)
+
+
+def nemotron(c: Config) -> Iterator[Entry]:
+    """Below `backbone.`, one block a layer."""
+    hidden, vocab = c["hidden_size"], c["vocab_size"]
+    yield from entries("", backbone__embeddings__weight=(vocab, hidden), lm_head__weight=(vocab, hidden))
+    yield from entries("backbone.", norm_f__weight=(hidden,))
+    for layer, kind in enumerate(c["hybrid_override_pattern"]):
+        stem = f"backbone.layers.{layer}."
+        yield f"{stem}norm.weight", "BF16", (hidden,)
+        if kind == "M":
+            sizes = (c["mamba_num_heads"], c["mamba_head_dim"], c["n_groups"], c["ssm_state_size"])
+            yield from mamba(f"{stem}mixer.", hidden, *sizes)
+        elif kind == "*":
+            heads, keys = c["num_attention_heads"], c["num_key_value_heads"]
+            yield from attention(f"{stem}mixer.", hidden, heads, keys, c["head_dim"])
+        else:
+            blocks = {"": c["intermediate_size"]}
+            if kind == "E":
+                count = c["n_routed_experts"]
+                yield from entries(f"{stem}mixer.gate.", weight=(count, hidden))
+                yield f"{stem}mixer.gate.e_score_correction_bias", "F32", (count,)
+                blocks = {f"experts.{e}.": c["moe_intermediate_size"] for e in range(count)}
+                blocks["shared_experts."] = c["moe_shared_expert_intermediate_size"]
+            for block, inner in blocks.items():
+                own = f"{stem}mixer.{block}"
+                yield from entries(own, up_proj__weight=(inner, hidden), down_proj__weight=(hidden, inner))
+
+
+def gpt_oss(c: Config) -> Iterator[Entry]:
+    """Experts in MXFP4, everything else in bfloat16."""
+    hidden, inner, count = c["hidden_size"], c["intermediate_size"], c["num_local_experts"]
+    heads, keys, size, vocab = (
+        c["num_attention_heads"],
+        c["num_key_value_heads"],
+        c["head_dim"],
+        c["vocab_size"],
+    )
+    yield from entries("", model__embed_tokens__weight=(vocab, hidden), lm_head__weight=(vocab, hidden))
+    yield from entries("model.", norm__weight=(hidden,))
+    for layer in range(c["num_hidden_layers"]):
+        stem = f"model.layers.{layer}."
+        yield from entries(
+            stem,
+            input_layernorm__weight=(hidden,),
+            post_attention_layernorm__weight=(hidden,),
+            mlp__router__weight=(count, hidden),
+            mlp__router__bias=(count,),
+            mlp__experts__gate_up_proj_bias=(count, 2 * inner),
+            mlp__experts__down_proj_bias=(count, hidden),
+            self_attn__sinks=(heads,),
+        )
+        yield from attention(f"{stem}self_attn.", hidden, heads, keys, size)
+        for name, rows in (("q", heads * size), ("k", keys * size), ("v", keys * size), ("o", hidden)):
+            yield f"{stem}self_attn.{name}_proj.bias", "BF16", (rows,)
+        for name, rows, columns in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
+            yield f"{stem}mlp.experts.{name}_proj_blocks", "U8", (count, rows, columns // 32, 16)
+            yield f"{stem}mlp.experts.{name}_proj_scales", "U8", (count, rows, columns // 32)
+
+
+GPT_OSS: Config = {
+    **{"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True},
+    **{"head_dim": 64, "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64},
+    **{"num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32},
+    **{"rms_norm_eps": 1e-5, "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0},
+    **{"max_position_embeddings": 131072, "tie_word_embeddings": False, "vocab_size": 201088},
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "rope_scaling": {
+        **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn", "truncate": False},
+        "original_max_position_embeddings": 4096,
+    },
+    "quantization_config": {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+        "quant_method": "mxfp4",
+    },
+}
+
+
+def write_release(folder: Path, config: Config, tensors: Callable[[Config], Iterator[Entry]]) -> Path:
+    """A folder whose one file is a header; returns it."""
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    write_hollow(folder / "model.safetensors", list(tensors(config)))
+    return folder
