@@ -1,8 +1,8 @@
 """Configurations and tensor lists of published checkpoints of other families; no weights, no `spd`.
 
 Sizes are the defaults of the classes in Hugging Face transformers 5, which are a release's own, or known from
-a release; names are what the library's conversions begin with. The lists were not compared with the indices of
-the files themselves.
+a release; names are what the library's conversions begin with. The lists were not compared with the indices
+of the files themselves.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ COMMAND_TABLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "serve": (
             "serve",
-            "Serve a model over HTTP on this machine, and keep it warm for spd generate.",
+            "Serve a model over HTTP on this machine, and keep it warm for spd generate and chat.",
             "spd serve",
             "spd serve Qwen/Qwen3-4B --detach --idle 15m",
             "spd serve --status",
