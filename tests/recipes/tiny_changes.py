@@ -211,7 +211,7 @@ def with_convolutions(tensors: Tensors) -> Tensors:
     return found
 
 
-def with_mamba(tensors: Tensors, groups: int = 2) -> Tensors:
+def with_mamba(tensors: Tensors, groups: int = 4) -> Tensors:
     """Granite 4: all layers but one are Mamba-2's, with 8 heads of 16; gate and up of the MLP are one."""
     both = fused({name: t for name, t in tensors.items() if "mlp.gate_proj" in name or "mlp.up_proj" in name})
     found = packed_experts(
@@ -266,7 +266,7 @@ def with_single_blocks(tensors: Tensors, kinds: str) -> Tensors:
             found[f"{to}norm.weight"] = tensor
         elif kind == "M" and inside == "self_attn.o_proj.weight":
             gain = float(tensor.std()) * len(tensor) ** 0.5
-            found |= mamba(f"{to}mixer.", 64, 8, 16, 2, 24, gain)
+            found |= mamba(f"{to}mixer.", 64, 8, 16, 4, 24, gain)
         elif kind == "*" and inside.startswith("self_attn.") and "norm" not in inside:
             found[f"{to}mixer.{inside.removeprefix('self_attn.')}"] = tensor
         elif kind in "-E" and inside.startswith("mlp.") and "gate_proj" not in inside:

@@ -57,14 +57,14 @@ SPARSE = {"architecture": "Qwen3MoeForCausalLM", "tie": False, "extra": EXPERTS}
 
 NEMOTRON: dict[str, Any] = {
     **{"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "layer_norm_epsilon": 1e-5},
-    **{"hybrid_override_pattern": "M*-M", "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2},
+    **{"hybrid_override_pattern": "M*-M", "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 4},
     **{"ssm_state_size": 24, "conv_kernel": 4, "use_conv_bias": True, "mlp_hidden_act": "relu2"},
     **{"time_step_min": 0.0, "use_bias": False, "mlp_bias": False, "attention_bias": False},
 }
 """With `time_step_min` the library bounds steps of prompts, and of no other tokens: see that it does not."""
 GRANITE_HYBRID = {
     **{"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid"},
-    **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_d_conv": 4},
+    **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 4, "mamba_d_state": 24, "mamba_d_conv": 4},
     **{"mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False, "attention_bias": False},
     **{"position_embedding_type": "nope", "num_local_experts": 0, "shared_intermediate_size": 128},
     "layer_types": ["mamba", "attention", "mamba", "mamba"],

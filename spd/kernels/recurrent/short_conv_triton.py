@@ -59,8 +59,7 @@ def short_conv_kernel(
             earlier = tl.load(ring + (position + DEPTH) % DEPTH * C, mask=kept, other=0.0)
             value = tl.where(position >= start, own, earlier).to(tl.float32)
             total = tl.fma(value, tl.load(weight + tap * C + channel, mask=within, other=0.0), total)
-        if SILU:
-            total *= tl.sigmoid(total)
+        total *= tl.sigmoid(total) if SILU else 1.0
         tl.store(out + (first + row) * C + channel, total, mask=within)
     for row in range(tl.maximum(0, count - DEPTH), tl.where(begin == 0, count, 0)):
         own = tl.load(x + (first + row) * stride + channel, mask=within, other=0.0)
