@@ -50,7 +50,8 @@ TABLES: Mapping[str, Table] = MappingProxyType(
             f"{PEERS}`, `python -m benchmarks.auto_k -m demo` or `{EQUALITY}",
         ),
         "equality": Table(
-            "equality_demo_hybrid.json equality_demo_hybrid_tp2.json equality_medium_hybrid.json",
+            "equality_demo_hybrid.json equality_demo_hybrid_tp2.json equality_demo_hybrid_tp2_float32.json "
+            "equality_medium_hybrid.json equality_medium_hybrid_draft.json equality_medium_hybrid_float32.json",
             table_forms.equality,
             EQUALITY,
         ),
