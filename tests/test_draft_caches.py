@@ -63,7 +63,7 @@ def test_a_prefix_hit_drafts_as_a_miss_does(pairs: Pairs, name: str) -> None:
     turn = next_turn(common, run_all(engine, [common], [long])[0].tokens, params)
     found, again = (run_requests(one, [turn])[0] for one in (engine, alone))
     assert found.output == again.output and found.drafts == again.drafts
-    assert found.metrics.cached_tokens == 150 + 80 - 1
+    assert found.metrics.cached_tokens == 150 + 50 - 1
 
 
 @pytest.mark.covers(1)
