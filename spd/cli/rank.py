@@ -14,7 +14,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-COMMANDS = ("generate", "chat", "bench", "verify")
+COMMANDS = ("generate", "chat", "serve", "bench", "verify")
 """What runs engines."""
 
 

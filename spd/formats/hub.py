@@ -16,7 +16,6 @@ from spd.errors import NotFoundError, UsageError
 from spd.formats.demo import DEMOS, demo_folder
 from spd.formats.json_file import listed, shown
 
-DEMO = DEMOS[0]
 _WORD = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _REPOSITORY = re.compile(rf"(?!.*(?:\.\.|--|(?i:\.gguf)$))(?:{_WORD}/)?{_WORD}")
 _REVISION = re.compile(rf"{_WORD}(?:/{_WORD})*")

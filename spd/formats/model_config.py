@@ -128,6 +128,7 @@ _SMOLLM3 = {**_QWEN, **_STILL, "rope_theta": 2e6, "tie_word_embeddings": True}
 _MIXTRAL = {**_LONG, **_EPS, "rope_theta": 1e6, "sliding_window": None}
 _GLM4_MOE = {**_LONG, **_EPS, "partial_rotary_factor": 0.5, "first_k_dense_replace": 1}
 _GLM4_LITE = {**_EPS, "max_position_embeddings": 202752, "first_k_dense_replace": 1}
+_GLM4_LITE["routed_scaling_factor"] = 1.8
 _GLM4 = {**_GLM4_MOE, "rms_norm_eps": 1.5625e-7, "attention_bias": True, "head_dim": 128}
 _LFM2: dict[str, object] = {"max_position_embeddings": 128000, "norm_eps": 1e-5, "rope_theta": 1e6}
 _LFM2["tie_word_embeddings"] = True

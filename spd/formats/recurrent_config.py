@@ -58,7 +58,8 @@ def granite_keys(fields: Fields) -> dict[str, object]:
     """What `granitemoehybrid` says in keys of its own: older kinds of layers, and whether positions count."""
     width = fields.integer("shared_intermediate_size", 1, MAX_WIDTH, 1024)
     found: dict[str, object] = {"shared_expert_intermediate_size": width}
-    if not fields.integer("num_local_experts", 0, 1 << 14, 8):
+    found["num_local_experts"] = fields.integer("num_local_experts", 0, 1 << 14, 8)
+    if not found["num_local_experts"]:
         found["intermediate_size"] = width
     if fields.get("position_embedding_type") != "rope":
         fields.choice("position_embedding_type", ("rope", "nope"), "nope")
@@ -126,18 +127,25 @@ def nemotron_keys(fields: Fields) -> dict[str, object]:
     found: dict[str, object] = {
         key: fields.get(own) if own in fields else usual for key, (own, usual) in _NEMOTRON.items()
     }
+    known = (KINDS[0], LINEAR, *SINGLE)
     if "hybrid_override_pattern" in fields:
         letters = fields.text("hybrid_override_pattern")
         strange = next((letter for letter in letters if letter not in _PATTERN), None)
         fields.require(
             strange is None, "hybrid_override_pattern", f"{strange!r} is not one of {', '.join(_PATTERN)}"
         )
-        fields = Fields(fields.where, {**fields.values, "layer_types": [_PATTERN[one] for one in letters]})
-    _, kinds = _listed(fields, (KINDS[0], LINEAR, *SINGLE))
+        named = [_PATTERN[one] for one in letters]
+        _, listed = _listed(fields, known) if "layers_block_type" in fields else ("", named)
+        fields.require(listed == named, "layers_block_type", "disagrees with hybrid_override_pattern")
+        fields = Fields(fields.where, {**fields.values, "layer_types": named})
+    _, kinds = _listed(fields, known)
+    if "moe" in kinds:
+        fields.integer("n_routed_experts", 1, 1 << 14)
     fields.choice("mlp_hidden_act", ("relu2",), "relu2")
     fields.choice("mamba_hidden_act", ("silu",), "silu")
     for key in ("use_bias", "mlp_bias"):
         fields.require(not fields.boolean(key, False), key, "true is not supported")
+    fields.require("mamba_dt_limit" not in fields, "mamba_dt_limit", "limits on time steps are not supported")
     fields.require(
         "moe_latent_size" not in fields, "moe_latent_size", "experts in a smaller space are not supported"
     )

@@ -96,15 +96,11 @@ class FakePlan:
         """What the plan's sizes are."""
         return SimpleNamespace(ctx=self.ctx, dtype="bfloat16", draft_max=4, slots=1)
 
-    def weight_words(self) -> str:
-        """What the weights are kept in."""
-        return self.shape.dtype
-
     def as_dict(self) -> dict[str, Any]:
         """The plan as JSON values."""
         sizes = {"weight_bytes": 2**20, "draft_weight_bytes": 0, "cache_bytes": 2**19}
         said = {"model": self.model, "spec": self.spec, "spec_reason": "asked for", "adaptive": self.adaptive}
-        said["weights"] = self.weight_words()
+        said["weights"] = self.shape.dtype
         return {**said, **sizes, **vars(self.shape), "verify": self.wishes.verify, "device": self.device}
 
 

@@ -136,6 +136,13 @@ def test_nemotron_as_published(tmp_path: Path) -> None:
             "hybrid_override_pattern: 'X' is not one of M, *, -, E",
         ),
         (NEMOTRON, {"hybrid_override_pattern": "*E-"}, "no layer is linear_attention"),
+        (NEMOTRON, {"n_routed_experts": None}, "n_routed_experts: is missing"),
+        (NEMOTRON, {"mamba_dt_limit": [0.0, 1.0]}, "mamba_dt_limit"),
+        (
+            NEMOTRON,
+            {"layers_block_type": ["mamba", "attention"]},
+            "layers_block_type: disagrees with hybrid_override_pattern",
+        ),
         (NEMOTRON, {"hybrid_override_pattern": "ME-"}, "no layer is full_attention"),
         (NEMOTRON, {"mlp_hidden_act": "silu"}, "mlp_hidden_act: 'silu' is not supported"),
         (NEMOTRON, {"moe_latent_size": 1024}, "moe_latent_size"),

@@ -69,7 +69,7 @@ def test_bytes_and_logits_of_the_demo() -> None:
     demo = demo_folder()
     engine = make_engine(demo, quantize="int4", dtype="bfloat16")
     config, form = engine.plan.model.config, engine.plan.shape.form
-    assert engine.plan.weights == "int4" and "a scale for 64 columns" in engine.plan.weight_words()
+    assert engine.plan.weights == "int4" and "a scale for 64 columns" in engine.plan.weights_reason
     assert tensor_bytes(config, "bfloat16", form) < tensor_bytes(config, "bfloat16")
     exact = demo_logits(demo)
     error = relative_error(demo_logits(demo, quantize="int4"), exact)

@@ -117,7 +117,7 @@ COMMAND_TABLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "doctor": (
             "doctor",
-            "Check this machine and try it out: compile, time, compare; exits 1 if a check failed.",
+            "Check this machine and try it out: compile, generate, compare; exits 1 if a check failed.",
             "spd doctor",
             "spd doctor --quick --json",
         ),

@@ -28,7 +28,7 @@ class DoctorOptions(CommonOptions):
 
 
 def doctor(session: Session, options: DoctorOptions) -> int:
-    """Check this machine and try it out: compile, time, compare; exits 1 if a check failed."""
+    """Check this machine and try it out: compile, generate, compare; exits 1 if a check failed."""
     from spd.runtime.lab import Step, steps
 
     sink = Sink.stdout()

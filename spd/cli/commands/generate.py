@@ -127,7 +127,7 @@ def _run(
             _finish(session, options, delivery)
             raise
         except Exception:
-            if not options.json:
+            if not options.json and (delivery.reply.text or delivery.reply.token_ids):
                 delivery.finish_text()
             raise
         with session.guard.hold():

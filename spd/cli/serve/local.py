@@ -129,7 +129,7 @@ class Line:
 
 
 def _lost() -> EngineError:
-    return EngineError("the server ended while it answered", fix=["run it again", "--no-server"])
+    return EngineError("the server has ended", fix=["run it again; in a chat, /model NAME", "--no-server"])
 
 
 def servers(session: Session, model: ModelFolder | None = None) -> Iterator[tuple[Line, dict[str, Any]]]:

@@ -34,7 +34,9 @@ PRECISION = tl.constexpr("tf32x3")
 def gates_said(said, within, rate, bias, H: tl.constexpr, CORRECTS: tl.constexpr):
     """The logarithm of the decay, and how much is corrected or written, of raw gates at pointers `said`."""
     x = tl.load(said + CORRECTS * H, mask=within, other=0.0).to(tl.float32) + bias
-    step = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x)))
+    small = tl.exp(x)
+    rounded = tl.where(x < -6.0, small * (1.0 - 0.5 * small), tl.log(1.0 + small))
+    step = tl.where(x > 20.0, x, rounded)
     amount = step
     if CORRECTS:
         amount = tl.sigmoid(tl.load(said, mask=within, other=0.0).to(tl.float32))

@@ -188,7 +188,7 @@ CLASHES = (
         ["--spec auto --draft-model FOLDER", "leave --draft-model out"],
     ),
     Clash(
-        lambda c: c.method == "off" and bool(c.draft_max or c.adaptive or c.synthetic_acceptance),
+        lambda c: c.method == "off" and bool(c.draft_max or c.adaptive or c.synthetic_acceptance is not None),
         "--draft-max, --adaptive and --synthetic-acceptance are about drafts, and --spec off asks for none",
         LEAVE_ONE_OUT,
     ),

@@ -110,12 +110,6 @@ class EnginePlan:
         form = self.shape.form
         return self.shape.dtype if form.kind == "wide" or form.widened else form.words
 
-    def weight_words(self) -> str:
-        """The dtype, and the form of the weights where it is another."""
-        if self.wishes.quantize == "none" and self.weights == self.shape.dtype:
-            return self.shape.dtype
-        return f"{self.shape.dtype}, weights {self.weights} ({self.weights_reason})"
-
     def as_dict(self) -> dict[str, Any]:
         """The plan as plain JSON values, flat; folders by their paths."""
         shape, need, draft, mtp = self.shape, self.need, self.drafter.folder, self.shape.mtp

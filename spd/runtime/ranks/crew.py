@@ -108,6 +108,7 @@ class Crew:
             )
         key, store = secrets.token_bytes(32), meet()
         self._place, master = key.hex(), store
+        self._store = store  # where no agent of torchrun holds one, it ends with this one
         while hasattr(master, "underlying_store"):
             master = master.underlying_store
         with socket.create_connection((master.host, master.port), timeout=30) as there:
@@ -171,7 +172,7 @@ class Crew:
         waits: whether that waits for them. Raises EngineError naming a rank that has failed.
         """
         if self.broken:
-            raise self._verdict("an earlier order broke off")
+            raise self._watch.failure or EngineError("the ranks have ended: an earlier order broke off")
         try:
             self.pulse.beat()
             self.pulse.waiting = waits

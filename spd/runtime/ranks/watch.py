@@ -160,5 +160,6 @@ def end_words(status: int | None) -> str:
     if status is None or status == COLLATERAL:
         return "its connection was lost"
     if status < 0:
-        return f"was ended by {signal.Signals(-status).name}"
+        names = {each.value: each.name for each in signal.Signals}
+        return f"was ended by {names.get(-status, f'signal {-status}')}"
     return f"ended with status {status}"
