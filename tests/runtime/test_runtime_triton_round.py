@@ -284,7 +284,7 @@ def test_mamba_layers(tmp_path: Path) -> None:
     wishes = {"spec": "draft", "draft_model": folder, "draft_max": 2}
     first, second = both(folder, prompts, params, slots=2, **wishes)
     assert_same(first, second)
-    assert tally(first)[0] == tally(first)[1] > 4
+    assert tally(first)[0] == tally(first)[1] >= 4
 
 
 def test_short_convolutions(tmp_path: Path, methods: Methods) -> None:
