@@ -160,6 +160,5 @@ def end_words(status: int | None) -> str:
     if status is None or status == COLLATERAL:
         return "its connection was lost"
     if status < 0:
-        names = {each.value: each.name for each in signal.Signals}
-        return f"was ended by {names.get(-status, f'signal {-status}')}"
+        return f"was ended by {next((each.name for each in signal.Signals if each == -status), -status)}"
     return f"ended with status {status}"
