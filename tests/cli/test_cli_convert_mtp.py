@@ -154,10 +154,14 @@ def test_wrong_and_foreign_tensors_are_refused_by_name(
 
 def test_nothing_is_overwritten_by_accident(spd_run: Callable, original: Path, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in original.iterdir()}
-    (tmp_path / "link").symlink_to(original)
-    for destination in (original, tmp_path, tmp_path / "link"):
-        refused(spd_run("convert-mtp", original, destination), 2, "is there")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    for destination, words in (
+        (original, "is there"),
+        (tmp_path, "is there"),
+        (tmp_path / "link", "is a link"),
+    ):
+        refused(spd_run("convert-mtp", original, destination), 2, words)
     assert spd_run("convert-mtp", original, tmp_path / "empty").code == 0
     refused(spd_run("convert-mtp", original, tmp_path / "empty"), 2, "is there", "a new folder")
     assert before == {path: path.read_bytes() for path in original.iterdir()}
