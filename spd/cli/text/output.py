@@ -348,9 +348,9 @@ def check_writable(path: Path) -> None:
 
 def check_new_folder(path: Path) -> None:
     """Refuse early a folder that holds something, or that cannot be made. Raises UsageError."""
-    if path.is_symlink():
-        raise UsageError(f"{path}: is a link", fix=["name a new folder"])
     try:
+        if path.is_symlink():
+            raise UsageError(f"{path}: is a link", fix=["name a new folder"])
         existing = next(folder for folder in (path, *path.absolute().parents) if _is_there(folder))
         if any(existing.iterdir()) and existing == path:
             raise UsageError(f"{path}: is there", fix=["name a new folder"])
