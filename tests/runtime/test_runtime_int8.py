@@ -152,7 +152,7 @@ def test_the_plan_says_how_weights_are_kept(tiny: Callable[..., Path]) -> None:
     assert plan.need.weights < wide.need.weights
     widened = make_plan(replace(wishes, dtype="float32"))
     assert widened.weights == "float32" and "kept as float32" in widened.weights_reason
-    assert json.dumps(plan.as_dict()) and "int8" in plan.weight_words()
+    assert json.dumps(plan.as_dict())
 
 
 @pytest.mark.parametrize("variant", ["qwen3", "qwen3_moe", "deepseek_v3"])

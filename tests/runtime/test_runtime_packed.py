@@ -88,7 +88,7 @@ def test_the_twin_speaks_as_its_dequantised_copy(way: str, tiny: Tiny, tmp_path:
 def test_codes_stay_packed_and_are_counted(tiny: Tiny, tmp_path: Path) -> None:
     twin, plain = write_twins(tiny("qwen3", **SIZES), tmp_path, "w4-32")
     engine, wide = (make_engine(each, kernels="torch", dtype="bfloat16") for each in (twin, plain))
-    assert engine.plan.weights == "int4" and "as stored" in engine.plan.weight_words()
+    assert engine.plan.weights == "int4" and "as stored" in engine.plan.weights_reason
     assert engine.plan.need.weights < wide.plan.need.weights
     config, form = engine.plan.model.config, engine.plan.shape.form
     layers = tensor_bytes(config, "bfloat16", form), tensor_bytes(config, "bfloat16")

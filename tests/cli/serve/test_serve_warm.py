@@ -235,7 +235,7 @@ def test_a_server_that_has_gone(tmp_path: Path) -> None:
         listener.listen()
         line = Line(tmp_path / "x.sock")
         listener.accept()[0].close()
-    with closing(line), pytest.raises(EngineError, match="the server ended"):
+    with closing(line), pytest.raises(EngineError, match="the server has ended"):
         line.send(do="generate")
 
 
@@ -259,7 +259,7 @@ def test_a_chat_is_told_that_its_server_has_ended(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0
     _, err = chat.communicate(f"{QUESTION}\n", timeout=60)
-    assert chat.returncode == 9 and "the server ended" in err
+    assert chat.returncode == 9 and "the server has ended" in err
 
 
 def test_a_killed_server_stops_no_other_and_stop_lets_replies_end(tmp_path: Path) -> None:
