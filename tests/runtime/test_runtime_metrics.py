@@ -171,3 +171,9 @@ def test_logprobs_are_the_models_own_at_every_kind_of_token(target: Path, spec: 
             wanted = row.topk(4)
             assert [t for t, _ in entry.top] == wanted.indices.tolist()
             assert torch.allclose(wanted.values, torch.tensor([v for _, v in entry.top]), atol=1e-5)
+
+
+def test_a_reply_whose_later_rounds_brought_nothing_has_no_speed() -> None:
+    """As where a stop string cuts all that came after the first token."""
+    metrics = RequestMetrics(completion_tokens=1, first_tokens=1, predicted_ms=5.0)
+    assert (metrics.decode_tokens_per_second, metrics.time_per_output_token_ms) == (0.0, 0.0)

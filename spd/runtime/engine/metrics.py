@@ -95,7 +95,8 @@ class RequestMetrics:
     @property
     def decode_tokens_per_second(self) -> float:
         """1 / TPOT."""
-        return 1000.0 / self.time_per_output_token_ms if self.predicted_ms > 0 else 0.0
+        each = self.time_per_output_token_ms
+        return 1000.0 / each if each else 0.0
 
     @property
     def time_per_output_token_ms(self) -> float:
