@@ -47,7 +47,7 @@ MALFORMED: tuple[Any, ...] = (
     b"\xff\xfe",
     {"messages": []},
     {"messages": "hello"},
-    {"messages": [{"role": "nobody", "content": "x"}]},
+    {"messages": [{"role": "oracle", "content": "x"}]},
     {**CANARY, "temperature": -1},
     {**CANARY, "max_tokens": "many"},
     {**CANARY, "unknown": 1},
