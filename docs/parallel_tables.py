@@ -21,8 +21,6 @@ WIDTH = 2
 DRAFTS = 4
 READ_RATE = 0.8 * 3.35e12
 """Bytes a rank reads a second: 0.8 of an H100 SXM's data sheet."""
-CHOICE_BYTES = 12
-"""What a rank says of its best token of a row: its score, its logit and its id, four bytes each."""
 Exchange = list[int]
 """Of each all-gather the bytes of one rank's part: with N ranks each receives N - 1 times as many."""
 
@@ -32,9 +30,9 @@ def pass_exchange(layers: int, hidden: int, rows: int, width: int) -> Exchange:
     return [rows * hidden * width] * (2 * layers + 1)
 
 
-def draw_exchange(rows: int) -> Exchange:
-    """The draw of a token in each row where nothing but the temperature matters."""
-    return [rows * CHOICE_BYTES]
+def logits_exchange(rows: int, vocab_size: int, ranks: int) -> Exchange:
+    """Float32 logits of rows: each rank's own ids."""
+    return [rows * 4 * -(-vocab_size // ranks)]
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,8 @@ class Speeds:
 def draft_seconds(speeds: Speeds, config: ModelConfig, group: int, module: LayerLayout | None) -> float:
     """One draft token for one request; module: see `streamed_bytes`."""
     layers = config.num_layers if module is None else 1
-    exchange = pass_exchange(layers, config.hidden_size, 1, WIDTH) + draw_exchange(1)
+    exchange = pass_exchange(layers, config.hidden_size, 1, WIDTH)
+    exchange += logits_exchange(1, config.vocab_size, group)
     return speeds.seconds(streamed_bytes(config, module), group, exchange)
 
 
@@ -151,10 +150,11 @@ MODELS = {
 }
 
 
-def _verification(config: ModelConfig) -> Exchange:
+def _verification(config: ModelConfig, ranks: int) -> Exchange:
     """What ranks exchange while the target verifies."""
     rows = DRAFTS + 1
-    return pass_exchange(config.num_layers, config.hidden_size, rows, WIDTH) + draw_exchange(rows)
+    logits = logits_exchange(rows, config.vocab_size, ranks)
+    return pass_exchange(config.num_layers, config.hidden_size, rows, WIDTH) + logits
 
 
 def _row(*cells: str) -> str:
@@ -172,7 +172,7 @@ def exchange_table() -> Iterator[str]:
     for name, config in TARGETS.items():
         cells = []
         for size in SIZES:
-            found = _verification(config) if size > 1 else []
+            found = _verification(config, size) if size > 1 else []
             cells.append(f"{len(found)} · {sum(found) * (size - 1) / 2**20:.2f} MiB")
         yield _row(name, *cells)
 
@@ -183,7 +183,7 @@ def verify_table() -> Iterator[str]:
     for name, config in TARGETS.items():
         nbytes = streamed_bytes(config)
         for link, speeds in LINKS.items():
-            times = [speeds.seconds(nbytes, size, _verification(config)) for size in SIZES]
+            times = [speeds.seconds(nbytes, size, _verification(config, size)) for size in SIZES]
             yield _row(name, link, *(f"{1000 * seconds:.1f}" for seconds in times))
 
 

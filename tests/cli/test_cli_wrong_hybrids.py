@@ -171,8 +171,8 @@ def test_a_wrong_mtp_layer_is_refused_and_told(fault: str, tmp_path: Path, spd_r
     assert told.code == 0 and words in " ".join(told.text.split()).replace("'", ""), told
 
 
-def test_more_ranks_than_value_heads_divide_into(tmp_path: Path, spd_run: Callable) -> None:
+def test_ranks_that_do_not_divide_the_heads(tmp_path: Path, spd_run: Callable) -> None:
     folder = write(tmp_path, replace(DENSE, value_heads=16, heads=6, inner=96, key_value_heads=3))
     ran = spd_run("generate", "-m", folder, "--tp", "3", "--prompt-ids", "1,2,3")
     assert ran.code == 4 and "--tp 3 does not divide the target" in ran.err
-    assert "16 recurrent value heads" in ran.err
+    assert "16 recurrent key heads" in ran.err

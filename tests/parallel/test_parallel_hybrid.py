@@ -1,4 +1,4 @@
-"""Hybrids on several ranks: recurrent layers are divided by value heads, and no token or draft changes."""
+"""Hybrids on several ranks: recurrent layers are divided by key heads, and no token or draft changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spd.kernels.native.build import obstacle
 from spd.runtime import Request, SamplingParams
 from spd.runtime.load.loader import read_part
 from spd.runtime.models import family_layout
-from spd.runtime.models.destinations import Cut, Shard
+from spd.runtime.models.destinations import Shard
 from spd.runtime.models.layouts import DeltaLayout, LayerLayout
 from spd.runtime.models.weights import cuts_of
 from tests.helpers import (
@@ -35,12 +35,6 @@ from tests.runtime.test_runtime_hybrid import FAULTS, FORMS, SPARSE
 pytestmark = pytest.mark.usefixtures("threads")
 
 PROMPTS = [*random_prompts(1, 75, 256), *random_prompts(2, 20, 256, seed=1), (5,)]
-DIVIDED: dict[str, tuple[int, dict[str, Any]]] = {
-    "whole key heads": (2, {}),
-    "a key head on two ranks": (4, {"linear_num_value_heads": 8}),
-    "a key head twice on a rank": (2, {"linear_num_key_heads": 3}),
-}
-"""Numbers of ranks and heads, of 2 key and 6 value heads where nothing is said."""
 SEEDED = [
     SamplingParams(temperature=t, max_tokens=10, seed=i, ignore_eos=True) for i, t in enumerate((0, 1.0) * 2)
 ]
@@ -67,13 +61,13 @@ def agreeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_hybrid(tmp_path_factory.mktemp("agreeing"), mtp=True, agreeing=True)
 
 
-def write_sparse(folder: Path, name: str, **sizes: Any) -> Path:
+def write_sparse(folder: Path, name: str) -> Path:
     """A hybrid with experts, as transformers writes it."""
     import transformers
 
     kind = f"{name}TextConfig" if name == "Qwen3_5Moe" else f"{name}Config"
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, kind)(**{**SPARSE, **sizes}))
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, kind)(**SPARSE))
     for each, tensor in model.named_parameters():
         alone = each.endswith(("A_log", "dt_bias")) or "norm" in each
         torch.nn.init.normal_(tensor.data, std=0.3 if alone else 0.12)
@@ -84,37 +78,24 @@ def write_sparse(folder: Path, name: str, **sizes: Any) -> Path:
 # -- one rank's text and drafts --------------------------------------------------------------------
 
 
-@pytest.mark.covers(count=2)
-@pytest.mark.parametrize("name", DIVIDED)
-def test_logits_tokens_and_drafts_are_those_of_one_rank(name: str, tmp_path: Path) -> None:
-    ranks, sizes = DIVIDED[name]
-    folder = write_tiny_hybrid(tmp_path, mtp=True, agreeing=True, **sizes)
-    told = [replace(each, logprobs=0) for each in SEEDED]
-    alone, divided = (runs_of(folder, told, kernels="torch", tp=tp) for tp in (1, ranks))
+def test_logits_tokens_and_drafts_are_those_of_one_rank(agreeing: Path) -> None:
+    told, folder = [replace(each, logprobs=0) for each in SEEDED], agreeing
+    alone, divided = (runs_of(folder, told, kernels="torch", tp=tp) for tp in (1, 2))
     assert outputs(divided) == outputs(alone)
     for one, other in zip(alone, divided, strict=True):
         assert other.logprobs == pytest.approx(one.logprobs, abs=1e-4)
     wishes = {"kernels": "torch", "spec": "mtp", "draft_max": 3}
     expected = runs_of(folder, **wishes)
     assert outputs(expected) == outputs(alone) and sum(run.metrics.draft_n_accepted for run in expected)
-    for group in (1, ranks):
-        runs = runs_of(folder, tp=ranks, draft_tp=group, **wishes)
+    for group in (1, 2):
+        runs = runs_of(folder, tp=2, draft_tp=group, **wishes)
         assert outputs(runs) == outputs(alone), group
         assert drafts(runs) == drafts(expected), group
 
 
-@pytest.mark.covers(count=2)
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [
-        ("Qwen3_5Moe", {}),
-        ("Qwen3Next", {}),
-        ("Qwen3Next", {"linear_num_key_heads": 3}),
-        ("Qwen3Next", {"linear_num_key_heads": 1}),
-    ],
-)
-def test_sparse_hybrids_and_projections_stored_by_key_head(name: str, sizes: Any, tmp_path: Path) -> None:
-    folder = write_sparse(tmp_path, name, **sizes)
+@pytest.mark.parametrize("name", ["Qwen3_5Moe", "Qwen3Next"])
+def test_sparse_hybrids_and_projections_stored_by_key_head(name: str, tmp_path: Path) -> None:
+    folder = write_sparse(tmp_path, name)
     alone = outputs(runs_of(folder, kernels="torch"))
     assert outputs(runs_of(folder, kernels="torch", tp=2, spec="ngram", ngram_min=1, draft_max=3)) == alone
 
@@ -191,7 +172,7 @@ def moved(name: str) -> Callable[[pytest.MonkeyPatch], None]:
 
         def cuts(layout: DeltaLayout) -> Any:
             found = dict(honest(layout))
-            if layout.shard is not None:
+            if layout.shard.size > 1:
                 found[name] = honest(replace(layout, shard=Shard(0, layout.shard.size)))[name]
             return found
 
@@ -200,33 +181,18 @@ def moved(name: str) -> Callable[[pytest.MonkeyPatch], None]:
     return plant
 
 
-def keys_of_others(patch: pytest.MonkeyPatch) -> None:
-    """A rank's key heads are not in the order of the value heads that read them."""
-    honest = DeltaLayout._cuts
-
-    def cuts(layout: DeltaLayout) -> Any:
-        found = dict(honest(layout))
-        if layout.shard is not None:
-            ranges, count = found["in_proj_qkv"].ranges, layout.delta.key_heads
-            keys = (*ranges[count + 1 : 2 * count], ranges[count])
-            found["in_proj_qkv"] = Cut(0, (*ranges[:count], *keys, *ranges[2 * count :]))
-        return found
-
-    patch.setattr(DeltaLayout, "_cuts", cuts)
-
-
 SPLIT = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "conv1d", "A_log", "dt_bias", "out_proj")
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    """A hybrid with three key heads, and what one rank says by it."""
-    sizes = {"linear_num_key_heads": 3, "num_hidden_layers": 2, "full_attention_interval": 2}
+    """A hybrid, and what one rank says by it."""
+    sizes = {"num_hidden_layers": 2, "full_attention_interval": 2}
     folder = write_tiny_hybrid(tmp_path_factory.mktemp("alone"), **sizes)
     return folder, outputs(runs_of(folder, kernels="torch"))
 
 
-@pytest.mark.parametrize("fault", [*map(moved, SPLIT), keys_of_others], ids=[*SPLIT, "keys of others"])
+@pytest.mark.parametrize("fault", [*map(moved, SPLIT)], ids=SPLIT)
 def test_a_wrong_part_is_seen(
     fault: Callable[[pytest.MonkeyPatch], None],
     monkeypatch: pytest.MonkeyPatch,
@@ -238,7 +204,7 @@ def test_a_wrong_part_is_seen(
 
 
 def test_what_is_read_has_the_shape_that_is_allocated(tmp_path: Path) -> None:
-    folder = write_tiny_hybrid(tmp_path, linear_num_key_heads=3)
+    folder = write_tiny_hybrid(tmp_path)
     config = read_model_config(folder)
     layout = family_layout(config).sharded(Shard(1, 2))
     cuts = cuts_of(config, layout)
@@ -266,9 +232,9 @@ def test_the_plan_counts_a_rank_s_states(agreeing: Path) -> None:
     engine.close()
 
 
-def test_value_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+def test_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     folder = write_tiny_hybrid(tmp_path, linear_num_key_heads=3, linear_num_value_heads=3)
     with pytest.raises(IncompatibleError, match="--tp 2 does not divide the target") as refused:
         make_engine(folder, tp=2)
-    assert "3 recurrent value heads" in refused.value.reason[0] and refused.value.exit_code == 4
+    assert "3 recurrent key heads" in refused.value.reason[0] and refused.value.exit_code == 4
     assert refused.value.fix == ("--tp 1",)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from docs.parallel_tables import draw_exchange, pass_exchange
+from docs.parallel_tables import logits_exchange, pass_exchange
 from spd import demo_folder
 from spd.formats.chat_template import isolated
 from spd.kernels.native.build import obstacle
@@ -76,10 +76,12 @@ def check_traffic(
     buckets = engine._device.runner.buckets
     assert buckets is not None
     rows = bucket_for(k + 1, buckets)
-    verifying = pass_exchange(config.num_layers, config.hidden_size, rows, 4) + draw_exchange(k + 1)
+    verifying = pass_exchange(config.num_layers, config.hidden_size, rows, 4)
+    verifying += logits_exchange(rows, config.vocab_size, 2)
     narrow = engine._device.proposer.runners[0].buckets  # type: ignore[union-attr]
     first, later = bucket_for(2, narrow), bucket_for(1, narrow)
-    drafting = pass_exchange(small.num_layers, small.hidden_size, first, 4) + draw_exchange(1) * k
+    drafting = pass_exchange(small.num_layers, small.hidden_size, first, 4)
+    drafting += logits_exchange(later, small.vocab_size, 2) * k
     drafting += pass_exchange(small.num_layers, small.hidden_size, later, 4) * (k - 1)
     for rank in (0, 1):
         delta = {

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spd.errors import CheckpointError
-from spd.formats.folder import ModelFolder
 from spd.runtime import Engine, EngineConfig, SamplingParams
 from spd.runtime.models import eagle3
 from spd.runtime.plan.plan import make_plan
@@ -85,7 +84,7 @@ def test_other_ids_for_the_rows_of_the_target_s_own_table(pair: tuple[Path, Path
         tensors["d2t"] = torch.arange(size).flip(0) - torch.arange(size)
 
     head = altered(pair[1], tmp_path / "head", nameless, draft_vocab_size=None)
-    with pytest.raises(CheckpointError, match="gives other ids to the rows"):
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
         make_engine(pair[0], spec="eagle3", draft_model=head, draft_max=3)
 
 
@@ -160,18 +159,6 @@ def test_damage_is_refused(
     head = altered(pair[1], tmp_path / "head", change)
     with pytest.raises(CheckpointError, match=words):
         make_engine(pair[0], spec="eagle3", draft_model=head, draft_max=3)
-
-
-def test_a_head_of_ids_that_no_text_has(pair: tuple[Path, Path]) -> None:
-    """The last ids of a vocabulary may have embeddings and no tokens."""
-    head = ModelFolder(pair[1])
-    offsets = load_file(pair[1] / "model.safetensors")["d2t"]
-    for usable in (int(offsets[0]), int(offsets[0]) + 1):
-        if usable > int(offsets[0]):
-            assert eagle3.head_parts(head.config, usable, head.checkpoint)[0].ids is not None
-            continue
-        with pytest.raises(CheckpointError, match="no id that the tokenizer knows"):
-            eagle3.head_parts(head.config, usable, head.checkpoint)
 
 
 def test_tensors_that_change_nothing_are_told(

@@ -15,8 +15,8 @@ from torch import Tensor
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.demo import demo_folder
 from spd.kernels.linear.eight_bits import int8_linear, int8_rows, multiplies_int8
+from spd.kernels.linear.skinny_linear import ScaledWeight
 from spd.runtime import Engine, EngineConfig, SamplingParams, make_plan
-from spd.runtime.layers.linear import Int8Linear
 from spd.runtime.models.moe import RoutedExperts
 from spd.runtime.models.weight_form import WeightForm
 from spd.runtime.plan.memory import tensor_bytes
@@ -128,8 +128,8 @@ def methods(folders: dict[str, Path], target: str) -> Iterator[tuple[str, dict[s
 def test_speculation_changes_nothing(folders: dict[str, Path], target: str, dtype: str) -> None:
     wishes = {"quantize": "int8", "dtype": dtype, "slots": 2}
     engine = make_engine(folders[target], **wishes)
-    kinds = {type(product) for product in products(engine)}
-    assert (Int8Linear in kinds) == (dtype == "bfloat16"), "the path that is meant runs"
+    kinds = {type(product.weight) for product in products(engine)}
+    assert (ScaledWeight in kinds) == (dtype == "bfloat16"), "the path that is meant runs"
     plain = run_all(engine, PROMPTS, PARAMS)
     wide = run_all(make_engine(folders[target], dtype=dtype, slots=2), PROMPTS, PARAMS)
     assert [run.output for run in plain] != [run.output for run in wide], "int8 changes something"
@@ -179,8 +179,8 @@ def test_an_engine_holds_what_its_plan_counts(variant: str, tiny: Callable[..., 
 
 
 def _scales(product: Any) -> list[Tensor]:
-    if isinstance(product, Int8Linear):
-        return [product.rows.scales]
+    if isinstance(getattr(product, "weight", None), ScaledWeight):
+        return [product.weight.scales]
     if isinstance(product, RoutedExperts):
         return [product.gate_up.scales, product.down.scales]  # type: ignore[union-attr]
     return []

@@ -117,14 +117,24 @@ def normed(stream: Residual, weight: Tensor, epsilon: float, kernels: Kernels) -
 
 
 class Linear(AnyHead):
-    """Torch's form, with W packed once and never changed."""
+    """Torch's form, with W packed once and never changed.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, around: Around = ALONE) -> None:
-        self.bias, self.around, self.columns, self.dtype = bias, around, weight.shape[1], weight.dtype
-        self.packed = can_prepack(weight)
-        if self.packed:
+    Int8 rows are read as they are, by the CPU alone; codes are multiplied out at each call, in float32.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | ScaledWeight | GroupedWeight,
+        dtype: torch.dtype,
+        bias: Tensor | None = None,
+        around: Around = ALONE,
+    ) -> None:
+        """dtype: of the rows that it is given."""
+        self.bias, self.around, self.dtype, self.columns = bias, around, dtype, weight.shape[1]
+        self.packed = isinstance(weight, Tensor) and can_prepack(weight)
+        if isinstance(weight, Tensor) and self.packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
-        self.weight = weight
+        self.weight: Tensor | ScaledWeight | GroupedWeight = weight
 
     def __call__(self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None) -> Residual:
         x, around = stream.x, self.around
@@ -139,6 +149,10 @@ class Linear(AnyHead):
         return in_tiles(self._apply, x, tile)
 
     def _apply(self, x: Tensor) -> Tensor:
+        if isinstance(self.weight, ScaledWeight):
+            return int8_linear(x, self.weight, self.bias)
+        if isinstance(self.weight, GroupedWeight):
+            return grouped_linear(x, self.weight, self.bias)
         if self.packed:
             y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
             return y
@@ -149,7 +163,12 @@ class Linear(AnyHead):
 
         None where nothing is rounded, or no product says so.
         """
-        if not self.packed or self.weight.dtype == torch.float32:
+        if self.dtype == torch.float32:
+            return None
+        if isinstance(self.weight, GroupedWeight):
+            bias = None if self.bias is None else self.bias.float()
+            return grouped_linear(x.float(), self.weight, bias) - y.float()
+        if not self.packed:
             return None
         rest: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, -y, self.weight, self.bias, "add")
         return rest
@@ -161,36 +180,6 @@ class Linear(AnyHead):
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
         return self.product(hidden, tile).float()
-
-
-class Int8Linear(Linear):
-    """Torch's form by int8 rows, which the CPU reads as they are."""
-
-    def __init__(self, weight: ScaledWeight, bias: Tensor | None = None, around: Around = ALONE) -> None:
-        super().__init__(weight.values, bias, around)
-        self.rows, self.dtype = weight, torch.bfloat16
-
-    def _apply(self, x: Tensor) -> Tensor:
-        return int8_linear(x, self.rows, self.bias)
-
-
-class GroupedLinear(Linear):
-    """Torch's form by codes, which are multiplied out at each call, in float32."""
-
-    def __init__(
-        self, weight: GroupedWeight, bias: Tensor | None, around: Around, dtype: torch.dtype
-    ) -> None:
-        self.weight, self.bias, self.around, self.packed = weight.codes, bias, around, False
-        self.grouped, self.columns, self.dtype = weight, weight.shape[1], dtype
-
-    def _apply(self, x: Tensor) -> Tensor:
-        return grouped_linear(x, self.grouped, self.bias)
-
-    def lost(self, x: Tensor, y: Tensor) -> Tensor | None:
-        if self.dtype == torch.float32:
-            return None
-        bias = None if self.bias is None else self.bias.float()
-        return grouped_linear(x.float(), self.grouped, bias) - y.float()
 
 
 class SkinnyLinear(AnyHead):

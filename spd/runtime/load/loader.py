@@ -27,9 +27,9 @@ from spd.runtime.load.progress import LoadMeter
 from spd.runtime.load.weight_reader import read_tensors
 from spd.runtime.models import family_layout, weights
 from spd.runtime.models.builder import Fill, LayerBuilder, LayerTensors, Place, WeightSpace
-from spd.runtime.models.decoder import Decoder, Parts, build_layer
+from spd.runtime.models.decoder import AuxStates, Decoder, Parts, build_layer
 from spd.runtime.models.destinations import NOTHING, Cut, Cuts
-from spd.runtime.models.head_model import HeadModel, aux_states
+from spd.runtime.models.head_model import HeadModel
 from spd.runtime.models.layouts import GqaLayout
 from spd.runtime.models.weights import (
     HeadPart,
@@ -55,8 +55,8 @@ def direct_fill(checkpoint: Checkpoint, meter: LoadMeter, cuts: Cuts = NOTHING) 
 
     def fill(views: Mapping[str, Tensor]) -> None:
         for name, view in views.items():
-            if name in cuts:
-                view.copy_(read_part(checkpoint, name, cuts[name]))
+            if (cut := cuts.get(name)) is not None:
+                view.copy_(read_part(checkpoint, name, cut))
             else:
                 checkpoint.read(name, into=view)
             meter.advance(view.nbytes)
@@ -162,22 +162,13 @@ def build_model(
         AttentionHeads(*sizes, first_key=layout.shift, sliding=layout.windows(sizes))
         for sizes in dict.fromkeys(block.heads for block in layout.attending)
     )
-    parts = Parts(tables, embedding, head, layers, _rotary(config, layout, place, positions), heads)
-    if target is not None:
-        made = HeadModel(part.rules, parts, builder, ids)
-        if "fuse" in tables:
-            target.reader = aux_states(config, tables, builder, len(target.layers))
-        return made
-    scale = layout.embedding_scale
-    scale = None if scale is None else float(torch.tensor(scale, dtype=place.dtype))
-    return Decoder(
-        parts,
-        builder,
-        embedding_scale=scale,
-        logit_softcap=config.logit_softcap,
-        centred=layout.centred_stream,
-        stream_unit=layout.residual_scale,
-    )
+    rotary, softcap = _rotary(config, layout, place, positions), config.logit_softcap
+    parts = Parts(tables, embedding, head, layers, rotary, heads, layout, softcap)
+    if target is None:
+        return Decoder(parts, builder)
+    if "fuse" in tables:
+        target.reader = AuxStates(config, tables, builder, len(target.layers))
+    return HeadModel(part.rules, parts, builder, ids)
 
 
 def _rotary(config: ModelConfig, layout: ModelLayout, place: Place, positions: int) -> RotaryTable:
@@ -213,7 +204,7 @@ class Head:
         names = {"embedding": weights.EMBEDDING, "head": its_head}
         found: dict[str, Tensor] = {}
         for key, shared in part.shared.items():
-            first, end = place.ids(shared.rows)
+            first, end = place.shard.ids(shared.rows)
             if own is None:
                 table = torch.randn(end - first, self.config.hidden_size) if self.apart else None
             elif shared.order is not None:
@@ -256,7 +247,7 @@ def load_model(
         if head is not None and own is not None:
             files.enter_context(head.target_folder.checkpoint)
         for part in [decoder_part(config, own)] if head is None else head.find(own):
-            whole, part = part.layout, replace(part, layout=place.part_of(part.layout))
+            whole, part = part.layout, replace(part, layout=part.layout.sharded(place.shard))
             if own is not None:
                 fill = checkpoint_fill(own, config, part.layout, place.device, meter, whole)
             build = partial(build_model, config, part, builder, fill, positions, at_once=at_once, meter=meter)

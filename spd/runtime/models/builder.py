@@ -24,18 +24,16 @@ from spd.runtime.layers.linear import (
     AnyLinear,
     Around,
     Gate,
-    GroupedLinear,
-    Int8Linear,
     Linear,
     NativeLinear,
     SkinnyLinear,
     share_workspace,
 )
 from spd.runtime.layers.sharded import AnyEmbedding, ShardedEmbedding, ShardedHead, SummedLinear
-from spd.runtime.models.destinations import Destination, Shard
+from spd.runtime.models.destinations import WHOLE, Destination, Shard
 from spd.runtime.models.layouts import LayerLayout
 from spd.runtime.models.weight_form import BLOCK, WIDE, PackedSpec, WeightForm, part_name
-from spd.runtime.models.weights import ModelLayout, scale_name, scale_shape
+from spd.runtime.models.weights import scale_name, scale_shape
 
 Fill = Callable[[Mapping[str, Tensor]], None]
 """Writes every view from its namesake, wherever that comes from."""
@@ -66,17 +64,9 @@ class Place:
     ranks: Communicator | None = None
 
     @property
-    def shard(self) -> Shard | None:
-        """This rank's part; None where it is the whole."""
-        return None if self.ranks is None else Shard(self.ranks.rank, self.ranks.size)
-
-    def part_of(self, layout: ModelLayout) -> ModelLayout:
-        """This rank's part of a model."""
-        return layout if self.shard is None else layout.sharded(self.shard)
-
-    def ids(self, count: int) -> tuple[int, int]:
-        """Which of so many rows of a table by ids are this rank's."""
-        return (0, count) if self.shard is None else self.shard.ids(count)
+    def shard(self) -> Shard:
+        """This rank's part."""
+        return WHOLE if self.ranks is None else Shard(self.ranks.rank, self.ranks.size)
 
 
 class WeightSpace:
@@ -177,17 +167,17 @@ class LayerBuilder:
         if self.kernels.facts.folds_norms:
             weight = tiled(weight) if isinstance(weight, GroupedWeight) else weight
             return SkinnyLinear(weight, bias, self.kernels, around)
-        if isinstance(weight, GroupedWeight):
-            return GroupedLinear(weight, bias, around, self.dtype)
-        if isinstance(weight, ScaledWeight) and multiplies_int8(weight.device, self.dtype, weight.shape[-1]):
-            return Int8Linear(weight, bias, around)
-        return Linear(plain_weight(weight, self.dtype), bias, around)
+        if not isinstance(weight, GroupedWeight) and not (
+            isinstance(weight, ScaledWeight) and multiplies_int8(weight.device, self.dtype, weight.shape[-1])
+        ):
+            weight = plain_weight(weight, self.dtype)
+        return Linear(weight, self.dtype, bias, around)
 
     def embedding(self, table: Tensor, vocab_size: int) -> AnyEmbedding:
         """A table [V, H] of `vocab_size` ids, or of a rank's own."""
         if self.ranks is None:
             return table
-        return ShardedEmbedding(table, self.place.ids(vocab_size)[0], vocab_size, self.ranks)
+        return ShardedEmbedding(table, self.place.shard.ids(vocab_size)[0], vocab_size, self.ranks)
 
     def head(self, table: Tensor, vocab_size: int, ids: Tensor | None = None) -> AnyHead:
         """The product that makes logits by a table [V, H], or a rank's own rows.
@@ -199,8 +189,7 @@ class LayerBuilder:
             if isinstance(inner, SkinnyLinear):
                 inner.ids = ids
             return inner
-        rows, named = (vocab_size, None) if ids is None else (len(ids), (ids, vocab_size))
-        return ShardedHead(inner, self.place.ids(rows)[0], rows, self.ranks, named)
+        return ShardedHead(inner, vocab_size if ids is None else len(ids), self.ranks)
 
     def share_workspace(self, rows: int) -> None:
         """Give the products made so far, which run in turn, one workspace for up to `rows` rows."""

@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spd.formats.model_config import ModelConfig
 from spd.kernels.attention.paged_attention import AttentionHeads
 from spd.kernels.linear.eight_bits import joined_scales
 from spd.kernels.linear.rms_norm import rms_norm
 from spd.kernels.linear.skinny_linear import Draw
 from spd.kernels.recurrent.short_conv import Segments
 from spd.runtime.layers.base import ForwardBatch, LayerCache, ModelOutput, Residual
-from spd.runtime.layers.linear import AnyHead, AnyLinear, SkinnyLinear, normed
+from spd.runtime.layers.linear import AnyHead, SkinnyLinear, normed
 from spd.runtime.layers.rotary import RotaryRows, RotaryTable
-from spd.runtime.layers.sharded import AnyEmbedding, ShardedHead
+from spd.runtime.layers.sharded import AnyEmbedding
 from spd.runtime.models.attention import Attention
 from spd.runtime.models.builder import LayerBuilder, LayerTensors, Tensors
 from spd.runtime.models.gated_delta import GatedDelta, ShortConv
@@ -39,6 +40,7 @@ from spd.runtime.models.layouts import (
 from spd.runtime.models.moe import GatedMlp, MoeMlp
 from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout, ScanLayout
 from spd.runtime.models.side_mlp import LayerEmbeddings, SideMlp
+from spd.runtime.models.weights import ModelLayout
 
 
 def no_block(layout: NoLayout, tensors: Tensors, build: LayerBuilder) -> Callable[..., Residual]:
@@ -106,7 +108,6 @@ def _shape(layout: MixerLayout) -> object:
     return (layout.heads, layout.reads is None) if isinstance(layout, GqaLayout) else None
 
 
-@dataclass(frozen=True)
 class AuxStates:
     """What makes a head's states of the streams between its target's layers.
 
@@ -114,11 +115,13 @@ class AuxStates:
     with the norms before it.
     """
 
-    layers: Sequence[int]
-    projection: AnyLinear
-    whole_norm: Tensor | None
-    norms: Sequence[Tensor]
-    epsilon: float
+    def __init__(self, config: ModelConfig, tables: Tensors, build: LayerBuilder, layers: int) -> None:
+        """Of the head's tables, from which `fuse` is taken away; layers: how many its target has."""
+        facts = config.eagle3
+        assert facts is not None
+        self.layers, self.epsilon = facts.aux_layers(layers), config.rms_norm_eps
+        self.norms = tables["aux_norms"].chunk(facts.num_aux) if "aux_norms" in tables else ()
+        self.whole_norm, self.projection = tables.get("aux_norm"), build.linear(tables.pop("fuse"))
 
     def fuse(self, streams: Sequence[Tensor], batch: ForwardBatch) -> Tensor:
         """States [T, the head's hidden] of streams [T, hidden], one for each of `layers`."""
@@ -141,6 +144,8 @@ class Parts:
     rotary: RotaryTable
     heads: tuple[AttentionHeads, ...]
     """Of every shape that layers have."""
+    layout: ModelLayout
+    logit_softcap: float | None
 
 
 def looked_up(embedding: AnyEmbedding, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,17 +161,7 @@ class Decoder:
     Its parts are there for heads that share them: `embedding`, `head`, `final_norm`, `rotary`.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        build: LayerBuilder,
-        *,
-        embedding_scale: float | None = None,
-        logit_softcap: float | None = None,
-        centred: bool = False,
-        stream_unit: float = 1.0,
-    ) -> None:
-        """centred: embeddings lose their mean; stream_unit: what 1 in the stream stands for, to a head."""
+    def __init__(self, parts: Parts, build: LayerBuilder) -> None:
         self.embedding, self.layers, self.head = parts.embedding, parts.layers, parts.head
         self.final_norm = parts.tables.get("final_norm")
         self.rotary, self.heads, self.every_heads = parts.rotary, parts.heads[0], parts.heads
@@ -175,8 +170,12 @@ class Decoder:
             self.layer_embeddings = LayerEmbeddings(parts.tables, build, len(parts.layers))
         self.epsilon, self.kernels = build.epsilon, build.kernels
         self.products = [*build.products, self.head]
-        self.embedding_scale, self.logit_softcap = embedding_scale, logit_softcap
-        self.centred, self.stream_unit = centred, stream_unit
+        self.layout, self.logit_softcap, scale = (
+            parts.layout,
+            parts.logit_softcap,
+            parts.layout.embedding_scale,
+        )
+        self.embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=build.dtype))
         self.caches = [layer.layout for layer in self.layers]
         """For each layer, what tells the shapes of its cache."""
         self.reads = [layout.reads if isinstance(layout, GqaLayout) else None for layout in self.caches]
@@ -188,11 +187,6 @@ class Decoder:
         self.max_positions = self.rotary.max_positions
         self.reader: AuxStates | None = None
         """Of the head that reads the streams between layers, once there is one."""
-        self.part: ShardedHead | None = None
-        """The head whose ranks may each say their best only; None where logits are whole."""
-        head = self.head
-        if isinstance(head, ShardedHead) and logit_softcap is None and not head.carries_squares:
-            self.part = head
 
     def forward(self, batch: ForwardBatch, caches: list[LayerCache]) -> ModelOutput:
         """Hidden states after the final norm, [T, hidden]; writes the cache entries of every row.
@@ -214,8 +208,8 @@ class Decoder:
         hidden = self.normed(stream, self.final_norm)
         if reader is None:
             return ModelOutput.of(hidden)
-        read = [streams[passed] for passed in reader.layers]
-        read = read if self.stream_unit == 1.0 else [each * self.stream_unit for each in read]
+        unit = self.layout.residual_scale
+        read = [streams[passed] if unit == 1.0 else streams[passed] * unit for passed in reader.layers]
         return ModelOutput(hidden, reader.fuse(read, batch))
 
     def settle(self, segments: Segments, caches: list[LayerCache]) -> None:
@@ -234,7 +228,7 @@ class Decoder:
 
     def _embed(self, batch: ForwardBatch) -> Residual:
         ids, table = looked_up(self.embedding, batch.token_ids)
-        if self.centred:
+        if self.layout.centred_stream:
             wide = table[ids].float()
             table = (wide - wide.mean(-1, keepdim=True)).to(table.dtype)
             ids = torch.arange(ids.shape[0], device=ids.device)
@@ -253,11 +247,6 @@ class Decoder:
         if self.logit_softcap is None:
             return scores
         return (scores / self.logit_softcap).tanh_() * self.logit_softcap
-
-    def part_logits(self, hidden: Tensor, tile: int) -> Tensor:
-        """Float32 logits [T, ids of this rank] of hidden [T, hidden], where `part` is there."""
-        assert self.part is not None
-        return self.part.part(self._shown(hidden), tile)
 
     def sample(self, hidden: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
         """What a head draws that can, see `SkinnyLinear`."""

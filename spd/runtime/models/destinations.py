@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -37,13 +37,13 @@ class Cut:
         return [i for start, stop in self.ranges for i in range(start, stop)]
 
 
-Cuts = Mapping[str, Cut]
+Cuts = Mapping[str, Cut | None]
 NOTHING: Cuts = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Rank number `rank` of `size`."""
+    """Rank number `rank` of `size`; of the only one nothing is cut."""
 
     rank: int
     size: int
@@ -56,13 +56,17 @@ class Shard:
             )
         return count // self.size
 
-    def rows(self, count: int, width: int = 1) -> Cut:
-        """The rows of this rank, which has `count` things of `width` rows each."""
-        return Cut(0, ((self.rank * count * width, (self.rank + 1) * count * width),))
+    def rows(self, *counts: int) -> Cut | None:
+        """The rows of this rank, which has so many of each of some pieces below each other."""
+        if self.size == 1:
+            return None
+        firsts = [self.rank * own + self.size * sum(counts[:i]) for i, own in enumerate(counts)]
+        return Cut(0, tuple((first, first + own) for first, own in zip(firsts, counts, strict=True)))
 
-    def columns(self, count: int) -> Cut:
+    def columns(self, count: int) -> Cut | None:
         """The columns of this rank, which has `count`."""
-        return Cut(1, ((self.rank * count, (self.rank + 1) * count),))
+        rows = self.rows(count)
+        return None if rows is None else replace(rows, dim=1)
 
     def key_heads(self, count: int) -> tuple[int, int]:
         """The first of `count` key heads that this rank's query heads read, and how many they read.
@@ -76,12 +80,15 @@ class Shard:
 
     def ids(self, vocab_size: int) -> tuple[int, int]:
         """The token ids of this rank: equally many, but for the last ranks, which may have fewer."""
-        if vocab_size < LEAST_IDS * self.size:
+        if vocab_size < LEAST_IDS * self.size and self.size > 1:
             raise IncompatibleError(
                 f"{vocab_size:,} token ids are too few for {self.size} ranks", code="tensor_parallel"
             )
         width = -(-vocab_size // self.size)
         return min(self.rank * width, vocab_size), min((self.rank + 1) * width, vocab_size)
+
+
+WHOLE = Shard(0, 1)
 
 
 class Part(NamedTuple):
@@ -142,7 +149,7 @@ def fused(
     weight = (Part(f"{block}.{each}.weight", (n, columns), cuts.get(each)) for each, n in rows.items())
     found = {name: Destination(tuple(weight))}
     if biased:
-        by_rows = {each: cut for each, cut in cuts.items() if cut.dim == 0}
+        by_rows = {each: cut for each, cut in cuts.items() if cut and cut.dim == 0}
         bias = (Part(f"{block}.{each}.bias", (n,), by_rows.get(each)) for each, n in rows.items())
         found[f"{name}_bias"] = Destination(tuple(bias))
     return found

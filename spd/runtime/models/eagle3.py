@@ -58,7 +58,7 @@ def own_embedding(config: ModelConfig) -> bool:
     return config.eagle3.target_hidden_size != config.hidden_size
 
 
-def tables(config: ModelConfig, without: tuple[str, ...], shard: Shard | None) -> dict[str, Destination]:
+def tables(config: ModelConfig, without: tuple[str, ...], shard: Shard) -> dict[str, Destination]:
     """What surrounds the layer, or a rank's part of it, under its full names."""
     facts, hidden = config.eagle3, config.hidden_size
     assert facts is not None
@@ -89,8 +89,8 @@ def layer_prefix(checkpoint: Checkpoint) -> str:
 def shares_head(config: ModelConfig, checkpoint: Checkpoint) -> bool:
     """Whether the target's output head is used: the checkpoint has none of its own and maps no ids."""
     assert config.eagle3 is not None
-    known = config.eagle3.draft_vocab_size in (None, config.vocab_size)
-    return HEAD not in checkpoint.tensors and known and not own_embedding(config)
+    mapped = OFFSETS in checkpoint.tensors or head_rows(config) != config.vocab_size
+    return HEAD not in checkpoint.tensors and not mapped and not own_embedding(config)
 
 
 def check_eagle3(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
@@ -116,10 +116,10 @@ def check_eagle3(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
     return [name for name in unused if name not in IGNORABLE]
 
 
-def head_parts(config: ModelConfig, usable_vocab: int, checkpoint: Checkpoint | None) -> list[HeadPart]:
+def head_parts(config: ModelConfig, checkpoint: Checkpoint | None) -> list[HeadPart]:
     """What loads a head, its one part. Raises CheckpointError.
 
-    usable_vocab: ids below it can be drawn. Without a checkpoint its ids are spread over the vocabulary.
+    Without a checkpoint its ids are spread over the vocabulary.
     """
     facts = config.eagle3
     assert facts is not None
@@ -132,15 +132,13 @@ def head_parts(config: ModelConfig, usable_vocab: int, checkpoint: Checkpoint | 
         ids = None if rows == size else torch.arange(rows) * size // rows
         return [HeadPart(layout(config), rules, shared, ids)]
     tell_unused(check_eagle3(config, checkpoint), checkpoint.folder)
-    ids, order = _vocabulary(config, checkpoint, usable_vocab)
+    ids, order = _vocabulary(config, checkpoint)
     if order is not None or shares_head(config, checkpoint):
         shared["head"] = SharedTable(HEAD, rows, order)
     return [HeadPart(layout(config, layer_prefix(checkpoint), without=(*shared,)), rules, shared, ids)]
 
 
-def _vocabulary(
-    config: ModelConfig, checkpoint: Checkpoint, usable_vocab: int
-) -> tuple[Tensor | None, Tensor | None]:
+def _vocabulary(config: ModelConfig, checkpoint: Checkpoint) -> tuple[Tensor | None, Tensor | None]:
     """The target's id of each of the head's, int64 and ascending, and the order in which they are stored.
 
     None where ids are the target's own, and where the order is this one.
@@ -151,21 +149,10 @@ def _vocabulary(
         return None, None
     size, rows = config.vocab_size, head_rows(config)
     found, order = (torch.arange(rows) + checkpoint.read(OFFSETS).long()).sort()
-    least, most = int(found[0]), int(found[-1])
-    if least < 0 or most >= size or bool((found.diff() == 0).any()):
+    if int(found[0]) < 0 or int(found[-1]) >= size or bool((found.diff() == 0).any()):
         raise CheckpointError(
             f"{checkpoint.folder}: tensor {OFFSETS}: does not lead to different token ids below {size:,}",
             reason=["Each of its numbers is added to its own index."],
         )
-    if least >= usable_vocab:
-        raise CheckpointError(
-            f"{checkpoint.folder}: tensor {OFFSETS}: leads to no id that the tokenizer knows",
-            reason=[f"The first is {least:,}; the tokenizer knows {usable_vocab:,}."],
-        )
     ascending = torch.equal(order, torch.arange(rows))
-    if shares_head(config, checkpoint) and not ascending:
-        raise CheckpointError(
-            f"{checkpoint.folder}: tensor {OFFSETS}: gives other ids to the rows of {HEAD}, which is missing",
-            reason=["Without it a head draws by its target's."],
-        )
     return None if rows == size else found, None if ascending else order

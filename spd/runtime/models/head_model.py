@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from spd.formats.model_config import ModelConfig
 from spd.kernels.linear.head_input import PairNorms
 from spd.kernels.linear.rms_norm import rms_norm
 from spd.kernels.sampling.sampling import NEGATIVE_INFINITY
@@ -17,18 +16,9 @@ from spd.runtime.layers.base import ForwardBatch, LayerCache, ModelOutput, Resid
 from spd.runtime.layers.linear import AnyLinear
 from spd.runtime.layers.sharded import SummedLinear, squared
 from spd.runtime.models.attention import Attention
-from spd.runtime.models.builder import LayerBuilder, Tensors
-from spd.runtime.models.decoder import AuxStates, Decoder, Parts, looked_up
+from spd.runtime.models.builder import LayerBuilder
+from spd.runtime.models.decoder import Decoder, Parts, looked_up
 from spd.runtime.models.weights import HeadRules
-
-
-def aux_states(config: ModelConfig, tables: Tensors, builder: LayerBuilder, layers: int) -> AuxStates:
-    """What makes a head's states of the streams of its target, of so many layers; `fuse` is taken away."""
-    facts = config.eagle3
-    assert facts is not None
-    norms = tables["aux_norms"].chunk(facts.num_aux) if "aux_norms" in tables else ()
-    fuse = builder.linear(tables.pop("fuse"))
-    return AuxStates(facts.aux_layers(layers), fuse, tables.get("aux_norm"), norms, config.rms_norm_eps)
 
 
 class HeadModel(Decoder):

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 from spd.formats.block_config import ExpertsConfig, LatentConfig
 from spd.formats.rope_config import RotaryDims
-from spd.runtime.models.destinations import NOTHING, Cut, Cuts, Destination, Shape, Shard, fused
+from spd.runtime.models.destinations import NOTHING, WHOLE, Cut, Cuts, Destination, Shape, Shard, fused
 from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout
 
 
@@ -77,29 +77,27 @@ class GqaLayout:
     """Queries, keys and values are made of a token and a state side by side, each with a norm of its own."""
     gated: bool = False
     """What attention gives is scaled by the sigmoid of gates, which stand beside each head's queries."""
-    shard: Shard | None = None
-    """The rank that has these heads, of `whole` query and key heads; None: all heads."""
-    whole: tuple[int, int] = (0, 0)
+    shard: Shard = WHOLE
+    """The rank that has these heads, of all ranks' `whole` key heads."""
+    whole: int = 0
 
     def sharded(self, shard: Shard) -> GqaLayout:
         """A rank's heads. The output reads its own columns, and makes a part of the sum."""
         own = shard.share(self.num_heads, "attention heads")
-        whole, (_, keys) = (self.num_heads, self.num_kv_heads), shard.key_heads(self.num_kv_heads)
-        return replace(self, num_heads=own, num_kv_heads=keys, shard=shard, whole=whole)
+        _, keys = shard.key_heads(self.num_kv_heads)
+        return replace(self, num_heads=own, num_kv_heads=keys, shard=shard, whole=self.num_kv_heads)
 
     def _cuts(self) -> Cuts:
-        if self.shard is None:
+        size, own = self.head_dim, self.num_heads * self.head_dim
+        query = self.shard.rows(own * (1 + self.gated))
+        if query is None:
             return NOTHING
-        size, (queries, keys) = self.head_dim, self.whole
-        query = self.shard.rows(self.num_heads, size * (1 + self.gated))
-        output = self.shard.columns(self.num_heads * size)
-        first, count = self.shard.key_heads(keys)
-        start, stop = first * size, (first + count) * size
-        if not self.fused_qkv:
-            key = Cut(0, ((start, stop),))
-            return {"q_proj": query, "k_proj": key, "v_proj": key, "o_proj": output}
-        behind = [(begin + start, begin + stop) for begin in (queries * size, (queries + keys) * size)]
-        return {"qkv_proj": Cut(0, (*query.ranges, *behind)), "o_proj": output}
+        first, count = self.shard.key_heads(self.whole)
+        start, stop, queries = first * size, (first + count) * size, own * self.shard.size
+        key, output = Cut(0, ((start, stop),)), self.shard.columns(own)
+        behind = [(begin + start, begin + stop) for begin in (queries, queries + self.whole * size)]
+        both = Cut(0, (*query.ranges, *behind))
+        return {"q_proj": query, "k_proj": key, "v_proj": key, "qkv_proj": both, "o_proj": output}
 
     def destinations(self) -> dict[str, Destination]:
         size, hidden = self.head_dim, self.hidden_size
@@ -120,8 +118,8 @@ class GqaLayout:
         found |= fused("qkv", block, qkv, width, biased=self.qkv_bias, cuts=cuts)
         found |= fused("output", block, {"o_proj": hidden}, query, biased=self.output_bias, cuts=cuts)
         if self.sinks:
-            own_heads = None if self.shard is None else self.shard.rows(self.num_heads)
-            found["sinks"] = Destination.of({f"{block}.sinks": (self.num_heads,)}, exact=True, cut=own_heads)
+            count, own_heads = self.num_heads, self.shard.rows(self.num_heads)
+            found["sinks"] = Destination.of({f"{block}.sinks": (count,)}, exact=True, cut=own_heads)
         for own, name in zip(("q_norm", "k_norm"), self.head_norms, strict=True):
             if self.qk_norm and (own == "q_norm" or self.reads is None):
                 found[own] = Destination.of({f"{block}.{name}.weight": (size,)}, exact=exact)
@@ -159,7 +157,7 @@ class LatentLayout:
     latent: LatentConfig
     scale: float
     bias: bool = False
-    shard: Shard | None = None
+    shard: Shard = WHOLE
     """The rank that has these heads; what all heads share is on every rank."""
 
     def sharded(self, shard: Shard) -> LatentLayout:
@@ -167,8 +165,6 @@ class LatentLayout:
         return replace(self, num_heads=shard.share(self.num_heads, "attention heads"), shard=shard)
 
     def _cuts(self) -> Cuts:
-        if self.shard is None:
-            return NOTHING
         query, values = self.shard.rows(self.query_rows), self.num_heads * self.latent.value_dim
         up = self.shard.rows(self.num_heads * self.latent.nope_dim + values)
         return {"q_proj": query, "q_b_proj": query, "kv_b_proj": up, "o_proj": self.shard.columns(values)}
@@ -242,8 +238,8 @@ class MlpLayout:
     """As of `GqaLayout`."""
     fused_gate_up: bool = False
     """Gate and up are one tensor in the checkpoint too."""
-    shard: Shard | None = None
-    """The rank that has this part of the width; None: all of it."""
+    shard: Shard = WHOLE
+    """The rank that has this part of the width."""
 
     def sharded(self, shard: Shard) -> MlpLayout:
         """A rank's width. The last matrix reads its own columns, and makes a part of the sum."""
@@ -251,13 +247,11 @@ class MlpLayout:
         return replace(self, intermediate_size=own, shard=shard)
 
     def _cuts(self) -> Cuts:
-        if self.shard is None:
-            return NOTHING
-        inner = self.intermediate_size
-        rows, columns = self.shard.rows(inner), self.shard.columns(inner)
-        (start, stop), whole = rows.ranges[0], inner * self.shard.size
-        both = Cut(0, ((start, stop), (whole + start, whole + stop)))
-        return {"gate_proj": rows, "up_proj": rows, "gate_up_proj": both, "down_proj": columns}
+        inner, rows = self.intermediate_size, self.shard.rows
+        return {
+            **{"gate_proj": rows(inner), "up_proj": rows(inner), "gate_up_proj": rows(inner, inner)},
+            "down_proj": self.shard.columns(inner),
+        }
 
     def destinations(self) -> dict[str, Destination]:
         norms = _norms(self.pre_norm, self.post_norm, self.hidden_size, self.centred_norms)
@@ -289,8 +283,8 @@ class MoeLayout:
     pre_norm: str = "post_attention_layernorm"
     turned: bool = True
     """Clamped experts stand inputs before outputs, as `transformers` writes them."""
-    shard: Shard | None = None
-    """The rank that has this part of every expert's width; None: all of it."""
+    shard: Shard = WHOLE
+    """The rank that has this part of every expert's width."""
 
     def sharded(self, shard: Shard) -> MoeLayout:
         """A rank's width of every expert, the shared one too; every rank routes all rows by itself."""
@@ -323,13 +317,11 @@ class MoeLayout:
         parts = ("up",) if experts.plain else ("gate_up",) if biased else ("gate", "up")
         rows = 2 * inner if biased else inner
         shapes: dict[str, Shape] = {**dict.fromkeys(parts, (rows, hidden)), "down": (hidden, inner)}
-        cuts = dict[str, Cut]()
-        if self.shard is not None:
-            cuts = {"gate_up": self.shard.rows(rows), "down": self.shard.columns(inner)}
+        cuts = {"gate_up": self.shard.rows(rows), "down": self.shard.columns(inner)}
         turned = biased and self.turned
         if turned:  # what a checkpoint packs is named as if it were gate and up: here halves of the rows
             shapes = {"gate": (hidden // 2, rows), "up": (hidden // 2, rows), "down": (inner, hidden)}
-            cuts = {name: replace(cut, dim=1 - cut.dim) for name, cut in cuts.items()}
+            cuts = {"gate_up": self.shard.columns(rows), "down": self.shard.rows(inner)}
         exact: dict[str, tuple[str, Shape]] = {"router": ("gate.weight", (count, hidden))}
         if biased:
             exact["router_bias"] = ("gate.bias", (count,))
@@ -351,7 +343,7 @@ class MoeLayout:
             }
             found[f"experts_{name}"] = replace(Destination.of(names, cut=cuts.get(name)), wide=turned)
             if biased:
-                cut = self.shard.columns(width) if self.shard and name == "gate_up" else None
+                cut = self.shard.columns(width) if name == "gate_up" else None
                 bias = {f"mlp.experts.{name}_proj_bias": (count, width)}
                 found[f"experts_{name}_bias"] = Destination.of(bias, exact=True, cut=cut)
         return found | (self.shared.matrices() if self.shared else {})

@@ -9,7 +9,7 @@ from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, check_tensors
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import MtpFamily, MtpSource, check_mtp
 from spd.runtime.models import family_layout
-from spd.runtime.models.destinations import Destination, Shape, Shard
+from spd.runtime.models.destinations import WHOLE, Destination, Shape, Shard
 from spd.runtime.models.layouts import LayerLayout
 from spd.runtime.models.weight_form import DTYPE_BYTES, WeightForm
 from spd.runtime.models.weights import (
@@ -22,14 +22,13 @@ from spd.runtime.models.weights import (
 )
 
 
-def module_layer(config: ModelConfig, family: MtpFamily, shard: Shard | None = None) -> LayerLayout:
+def module_layer(config: ModelConfig, family: MtpFamily, shard: Shard = WHOLE) -> LayerLayout:
     """The decoder layer inside a module, or a rank's part of it: one like the target's own."""
     layers = [layer for layer in family_layout(config).layers if layer.attention.cache]
-    layer = layers[family.like_layer]
-    return layer if shard is None else layer.sharded(shard)
+    return layers[family.like_layer].sharded(shard)
 
 
-def _glue(source: MtpSource, module: int, shard: Shard | None) -> dict[str, Destination]:
+def _glue(source: MtpSource, module: int, shard: Shard) -> dict[str, Destination]:
     """What surrounds a module's layer, by the names of `HeadPart`; whole on each rank."""
     layout = source.layout
     shapes = source.glue_tensors(module)
@@ -64,9 +63,7 @@ def module_parts(source: MtpSource, modules: int, checkpoint: Checkpoint | None)
     return parts
 
 
-def module_bytes(
-    source: MtpSource, module: int, dtype: str, form: WeightForm, shard: Shard | None = None
-) -> int:
+def module_bytes(source: MtpSource, module: int, dtype: str, form: WeightForm, shard: Shard = WHOLE) -> int:
     """Bytes of one module in a form, without embedding and head."""
     config, layout = source.config, source.layout
     glue = (3 + 2 * config.hidden_size) * config.hidden_size * DTYPE_BYTES[dtype]
@@ -74,7 +71,7 @@ def module_bytes(
     return glue + sum(form.bytes_of(each, prefix, dtype) for each in layer)
 
 
-def module_position_size(config: ModelConfig, family: MtpFamily, shard: Shard | None = None) -> int:
+def module_position_size(config: ModelConfig, family: MtpFamily, shard: Shard = WHOLE) -> int:
     """Elements that one position takes in a module's cache."""
     return sum(math.prod(shape) for shape in module_layer(config, family, shard).attention.cache)
 

@@ -16,7 +16,7 @@ from spd.formats.json_file import shown
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import is_mtp_tensor
 from spd.formats.quantized import UNUSED
-from spd.runtime.models.destinations import Cut, Destination, Part, Shape, Shard
+from spd.runtime.models.destinations import WHOLE, Cut, Destination, Part, Shape, Shard
 from spd.runtime.models.layouts import AttentionLayout, GqaLayout, LayerLayout, RecurrentLayout
 
 if TYPE_CHECKING:
@@ -42,10 +42,10 @@ class ModelLayout:
     """Of embeddings that every layer has: how many ids, and elements a layer."""
     centred_stream: bool = False
     """Norms subtract the mean: the stream is kept without one."""
-    tables: Callable[[Shard | None], dict[str, Destination]] | None = None
+    tables: Callable[[Shard], dict[str, Destination]] | None = None
     """What stands outside the layers, or a rank's part of it, where that is not a decoder's."""
-    shard: Shard | None = None
-    """The rank that has this part of the model; None: the whole model."""
+    shard: Shard = WHOLE
+    """The rank that has this part of the model."""
     prefix: str = "model.layers.{}."
     """What stands before the names of a layer's tensors, {} for its number."""
     shift: int = 0
@@ -147,12 +147,11 @@ def table_destinations(config: ModelConfig, layout: ModelLayout) -> dict[str, De
     return {**tables, "final_norm": Destination.of({FINAL_NORM: (hidden,)}, exact=exact)}
 
 
-def table_of_ids(name: str, rows: int, columns: int, shard: Shard | None) -> Destination:
+def table_of_ids(name: str, rows: int, columns: int, shard: Shard) -> Destination:
     """A table by ids, of which each rank has its own."""
-    if shard is None:
-        return Destination.of({name: (rows, columns)})
     first, end = shard.ids(rows)
-    return Destination.of({name: (end - first, columns)}, cut=Cut(0, ((first, end),)))
+    cut = None if shard.size == 1 else Cut(0, ((first, end),))
+    return Destination.of({name: (end - first, columns)}, cut=cut)
 
 
 def streamed_tables(config: ModelConfig, layout: ModelLayout) -> tuple[Destination, Destination]:

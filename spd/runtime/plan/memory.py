@@ -95,9 +95,9 @@ class EngineShape:
         return 0 if self.mtp is None else min(self.mtp.layout.modules, self.model_drafts)
 
     @property
-    def draft_shard(self) -> Shard | None:
-        """The first rank's part of what drafts; None where that is whole."""
-        return Shard(0, self.draft_tp) if self.draft_tp > 1 else None
+    def draft_shard(self) -> Shard:
+        """The first rank's part of what drafts."""
+        return Shard(0, self.draft_tp)
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,7 @@ class MemoryNeed:
 
 def rank_layout(config: ModelConfig, ranks: int) -> ModelLayout:
     """A model's layout, or the first rank's part of it."""
-    layout = family_layout(config)
-    return layout if ranks == 1 else layout.sharded(Shard(0, ranks))
+    return family_layout(config).sharded(Shard(0, ranks))
 
 
 @lru_cache

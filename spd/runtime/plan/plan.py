@@ -260,10 +260,8 @@ def possible_sizes(config: ModelConfig, sizes: Iterable[int]) -> list[int]:
     ids = streamed_tables(config, layout)[0].shape[0]  # that logits are made for
     for size in sizes:
         with suppress(IncompatibleError):
-            if size > 1:
-                Shard(0, size).ids(ids)
-                for kind in set(layout.layers):
-                    kind.sharded(Shard(0, size))
+            Shard(0, size).ids(ids)
+            layout.sharded(Shard(0, size))
             found.append(size)
     return found
 
@@ -276,7 +274,7 @@ def _check_ranks(flag: str, ranks: int, config: ModelConfig, what: str) -> None:
     if config.latent is None:
         reason += f", {config.num_kv_heads} of keys and values"
     if isinstance(config.recurrent, DeltaConfig):
-        reason += f", {config.recurrent.value_heads} recurrent value heads"
+        reason += f", {config.recurrent.key_heads} recurrent key heads"
     inner = [config.intermediate_size, *([config.experts.intermediate_size] if config.experts else [])]
     raise IncompatibleError(
         f"{flag} {ranks} does not divide {what}",
