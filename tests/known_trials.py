@@ -16,7 +16,7 @@ from spd.runtime.ranks.communicator import ProcessGroup
 from spd.runtime.round.model_runner import ModelRunner
 
 honest = ModelRunner._try_arithmetic
-FOUND = ("buckets", "context_parts", "tile")
+FOUND = ("buckets", "context_parts")
 KNOWN: dict[Any, tuple[Any, ...]] = {}
 """What was found, by all that a trial depends on."""
 

@@ -157,7 +157,7 @@ def test_ranks_that_run_out_of_memory_say_so(target: Path) -> None:
     engine = make_engine(target, spec="off")
     queue = engine._device
     queue.captured, queue.alone = CapturedRounds(queue.round, failing_after(0)), False
-    with pytest.raises(ResourceError, match="while capturing a round"):
+    with pytest.raises(ResourceError, match="while running"):
         engine.capture_ahead([GREEDY])
 
 

@@ -24,7 +24,6 @@ from spd.runtime.proposers.head import HeadProposer
 from spd.runtime.round.kv_cache import KvCache
 from spd.runtime.round.limits import PAGE_SIZE
 from spd.runtime.round.model_runner import ModelRunner
-from spd.runtime.round.out_of_memory import OutOfMemory
 from spd.runtime.round.round_queue import RoundQueue
 from spd.runtime.round.spans import program_runs
 from spd.runtime.round.state_store import StateStore
@@ -285,7 +284,7 @@ def test_a_copy_that_broke_off_is_never_found(hybrid: Shelf, monkeypatch: pytest
     params = [SamplingParams(max_tokens=3, ignore_eos=True)]
 
     def broken(*given: Any) -> None:
-        raise OutOfMemory("running", "no memory")
+        raise MemoryError("no memory")
 
     with monkeypatch.context() as patch:
         patch.setattr(StateStore, "save", broken)
@@ -304,7 +303,7 @@ def test_a_request_ends_once_where_its_last_copy_broke_off(
 
     def broken(self: StateStore, place: int, slot: int, end: int, page: int) -> None:
         if end > 19:
-            raise OutOfMemory("running", "no memory")
+            raise MemoryError("no memory")
         save(self, place, slot, end, page)
 
     monkeypatch.setattr(StateStore, "save", broken)
@@ -342,12 +341,13 @@ def test_the_last_checkpoint_of_the_same_text_is_found() -> None:
     assert found_of(kept, text_of(tokens, ("prompt", 12), ("prompt", 18))) == 8
 
 
-def test_what_is_taken_back_is_not_found_and_its_place_is_free() -> None:
+def test_what_is_forgotten_is_not_found_and_its_place_is_free() -> None:
     kept, text, other = Checkpoints(2), text_of(list(range(30))), text_of(list(range(1, 31)))
     assert (kept.keep(text, 5), kept.keep(other, 5)) == (1, 0)
-    kept.forget(0)
-    assert found_of(kept, other) is None and found_of(kept, text) == 5
-    assert (kept.keep(other, 6), kept.keep(other, 7)) == (0, 1)
+    kept.forget_all()
+    assert found_of(kept, other) is found_of(kept, text) is None
+    assert {kept.keep(text, 5), kept.keep(other, 6)} == {0, 1} and found_of(kept, other) == 6
+    assert kept.keep(other, 7) is not None
     assert found_of(kept, text) is None and found_of(kept, other) == 7
 
 

@@ -44,7 +44,7 @@ from spd.runtime.round.graphs import CapturedRounds, RoundShape
 from spd.runtime.round.kv_cache import KvCache
 from spd.runtime.round.limits import NUM_RESERVED
 from spd.runtime.round.model_runner import ModelRunner
-from spd.runtime.round.out_of_memory import OutOfMemory, is_out_of_memory, memory_phase
+from spd.runtime.round.out_of_memory import is_out_of_memory
 from spd.runtime.round.round import Round
 from spd.runtime.round.rows import EMPTY_SLOT
 from spd.runtime.round.sampling_params import SamplerClass
@@ -341,14 +341,6 @@ def test_every_way_of_saying_it_is_understood() -> None:
     assert not any(is_out_of_memory(error) for error in others)
 
 
-def test_a_phase_names_itself_once_and_lets_other_errors_pass() -> None:
-    with pytest.raises(OutOfMemory) as caught, memory_phase("outer"), memory_phase("inner"):
-        raise NO_MEMORY[0]
-    assert caught.value.phase == "inner" and "Tried to allocate" in str(caught.value)
-    with pytest.raises(ZeroDivisionError), memory_phase("outer"):
-        _ = 1 / 0
-
-
 def fail(error: BaseException, after: int = 0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Wraps a function so that one call, after `after` good ones, raises; later ones are good again."""
     calls = iter([*[None] * after, error])
@@ -364,23 +356,13 @@ def fail(error: BaseException, after: int = 0) -> Callable[[Callable[..., Any]],
     return wrap
 
 
-LOADING: list[tuple[str, object, str]] = [
-    ("loading the weights of qwen3", assembly, "load_model"),
-    ("making room for keys and values", assembly, "KvCache"),
-    ("trying the first layers", ModelRunner, "_try_arithmetic"),
-    ("loading", assembly, "RoundState"),
-]
-
-
-@pytest.mark.parametrize(("phase", "owner", "name"), LOADING, ids=[entry[2] for entry in LOADING])
-def test_no_memory_while_loading(
-    phase: str, owner: Any, name: str, tiny: Shelf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(owner, name, fail(NO_MEMORY[0])(getattr(owner, name)))
+@pytest.mark.parametrize("name", ["load_model", "KvCache", "RoundState"])
+def test_no_memory_while_loading(name: str, tiny: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, name, fail(NO_MEMORY[0])(getattr(assembly, name)))
     with pytest.raises(ResourceError) as caught:
         make_engine(tiny("qwen3"), spec="ngram")
     refusal = caught.value
-    assert refusal.message.startswith(f"out of memory on cpu while {phase}") and refusal.exit_code == 5
+    assert refusal.message == "out of memory on cpu while loading" and refusal.exit_code == 5
     assert refusal.code == "out_of_memory" and "weights" in refusal.reason[-1]
     assert any(re.match(r"--ctx 128  \(frees \d", line) for line in refusal.fix)
     assert any(line.startswith("--dtype bfloat16  (frees ") for line in refusal.fix)
@@ -411,7 +393,7 @@ def test_no_memory_while_capturing(tiny: Shelf) -> None:
 
     engine._device.captured = CapturedRounds(engine._device.round, capture)
     engine.add(Request("a", (1, 2, 3), SamplingParams(max_tokens=4)))
-    with pytest.raises(ResourceError, match="out of memory on cpu while capturing a round"):
+    with pytest.raises(ResourceError, match="out of memory on cpu while running"):
         engine.step()
     assert [(e.request_id, e.finish_reason) for e in engine.step()] == [("a", "error")]
     engine._device.captured = None
@@ -443,7 +425,7 @@ def test_a_shape_is_captured_again_after_it_failed(tiny: Shelf) -> None:
     captured = CapturedRounds(engine._device.round, fail(MemoryError())(lambda program: (program, None)))
     views = [EMPTY_SLOT] * engine.plan.shape.slots
     shape = RoundShape(0, 0, SamplerClass(), None, len(views))
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(MemoryError):
         captured.run(shape, views)
     assert shape not in captured.captured
     captured.run(shape, views)

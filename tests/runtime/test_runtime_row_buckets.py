@@ -15,15 +15,11 @@ from spd.runtime import SamplingParams
 from spd.runtime.layers.linear import Linear
 from spd.runtime.round.arithmetic_probe import (
     CANDIDATES,
-    TILES,
     WIDEST,
     admitted_buckets,
-    admitted_tile,
     summed_alike,
 )
 from spd.runtime.round.model_runner import bucket_for
-from spd.runtime.round.rows import PromptPart, SlotView
-from spd.runtime.round.spans import Run
 from tests.helpers import make_engine, run_all
 
 pytestmark = pytest.mark.usefixtures("every_trial")
@@ -93,7 +89,7 @@ def test_another_order_of_a_sum_refuses_a_row_count_though_rounding_hides_it(odd
 
 def test_products_say_what_rounding_took() -> None:
     plain = torch.randn(48, 64).bfloat16()
-    product = Linear(plain)
+    product = Linear(plain, torch.bfloat16)
     x = torch.randn(4, 64).bfloat16()
     y = product.product(x, WIDEST)
     lost = product.lost(x, y)
@@ -103,32 +99,9 @@ def test_products_say_what_rounding_took() -> None:
     assert ((y.double() + lost.double()) - exact).abs().max() < 1e-3 < 1e-2 < (y.double() - exact).abs().max()
 
 
-def rows_of(disagree: int) -> Callable[[int, int, int], tuple[Tensor, Tensor]]:
-    many = torch.randn(TILES[-1], 8)
-
-    def rows(first: int, count: int, tile: int) -> tuple[Tensor, Tensor]:
-        hidden = many[first : first + count].clone()
-        if tile == disagree:
-            hidden[-1, 0] = torch.nextafter(hidden[-1, 0], torch.tensor(9.0))
-        return hidden, hidden[:, :2]
-
-    return rows
-
-
-@pytest.mark.parametrize(("disagree", "tile"), [(0, 128), (128, 96), (96, 64), (64, 32)])
-def test_a_tile_is_as_wide_as_all_up_to_it_agree(disagree: int, tile: int) -> None:
-    assert admitted_tile(rows_of(disagree)) == tile
-
-
-@pytest.mark.parametrize(
-    ("tile", "rows", "padded"),
-    [
-        (WIDEST, (1, 3, 5, 7, 9, 32, 33, 41), [2, 5, 5, 8, 32, 32, 34, 64]),
-        (128, (1, 7, 32, 33, 80, 130), [2, 8, 32, 64, 96, 160]),
-    ],
-)
-def test_rows_are_padded_to_what_was_tried(tile: int, rows: tuple[int, ...], padded: list[int]) -> None:
-    assert [bucket_for(count, (2, 5, 8, 32), tile) for count in rows] == padded
+def test_rows_are_padded_to_what_was_tried() -> None:
+    rows = (1, 3, 5, 7, 9, 32, 33, 41)
+    assert [bucket_for(count, (2, 5, 8, 32)) for count in rows] == [2, 5, 5, 8, 32, 32, 34, 64]
 
 
 @pytest.mark.parametrize(("spec", "width"), [("off", 1), ("ngram", 4)])
@@ -180,23 +153,3 @@ def test_texts_depend_neither_on_row_counts_nor_on_empty_slots(
     for counts in (runner.buckets, (WIDEST,)):
         runner.buckets = counts
         assert [run.tokens for run in run_all(engine, prompts, params)] == alone
-
-
-@pytest.mark.parametrize("variant", ["qwen3", "deepseek_v3", "gqa4"])
-def test_a_prompt_is_written_alike_by_wide_tiles(tiny: Callable[..., Path], variant: str) -> None:
-    """In float32, where wide tiles are tried: every entry of the cache, and the states of the last rows."""
-    engine = make_engine(tiny(variant), slots=1)
-    runner = engine._device.runner
-    ids, view = torch.randint(256, (1, 61)), SlotView(61, range(2, 2 + runner.pages_per_block))
-    written = []
-    for tile in (WIDEST, TILES[-1]):
-        runner.tile = tile
-        with torch.inference_mode():
-            states = runner.write([PromptPart(0, ids, 3, 61, view, [Run(3, 61, "tile")])])[0]
-        first = 2 * runner.cache.page_size
-        pools = [pool.flatten(0, 1) for layer in runner.cache.layers for pool in layer.pools]
-        written.append((states, [pool[first + 3 : first + 61].clone() for pool in pools]))
-        assert runner.tail_rows == (32 if tile == WIDEST else 64)
-    assert written[0][0].shape == written[1][0].shape == (1, 58, runner.model.hidden_size)
-    assert torch.equal(written[0][0], written[1][0])
-    assert all(torch.equal(a, b) and a.any() for a, b in zip(written[0][1], written[1][1], strict=True))

@@ -14,7 +14,6 @@ from spd.runtime.load.loader import Head, load_model
 from spd.runtime.load.progress import LoadMeter, Progress
 from spd.runtime.models.builder import Place
 from spd.runtime.models.decoder import Decoder
-from spd.runtime.models.destinations import Shard
 from spd.runtime.models.eagle3 import head_parts
 from spd.runtime.models.mtp_weights import module_bytes, module_parts
 from spd.runtime.models.weight_form import WIDE
@@ -28,7 +27,7 @@ from spd.runtime.round.graphs import CapturedRounds
 from spd.runtime.round.kv_cache import KvCache
 from spd.runtime.round.limits import CATCH_UP, PAGE_SIZE, ring_depth
 from spd.runtime.round.model_runner import ModelRunner
-from spd.runtime.round.out_of_memory import first_line, is_out_of_memory, let_go, memory_phase
+from spd.runtime.round.out_of_memory import first_line, is_out_of_memory, let_go
 from spd.runtime.round.round import Round
 from spd.runtime.round.round_queue import RoundQueue
 from spd.runtime.round.sampler import Sampler
@@ -57,15 +56,12 @@ def open_device(plan: EnginePlan, usable_vocab: int, progress: Progress | None) 
 
 
 def memory_refusal(error: BaseException, plan: EnginePlan, phase: str) -> ResourceError:
-    """The refusal where memory ran out: what the plan counted, and what would free how much of it.
-
-    An OutOfMemory knows the phase better than the caller.
-    """
+    """The refusal where memory ran out: what the plan counted, and what would free how much of it."""
     let_go(error)
     asked = plan.drafting_model is not None and plan.drafter.reason == "asked for"
     counted = f"the plan counted {show_size(plan.need.total)}: {plan.need.words()}"
     return ResourceError(
-        f"out of memory on {plan.device} while {getattr(error, 'phase', phase)}",
+        f"out of memory on {plan.device} while {phase}",
         reason=[line for line in (first_line(error), counted) if line],
         fix=[*(each.words() for each in remedies(plan.shape, None, asked)), "end what else uses this memory"],
         code="out_of_memory",
@@ -81,26 +77,18 @@ def _runners(
     head: Head | None = None,
 ) -> list[ModelRunner]:
     """The model of a folder, or each part of a head that is used, with a cache of its own."""
-    what = f"weights of {folder.path.name}"
-    if head is not None:
-        what = "MTP head" if head.config.eagle3 is None else "EAGLE-3 head"
     shape, load, runners = plan.shape, plan.wishes.load, []
     rows = max(place.kernels.facts.tail_rows, shape.slots * (CATCH_UP + shape.draft_max + 1))
-    with memory_phase(f"loading the {what}"):
-        models = load_model(folder, place, positions=positions, load=load, meter=meter, rows=rows, head=head)
-    for model in models:
-        with memory_phase("making room for keys and values"):
-            pool = (shape.num_pages, PAGE_SIZE, place.dtype, plan.device)
-            depth = ring_depth(shape.draft_max)
-            cache = KvCache(model.caches, *pool, slots=shape.slots, depth=depth)
-        with memory_phase("trying the first layers"):
-            alone = place.ranks is None
-            runners.append(ModelRunner(model, cache, shape.chunk, plan.device, place.kernels, alone=alone))
+    pool, depth = (shape.num_pages, PAGE_SIZE, place.dtype, plan.device), ring_depth(shape.draft_max)
+    for model in load_model(folder, place, positions=positions, load=load, meter=meter, rows=rows, head=head):
+        cache = KvCache(model.caches, *pool, slots=shape.slots, depth=depth)
+        given = (shape.chunk, plan.device, place.kernels)
+        runners.append(ModelRunner(model, cache, *given, alone=place.ranks is None))
     return runners
 
 
 def _drafters(
-    plan: EnginePlan, place: Place, target: Decoder, usable_vocab: int, apart: bool, meter: LoadMeter
+    plan: EnginePlan, place: Place, target: Decoder, apart: bool, meter: LoadMeter
 ) -> list[ModelRunner]:
     """A draft model, or the parts of a head that share with the target; nothing where no model drafts."""
     draft, mtp, positions = plan.drafting_model, plan.shape.mtp, plan.shape.draft_ctx
@@ -112,7 +100,7 @@ def _drafters(
         return []
     if draft.config.eagle3 is None:
         return _runners(plan, draft, place, positions, meter)
-    find = partial(head_parts, draft.config, usable_vocab)
+    find = partial(head_parts, draft.config)
     return _runners(plan, draft, place, positions, meter, Head(draft.config, find, target, plan.model, apart))
 
 
@@ -124,19 +112,15 @@ def _meter(plan: EnginePlan, progress: Progress | None) -> LoadMeter:
     if shape.draft is not None:
         total += tensor_bytes(shape.draft, shape.dtype, draft_form, shape.draft_tp)
     if shape.mtp is not None:
-        shard = Shard(0, shape.draft_tp) if shape.draft_tp > 1 else None
-        modules = range(shape.mtp_modules)
-        total += sum(module_bytes(shape.mtp, i, shape.dtype, draft_form, shard) for i in modules)
+        given = (shape.dtype, draft_form, shape.draft_shard)
+        total += sum(module_bytes(shape.mtp, i, *given) for i in range(shape.mtp_modules))
     return LoadMeter(progress, total)
 
 
 def assemble(
     plan: EnginePlan, usable_vocab: int, progress: Progress | None = None, ranks: Ranks | None = None
 ) -> RoundQueue:
-    """Load and allocate everything that the plan names, or this rank's part of it.
-
-    Raises OutOfMemory naming the phase.
-    """
+    """Load and allocate everything that the plan names, or this rank's part of it."""
     kernels = load_kernels(plan.shape.kernels, own_cache, plan.token_tiles, plan.shape.dtype)
     threads = _threads(plan, kernels)
     use_device(plan.device)
@@ -149,7 +133,7 @@ def assemble(
     own = kernels if plan.draft_kernels == shape.kernels else load_kernels(plan.draft_kernels)
     place = Place(dtype, plan.device, own, shape.draft_form, drafting)
     assert isinstance(runner.model, Decoder)
-    drafters = _drafters(plan, place, runner.model, usable_vocab, apart, meter)
+    drafters = _drafters(plan, place, runner.model, apart, meter)
     state = RoundState(shape.slots, shape.ctx, shape.draft_max, pages_a_slot(shape.ctx), plan.device)
     sampler = Sampler(state, plan.model.config.vocab_size, usable_vocab, kernels)
     proposer = build_proposer(plan, sampler, drafters)

@@ -32,7 +32,7 @@ from spd.runtime.load.progress import Progress
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.plan.plan import make_plan
 from spd.runtime.round.limits import NUM_RESERVED, PAGE_SIZE, mask_width
-from spd.runtime.round.out_of_memory import OutOfMemory, is_out_of_memory
+from spd.runtime.round.out_of_memory import is_out_of_memory
 from spd.runtime.round.round_queue import RoundQueue, RoundResult
 from spd.runtime.round.rows import EMPTY_SLOT, SlotView
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
@@ -108,7 +108,9 @@ class Engine:
         shapes = captured.usual(self._draft_length.usual_pairs, params, together)[:most]
         try:
             return sum(takewhile(bool, map(self._device.capture, shapes)))
-        except OutOfMemory as error:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             raise memory_refusal(error, self.plan, "running") from None
 
     def add(self, request: Request) -> None:
@@ -220,7 +222,7 @@ class Engine:
     def _fail_running(self, why: str) -> None:
         """End every running request with an error: a round broke off, and where is not known."""
         self._drop_rounds()
-        self._scheduler.take_back()
+        self._scheduler.forget()
         self._device.restart()
         for sequence in self._scheduler.running():
             self._stop(sequence, "error", why)
@@ -249,7 +251,6 @@ class Engine:
                 break
         if rows := sum(count for _, count in written):
             self._device.flush()
-            scheduler.confirm()
             each = 1000 * (time.perf_counter() - began) / rows
             for sequence, count in written:
                 sequence.metrics.prompt_ms += each * count
@@ -279,7 +280,9 @@ class Engine:
         runs = scheduler.prefill_runs(sequence)
         run = next((run for run in runs if run.start <= start < run.end), None)
         if run is not None:
-            rows = self.plan.shape.chunk if run.kind == "chunk" else self._device.runner.tail_rows
+            rows = (
+                self.plan.shape.chunk if run.kind == "chunk" else self._device.runner.kernels.facts.tail_rows
+            )
             end = min(start + rows, run.end, *(stop for stop in sequence.stops if stop > start))
             self._device.write(sequence.slot, sequence.pages, start, end, runs)
         scheduler.wrote(sequence, end)
@@ -425,7 +428,7 @@ class Engine:
         try:
             self._device.retire(sequence.slot, sequence.pages, held, place)
         except BaseException:
-            scheduler.take_back()
+            scheduler.forget()
             raise
 
     def _end(self, sequence: Sequence, event: Event, settled: bool) -> None:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from spd.errors import IncompatibleError, UsageError
 from spd.runtime.engine.request import GrammarText, ThinkingBudget
@@ -40,34 +40,8 @@ class GrammarError(Exception):
     """A grammar that cannot go on, in words."""
 
 
-class Grammar(Protocol):
-    """One text's way through a grammar."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether nothing may follow: the text is complete."""
-        ...
-
-    @property
-    def complete(self) -> bool:
-        """Whether the text may end here."""
-        ...
-
-    def masks(self, drafts: Sequence[int], rows: Tensor) -> int:
-        """Write a mask for the row of each draft and one more; returns how many drafts lead legally.
-
-        rows int32 [n > len(drafts), words], bit v & 31 of word v >> 5 set where token v is allowed. The
-        state is afterwards what it was. Raises GrammarError.
-        """
-        ...
-
-    def accept(self, token: int) -> None:
-        """Go on by a committed token that ends nothing. Raises GrammarError if it is not allowed."""
-        ...
-
-
-class GuidedText(Grammar):
-    """One over an llguidance matcher.
+class GuidedText:
+    """One text's way through a grammar, over an llguidance matcher.
 
     `ends` are the ids that end a text, allowed where the grammar may be complete. With `after` the
     grammar begins behind that token, and everything is allowed before.
@@ -80,13 +54,20 @@ class GuidedText(Grammar):
 
     @property
     def finished(self) -> bool:
+        """Whether nothing may follow: the text is complete."""
         return self.began and bool(self._matcher.is_stopped())
 
     @property
     def complete(self) -> bool:
+        """Whether the text may end here."""
         return self.finished or (self.began and bool(self._matcher.is_accepting()))
 
     def masks(self, drafts: Sequence[int], rows: Tensor) -> int:
+        """Write a mask for the row of each draft and one more; returns how many drafts lead legally.
+
+        rows int32 [n > len(drafts), words], bit v & 31 of word v >> 5 set where token v is allowed. The
+        state is afterwards what it was. Raises GrammarError.
+        """
         rows.fill_(-1)
         began, consumed, legal = self.began, 0, len(drafts)
         for i, draft in enumerate((*drafts, None)):
@@ -124,6 +105,7 @@ class GuidedText(Grammar):
             raise GrammarError(f"the grammar failed: {_in_short(self._matcher.get_error())}")
 
     def accept(self, token: int) -> None:
+        """Go on by a committed token that ends nothing. Raises GrammarError if it is not allowed."""
         if not self.began:
             self.began = token == self._after
         elif not self._matcher.try_consume_tokens([token]):
@@ -135,10 +117,10 @@ _Place = tuple[Literal["beginning", "thinking", "answer"], int]
 """The part that a text is in, and how many tokens of it are left; an answer has no end."""
 
 
-class BudgetedThinking(Grammar):
-    """One that ends thinking, around the one of the answer where there is one."""
+class BudgetedThinking:
+    """A grammar that ends thinking, around the one of the answer where there is one."""
 
-    def __init__(self, budget: ThinkingBudget, inner: Grammar | None = None) -> None:
+    def __init__(self, budget: ThinkingBudget, inner: GuidedText | None = None) -> None:
         self._budget, self._inner = budget, inner
         self._place: _Place = ("thinking", budget.tokens) if budget.inside else ("beginning", BEGINNING)
 
@@ -180,6 +162,9 @@ class BudgetedThinking(Grammar):
         return (part, left - 1) if left > 1 else ("answer", 0)
 
 
+Grammar = GuidedText | BudgetedThinking
+
+
 def _bit(token: int) -> int:
     """The word in which only this token is allowed, as an int32."""
     bit = 1 << (token % WORD)
@@ -195,7 +180,7 @@ class GrammarCompiler:
         self._kept = lru_cache(KEPT)(self._read)
         self._lock = threading.Lock()
 
-    def compile(self, text: GrammarText, ends: Collection[int]) -> Grammar:
+    def compile(self, text: GrammarText, ends: Collection[int]) -> GuidedText:
         """A grammar at its beginning. Raises UsageError for one that cannot be read."""
         if len(text.text.encode("utf-8", "replace")) > MAX_BYTES:
             raise _refused(text.kind, f"it is longer than {MAX_BYTES // 1024} KiB")

@@ -54,8 +54,6 @@ class RequestMetrics:
     """How many came the first time."""
     outcomes: dict[tuple[int, int], int] = field(default_factory=dict)
     """Rounds, by how many drafts were verified, and how many of them were accepted and emitted."""
-    empty_rounds: int = 0
-    """Those that brought no token: of a model that gave no finite number."""
     draft_n_accepted_raw: int = 0
 
     @property
@@ -107,7 +105,7 @@ class RequestMetrics:
     @property
     def inter_token_latency_ms(self) -> float:
         """ITL, mean: the time from one emission to the next, which may bring several tokens."""
-        gaps = self.rounds - self.empty_rounds - 1
+        gaps = self.rounds - 1
         return self.predicted_ms / gaps if gaps > 0 else 0.0
 
     @property

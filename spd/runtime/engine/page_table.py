@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from heapq import nsmallest
 from typing import NamedTuple
 
 from spd.runtime.round.limits import NUM_RESERVED
@@ -76,8 +77,8 @@ class PageTable:
         """Pages that can be had now: free ones and idle ones, which could have been found."""
         return len(self._free) + len(self._idle)
 
-    def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """`count` pages, consecutive and following page `after` where that can be had.
+    def allocate(self, count: int) -> list[int]:
+        """`count` pages, the lowest free ones: in a pool that is hardly used they are consecutive.
 
         Raises MemoryError when fewer are available; nothing is taken then.
         """
@@ -85,28 +86,10 @@ class PageTable:
             raise MemoryError(f"{count} pages wanted, {self.num_available} available")
         while len(self._free) < count:
             self.forget(next(iter(self._idle)))
-        pages: list[int] = []
-        candidate = after + 1 if after is not None else self._longest_start(count)
-        while len(pages) < count:
-            page = candidate if candidate in self._free else min(self._free)
-            self._free.remove(page)
-            self._users[page] = 1
-            pages.append(page)
-            candidate = page + 1
+        pages = nsmallest(count, self._free)
+        self._free.difference_update(pages)
+        self._users |= dict.fromkeys(pages, 1)
         return pages
-
-    def _longest_start(self, count: int) -> int:
-        """First page of the first free run of `count` pages, or of the longest run there is."""
-        best, best_length, run_start, previous = min(self._free, default=0), 0, -1, -2
-        for page in sorted(self._free):
-            if page != previous + 1:
-                run_start = page
-            previous = page
-            if page - run_start + 1 > best_length:
-                best, best_length = run_start, page - run_start + 1
-                if best_length >= count:
-                    break
-        return best
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Published pages for the longest known prefix of `hashes`, taken into use."""
@@ -170,6 +153,11 @@ class PageTable:
             del self._idle[page]
             self._free.add(page)
 
+    def forget_all(self) -> None:
+        """Let no page be found any more."""
+        for page in list(self._key_of):
+            self.forget(page)
+
 
 class Checkpoint(NamedTuple):
     """States as of position `end`, and what stands of its page, in one of the places."""
@@ -214,8 +202,7 @@ class Checkpoints:
         self._kept[digest] = Checkpoint(place, end, digest)
         return place
 
-    def forget(self, place: int) -> None:
-        """A copy is not going to be made: none may find it."""
-        for kept in [kept for kept in self._kept.values() if kept.place == place]:
-            del self._kept[kept.digest]
-            self._free.append(place)
+    def forget_all(self) -> None:
+        """Let none be found any more."""
+        self._free += [kept.place for kept in self._kept.values()]
+        self._kept.clear()

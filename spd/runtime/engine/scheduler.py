@@ -8,9 +8,7 @@ tokens stay, and its cache is written again by the same programs. So the first o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from collections.abc import Sequence as Listed
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -62,8 +60,6 @@ class Scheduler:
         self._epoch = 0  # of the latest stay in a slot: no other has the same
         self.in_flight: deque[EnqueuedRound] = deque()
         """Oldest first."""
-        self._undo: list[Callable[[], None]] = []
-        """Hide what others may find before what writes it has been enqueued: pages and checkpoints."""
 
     # -- the line --------------------------------------------------------------------------------
 
@@ -176,39 +172,28 @@ class Scheduler:
         """The place to copy its states as of `end` to; None where none are kept, or these already."""
         if self.checkpoints is None or not end:
             return None
-        place = self.checkpoints.keep(self._text(sequence), end)
-        if place is not None:
-            self._undo.append(partial(self.checkpoints.forget, place))
-        return place
+        return self.checkpoints.keep(self._text(sequence), end)
 
     def prefill_runs(self, sequence: Sequence) -> list[Run]:
         """Which program writes, or wrote, which position that a prefill covers: tiles, after the prompt."""
         return clip_runs(extend_tile(sequence.runs, sequence.length), sequence.prefill_end)
 
     def wrote(self, sequence: Sequence, end: int) -> None:
-        """Its cache is to be written up to position `end`; full pages are there for others from now on.
-
-        Until `confirm` says that it has been enqueued, `take_back` takes that back.
-        """
+        """Its cache is to be written up to position `end`; full pages are there for others from now on."""
         first = sequence.prefilled // self.page_size
         sequence.prefilled = end
         last = end // self.page_size
         hashes = sequence.hashes if self.sharing else []
         for page, digest in zip(sequence.pages[first:last], hashes[first:last], strict=False):
             self.pages.publish(page, digest)
-            self._undo.append(partial(self.pages.forget, page))
         if end == sequence.prefill_end:
             self.prefilling = None
 
-    def confirm(self) -> None:
-        """Everything that was to be written has been enqueued."""
-        self._undo.clear()
-
-    def take_back(self) -> None:
-        """What was to be written is not going to be: none may find it."""
-        for hide in self._undo:
-            hide()
-        self._undo.clear()
+    def forget(self) -> None:
+        """Writing broke off, and where is not known: no page and no checkpoint is found any more."""
+        self.pages.forget_all()
+        if self.checkpoints is not None:
+            self.checkpoints.forget_all()
 
     # -- pages -----------------------------------------------------------------------------------
 
@@ -226,7 +211,7 @@ class Scheduler:
         wanted = whole if whole <= self.pages.num_available else missing
         if wanted > self.pages.num_available:
             return False
-        sequence.pages += self.pages.allocate(wanted, sequence.pages[-1] if sequence.pages else None)
+        sequence.pages += self.pages.allocate(wanted)
         return True
 
     def last_to_come(self) -> Sequence | None:

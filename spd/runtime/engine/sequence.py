@@ -145,7 +145,6 @@ class Sequence:
         metrics, outcome = self.metrics, (drafts, accepted)
         metrics.outcomes[outcome] = metrics.outcomes.get(outcome, 0) + 1
         if not tokens:
-            metrics.empty_rounds += 1
             return
         self.generated += tokens
         self.length += len(tokens)
@@ -196,11 +195,8 @@ class RequestChecks:
         ends = dict.fromkeys((*(() if params.ignore_eos else self.eos_ids), *params.stop_token_ids))
         stops = tuple(ends)[:NUM_STOP_IDS]
         limit = self.plan.shape.ctx if params.max_tokens is None else length + params.max_tokens
-        grammar: Grammar | None = None
-        if request.grammar is not None:
-            grammar = self._grammars.compile(request.grammar, stops)
-        if request.thinking is not None:
-            grammar = BudgetedThinking(request.thinking, grammar)
+        guided = None if request.grammar is None else self._grammars.compile(request.grammar, stops)
+        grammar = guided if request.thinking is None else BudgetedThinking(request.thinking, guided)
         bytes_of = self.tokenizer.bytes_of if self.tokenizer else lambda _tokens: b""
         return Sequence(
             request=request,
@@ -238,5 +234,3 @@ class RequestChecks:
                 raise IncompatibleError(f"{what} a tokenizer, and the model folder has no tokenizer.json")
         if request.spans and sum(n for _, n in request.spans) != length:
             raise UsageError("the prompt's spans do not add up to its length")
-        if any(origin not in ("prompt", "generated") or n < 0 for origin, n in request.spans):
-            raise UsageError("a span is neither prompt nor generated, or its length is negative")

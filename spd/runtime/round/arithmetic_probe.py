@@ -30,8 +30,6 @@ from spd.kernels.attention.paged_attention import (
 from spd.runtime.layers.linear import Linear
 
 WIDEST = 32
-TILES = (2 * WIDEST, 3 * WIDEST, 4 * WIDEST)
-"""Rows of one product in place of tiles of the widest bucket: weights are read once for all of them."""
 CANDIDATES = (2, 4, 5, 6, 8, 12, 16)
 """Not 1: a single row is a matrix-vector product, which libraries sum in another order. 5 and 6: products of
 up to 6 rows pass over packed bfloat16 weights once, of 7 and 8 twice (oneDNN 3.12)."""
@@ -89,21 +87,6 @@ def summed_alike(product: Linear, widths: Sequence[int]) -> tuple[int, ...]:
         return True
 
     return tuple(filter(alike, widths))
-
-
-@torch.inference_mode()
-def admitted_tile(rows: Callable[[int, int, int], Pass]) -> int:
-    """The most rows, of `TILES`, whose products equal those of tiles of the widest bucket, as all fewer do.
-
-    rows: (first, number of rows, rows a product) to what becomes of those rows of a fixed text.
-    """
-    whole, admitted = rows(0, TILES[-1], WIDEST), WIDEST
-    for tile in TILES:
-        firsts = range(0, TILES[-1] - tile + 1, tile)
-        if not all(_same(rows(first, tile, tile), whole, first) for first in firsts):
-            break
-        admitted = tile
-    return admitted
 
 
 @torch.inference_mode()

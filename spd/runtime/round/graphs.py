@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from spd.runtime.round.out_of_memory import memory_phase
 from spd.runtime.round.round import Logprobs, Round
 from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
@@ -81,10 +80,9 @@ class CapturedRounds:
         return logprobs
 
     def capture(self, shape: RoundShape, views: Sequence[SlotView]) -> None:
-        """Capture a shape without running it. Raises OutOfMemory."""
-        with memory_phase("capturing a round"):
-            self.round.sampler.make_tables(shape.needs)
-            self.captured[shape] = self._prepare(shape, views)
+        """Capture a shape without running it."""
+        self.round.sampler.make_tables(shape.needs)
+        self.captured[shape] = self._prepare(shape, views)
 
     def _prepare(self, shape: RoundShape, views: Sequence[SlotView]) -> tuple[Any, Logprobs | None]:
         """Run once with every slot silent, so that all is compiled and loaded, then capture."""

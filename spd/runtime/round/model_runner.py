@@ -6,7 +6,7 @@ Owns the model, its pools and how rows are padded. Knows slots as rows of a page
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,12 +23,10 @@ from spd.runtime.models.decoder import Decoder
 from spd.runtime.round.arithmetic_probe import (
     CANDIDATES,
     PROBED_LAYERS,
-    TILES,
     WIDEST,
     Pass,
     admitted_buckets,
     admitted_parts,
-    admitted_tile,
     summed_alike,
 )
 from spd.runtime.round.kv_cache import KvCache
@@ -42,14 +40,9 @@ def _spread(rows: Tensor, present: Tensor, slots: int) -> Tensor:
     return rows.new_zeros(slots, *rows.shape[1:]).index_copy_(0, present, rows)
 
 
-def bucket_for(rows: int, buckets: tuple[int, ...], tile: int = WIDEST) -> int:
-    """The smallest padded number of rows: a bucket, or whole tiles of the widest and a bucket.
-
-    Beyond the widest bucket, rows of wider tiles are whole multiples of it: no other number was tried.
-    """
+def bucket_for(rows: int, buckets: tuple[int, ...]) -> int:
+    """The smallest padded number of rows: a bucket, or whole tiles of the widest and a bucket."""
     whole, rest = divmod(rows, WIDEST)
-    if rest and whole and tile > WIDEST:
-        return (whole + 1) * WIDEST
     return whole * WIDEST + (next(b for b in buckets if b >= rest) if rest else 0)
 
 
@@ -74,9 +67,7 @@ class ModelRunner:
     ) -> None:
         """alone: whether no other rank has to run passes of the same shapes."""
         self.model, self.cache, self.chunk, self.device = model, cache, chunk, device
-        self.draws = model.part is not None or (
-            isinstance(model.head, SkinnyLinear) and model.logit_softcap is None
-        )
+        self.draws = isinstance(model.head, SkinnyLinear) and model.logit_softcap is None
         """Whether tokens can be drawn without whole logits; capped ones are left to the sampler."""
         self.kernels, self.dtype = kernels, cache.dtype
         self.merges = kernels.facts.rows_alike
@@ -89,44 +80,39 @@ class ModelRunner:
         self.buckets: tuple[int, ...] | None = None
         """Row counts that give the same bits; None where every number does by construction."""
         self.tile = sys.maxsize if kernels.facts.rows_alike else WIDEST
-        """Rows of a product at most; see `admitted_tile`."""
+        """Rows of a product at most."""
         if kernels.facts.tries_rows:
             self._try_arithmetic(alone)
 
     def _try_arithmetic(self, alone: bool) -> None:
         """Run one fixed text through the first layers in windows of every shape; see `arithmetic_probe`."""
-        model, most = self.model, TILES[-1]
+        model = self.model
         self.buckets = (WIDEST,)
         end = min(KV_BLOCK, model.max_positions)
         if end < WIDEST:
             return
         self.buckets = (*CANDIDATES, WIDEST)  # none is rounded while they are tried
-        generator = torch.Generator().manual_seed(0)
+        generator, start = torch.Generator().manual_seed(0), end - WIDEST
         pages = list(range(NUM_RESERVED, NUM_RESERVED + 2 * self.pages_per_block))
         layers = model.caches[: max(PROBED_LAYERS, model.varied_layers)]
         room = (pages[-1] + 1, self.cache.page_size, self.dtype, self.device)
-        cache = KvCache(layers, *room, slots=1, depth=2 * most)
+        cache = KvCache(layers, *room, slots=1, depth=2 * WIDEST)
         for pool in (pool for layer in cache.layers for pool in layer.pools):
             pool.copy_(torch.randn(pool.shape, generator=generator))
-        ids = torch.randint(model.vocab_size, (1, most), generator=generator).to(self.device)
+        ids = torch.randint(model.vocab_size, (1, WIDEST), generator=generator).to(self.device)
         table = self.page_row(pages, len(pages))[None]
         ring = torch.randn(1, WIDEST, model.hidden_size, generator=generator)
         states = HeadStates(ring.to(self.device, self.dtype), WIDEST)
 
-        def run(start: int, first: int, rows: int, context: int = KV_BLOCK, tile: int = WIDEST) -> Pass:
-            """Rows of the text, whose first stands at `start`; more than the widest bucket as its windows."""
-            own = self.prompt_rows(ids[:, first : first + rows], start + first, table)
-            given = SlotRows(own, table, [SlotView(context, pages)], states)
-            given = given.folded(WIDEST, self.trash_slot) if rows > WIDEST else given
-            if cache.recurrent:  # a state as of the text's first row, from where tokens are applied again
-                run_ = [[0], [0], [rows], [start + first], [start]]
-                segments = torch.tensor(run_, device=self.device)
-                given = given._replace(segments=Segments(segments, cache.applied.fill_(start)))
-            hidden = model.forward(self._batch(given, tile), cache.layers).hidden
-            return hidden, model.logits(hidden, tile)
-
         def window(first: int, rows: int, blocks: int) -> Pass:
-            return run(end - WIDEST, first, rows, blocks * KV_BLOCK)
+            own = self.prompt_rows(ids[:, first : first + rows], start + first, table)
+            given = SlotRows(own, table, [SlotView(blocks * KV_BLOCK, pages)], states)
+            if cache.recurrent:  # a state as of the text's first row, from where tokens are applied again
+                run = [[0], [0], [rows], [start + first], [start]]
+                segments = torch.tensor(run, device=self.device)
+                given = given._replace(segments=Segments(segments, cache.applied.fill_(start)))
+            hidden = model.forward(self._batch(given), cache.layers).hidden
+            return hidden, model.logits(hidden, WIDEST)
 
         buckets = admitted_buckets(window)
         if alone:
@@ -138,13 +124,6 @@ class ModelRunner:
             given = (self.dtype, self.cache.page_size, self.buckets)
             every = [set(admitted_parts(heads, *given)) for heads in model.every_heads]
             self.context_parts = tuple(sorted(set.intersection(*every)))
-        if alone and self.dtype == torch.float32 and model.max_positions >= most:
-            self.tile = admitted_tile(lambda first, rows, tile: run(end - most, first, rows, tile=tile))
-
-    @property
-    def tail_rows(self) -> int:
-        """Rows of one pass over a prompt where it makes no whole chunk."""
-        return max(self.kernels.facts.tail_rows, min(self.tile, self.chunk))
 
     def page_row(self, pages: Sequence[int], width: int) -> Tensor:
         """A page-table row int64 [width], unused entries pointing at the zero page."""
@@ -191,7 +170,7 @@ class ModelRunner:
         slots, width = rows.token_ids.shape
         ids, positions, places = (t.reshape(-1) for t in (rows.token_ids, rows.positions, rows.kv_slots))
         if self.buckets is not None and chunk_start is None:
-            extra = bucket_for(slots * width, self.buckets, tile) - slots * width
+            extra = bucket_for(slots * width, self.buckets) - slots * width
             if extra:
                 # The last row again, which touches no expert that is not touched; it keeps nothing.
                 ids, positions = (torch.cat((t, t[-1:].expand(extra))) for t in (ids, positions))
@@ -246,30 +225,19 @@ class ModelRunner:
 
         views: one for each of the first dimension, where some may have no rows; see `forward`.
         """
-        present = self._present(views)
-        if present is None:
-            return self._scores(hidden, self.model.logits)
-        scores = self._scores(hidden.index_select(0, present), self.model.logits)
-        return _spread(scores, present, len(views))
-
-    def _scores(self, hidden: Tensor, scores: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """What a head says of hidden [..., hidden], in a bucket's rows."""
+        if (present := self._present(views)) is not None:
+            return _spread(self.logits(hidden.index_select(0, present)), present, len(views))
         flat = hidden.reshape(-1, hidden.shape[-1]).contiguous()
         rows = flat.shape[0]
-        extra = 0 if self.buckets is None else bucket_for(rows, self.buckets, self.tile) - rows
+        extra = 0 if self.buckets is None else bucket_for(rows, self.buckets) - rows
         if extra:
             flat = torch.cat((flat, flat.new_zeros(extra, flat.shape[1])))
-        return scores(flat, self.tile)[:rows].view(*hidden.shape[:-1], -1)
+        return self.model.logits(flat, self.tile)[:rows].view(*hidden.shape[:-1], -1)
 
-    def sample(self, hidden: Tensor, draw: Draw, *, noise: bool) -> tuple[Tensor, Tensor] | None:
-        """Tokens [S, R] of hidden [S, R, hidden] and whether each is finite, by a head that draws.
-
-        None where there is none. Without `noise` no temperature is above 0.
-        """
+    def sample(self, hidden: Tensor, draw: Draw) -> tuple[Tensor, Tensor] | None:
+        """Tokens [S, R] of hidden [S, R, hidden] and whether each is finite; None where no head draws."""
         if not self.draws:
             return None
-        if self.model.part is not None:
-            return self.model.part.choose(self._scores(hidden, self.model.part_logits), draw, noise=noise)
         slots, rows = hidden.shape[:2]
         # The last row of every window reshapes to a view with gaps, which kernels do not read.
         tokens, finite = self.model.sample(hidden.reshape(slots * rows, -1).contiguous(), draw)
@@ -311,11 +279,11 @@ class ModelRunner:
         return [self._write_alone(*each) for each in zip(parts, rings, strict=True)]
 
     def _write_alone(self, part: PromptPart, ring: HeadStates | None) -> Tensor:
-        """Run one pass for each whole chunk and one for each `tail_rows` rows outside chunks."""
+        """Run one pass for each whole chunk and one for each few rows outside chunks."""
         table, made = self.page_table_of(part.view), []
         for run in part.runs:
             chunked, last = run.kind == "chunk", min(run.end, part.end)
-            step = self.chunk if chunked else self.tail_rows
+            step = self.chunk if chunked else self.kernels.facts.tail_rows
             for begin in range(max(run.start, part.begin), last, step):
                 rows = (part.token_ids, begin, min(begin + step, last), table, part.view.pages)
                 made.append(self.forward_prompt(*rows, chunked=chunked, states=ring, slot=part.slot).states)
@@ -356,10 +324,5 @@ class ModelRunner:
         """
         rows = self.prompt_rows(token_ids[:, begin:end], begin, page_table)
         given = self._of_prompt(SlotRows(rows, page_table, [SlotView(end, pages)], states), slot, begin)
-        if chunked:
-            batch = self._batch(given, end - begin, chunk_start=begin)
-        elif self.kernels.facts.tries_rows and end - begin > WIDEST:
-            batch = self._batch(given.folded(WIDEST, self.trash_slot))
-        else:
-            batch = self._batch(given)
+        batch = self._batch(given, end - begin, chunk_start=begin) if chunked else self._batch(given)
         return self._run(batch).each(lambda tensor: tensor[None, : end - begin])

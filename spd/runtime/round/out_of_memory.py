@@ -1,24 +1,14 @@
-"""Memory that runs out on the device: told apart, named by what was being done, and let go of."""
+"""Memory that runs out on the device: told apart, and let go of."""
 
 from __future__ import annotations
 
 import errno
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
 WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
 """How libraries say it that have no exception of their own for it."""
-
-
-class OutOfMemory(MemoryError):
-    """Memory ran out, and in what part of the work."""
-
-    def __init__(self, phase: str, detail: str) -> None:
-        super().__init__(detail)
-        self.phase = phase
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -28,17 +18,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in WORDS)
-
-
-@contextmanager
-def memory_phase(phase: str) -> Iterator[None]:
-    """Raise OutOfMemory that names the phase for whatever runs out of memory inside."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
-            raise
-        raise OutOfMemory(phase, first_line(error)) from None
 
 
 def let_go(error: BaseException) -> None:

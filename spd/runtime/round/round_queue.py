@@ -20,7 +20,7 @@ from spd.kernels.round.window import BEGAN, COMMITTED, ENDED, VERIFIED
 from spd.runtime.round.cpu_load import FollowedThreads
 from spd.runtime.round.graphs import CapturedRounds, RoundShape
 from spd.runtime.round.limits import CATCH_UP, PAGE_SIZE, TRASH_PAGE
-from spd.runtime.round.out_of_memory import OutOfMemory, let_go
+from spd.runtime.round.out_of_memory import is_out_of_memory, let_go
 from spd.runtime.round.round import Logprobs, Round
 from spd.runtime.round.rows import EMPTY_SLOT, PromptPart, SlotView, filled_rows
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
@@ -310,14 +310,14 @@ class RoundQueue:
     def capture(self, shape: RoundShape) -> bool:
         """Capture a round while nothing runs. False: memory ran out, and all are let go.
 
-        Raises OutOfMemory where other ranks would not know of that.
+        Raises what was raised where other ranks would not know of that.
         """
         captured = self.captured
         assert captured is not None
         try:
             captured.capture(shape, [EMPTY_SLOT] * self.state.slots)
-        except OutOfMemory as error:
-            if not self.alone:
+        except Exception as error:
+            if not (self.alone and is_out_of_memory(error)):
                 raise
             captured.captured.clear()
             captured.pool, captured.lazily = None, True

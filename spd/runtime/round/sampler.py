@@ -166,7 +166,7 @@ class Sampler:
             return None
         keys = (self.seed, self.state.length, step, self.numbers["temperature"])
         draw = Draw(*keys, min(self.usable_vocab, runner.model.vocab_size))
-        return runner.sample(hidden, draw, noise=needs.noise)
+        return runner.sample(hidden, draw)
 
     def draw_draft(self, runner: ModelRunner, hidden: Tensor, step: int, needs: SamplerClass) -> Tensor:
         """A drafter's tokens [S, 1] from its hidden [S, 1, hidden]: bias, temperature, the target's noise.
