@@ -59,8 +59,7 @@ TORCH_FREE = {
     "spd.runtime.models",
     "spd.runtime.models.weights",
     "spd.runtime.models.layouts",
-    "spd.runtime.models.families.llama",
-    "spd.runtime.models.families.variants",
+    "spd.runtime.models.families",
     "spd.runtime.models.eagle3",
 }
 READ_ENVIRONMENT = {"spd.cli.app", "spd.formats.hub"}

@@ -21,7 +21,7 @@ from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual
 from spd.runtime.layers.rotary import RotaryRows
 from spd.runtime.models import decoder, layouts
-from spd.runtime.models.latent_attention import LATENT_EPSILON, LatentAttention
+from spd.runtime.models.attention import LATENT_EPSILON, LatentAttention
 from tests.helpers import Run, accepted, assert_same, drafted, make_engine, random_prompts, run_all, run_one
 from tests.lanes import covering
 from tests.page_checks import check_table

@@ -27,8 +27,7 @@ from spd.runtime.models import family_layout
 from spd.runtime.models.layouts import MoeLayout
 from spd.runtime.models.moe import MoeMlp
 from spd.runtime.models.mtp_weights import module_bytes, module_layer
-from spd.runtime.models.weight_form import DTYPE_BYTES
-from spd.runtime.models.weights import destinations, expected_tensors, scale_name, scale_shape
+from spd.runtime.models.weights import DTYPE_BYTES, destinations, expected_tensors, scale_name, scale_shape
 from spd.runtime.plan.memory import largest, page_bytes, tensor_bytes
 from spd.runtime.round.limits import PAGE_SIZE
 

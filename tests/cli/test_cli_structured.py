@@ -14,8 +14,6 @@ import pytest
 from spd.cli.text.job import Vocabulary
 from spd.cli.text.prompt import Asked
 from spd.cli.text.structured import end_of_thinking
-from spd.errors import UsageError
-from spd.runtime.engine.request import GrammarText
 from tests.cli.conftest import refused
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}
@@ -106,8 +104,3 @@ def test_where_a_grammar_begins(ids: list[int], template: str, variables: Any, e
 def test_a_model_without_a_tokenizer_says_so() -> None:
     vocabulary = Vocabulary(config=SimpleNamespace(), tokenizer=None, template=None, name="x")  # type: ignore[arg-type]
     assert end_of_thinking(vocabulary, Asked(ids=(1,)), [1]) is None
-
-
-def test_a_grammar_of_another_kind_is_refused() -> None:
-    with pytest.raises(UsageError, match="grammar kind ebnf is not known"):
-        GrammarText("ebnf", "start = x")  # type: ignore[arg-type]

@@ -49,7 +49,7 @@ ASLEEP, STOPPED = "time.sleep(600)", "os.kill(os.getpid(), 19)"
 RAISES = "raise ValueError('no such page')"
 WAITING, SILENT = "has kept the others waiting", "has not answered for"
 PLACES = {
-    "loading": ("spd.runtime.models.latent_attention", "LatentAttention.__call__", 1),  # a probe's
+    "loading": ("spd.runtime.models.attention", "LatentAttention.__call__", 1),  # a probe's
     "prefill": ("spd.runtime.round.round_queue", "RoundQueue.flush", 1),
     "decoding": ("spd.runtime.round.round_queue", "RoundQueue.launch", 4),
 }

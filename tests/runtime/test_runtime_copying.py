@@ -9,9 +9,6 @@ import pytest
 from spd.formats.demo import demo_folder
 from spd.runtime import Engine, EngineConfig, SamplingParams
 from spd.runtime.engine.draft_length import (
-    FOLLOWED,
-    MATCHED,
-    NO_MATCH,
     WARM_UP_ROUNDS,
     Acceptance,
     DraftLength,
@@ -67,7 +64,7 @@ def test_what_lookup_gives_says_nothing_of_the_model() -> None:
         length.observe(COPYING, COPYING, COPYING, own, 7)
     assert (length.rate, own.accepted, own.tried) == before
     length.observe(COPYING, 0, 0, own)
-    assert (length.rate, own.accepted, own.tried) == before and own.lookup == NO_MATCH
+    assert (length.rate, own.accepted, own.tried) == before and not own.copies
 
 
 def test_it_is_held_against_what_the_model_brings() -> None:
@@ -84,10 +81,10 @@ def test_rounds_of_many_of_whom_one_copies() -> None:
     length = DraftLength(K, True, copying=COPYING)
     present = [(Acceptance(), COPYING) for _ in range(8)]
     play(length, [False] * 40, present, rate=0.9)
-    present[0][0].lookup = FOLLOWED
+    present[0][0].copies = True
     assert length.choose() <= K
     for own, _ in present:
-        own.lookup = FOLLOWED
+        own.copies = True
     length.times.trials.clear()
     assert length.choose() == COPYING
 
@@ -105,7 +102,7 @@ def test_disappointment_ends_it() -> None:
     play(length, [False] * 40, [(own, COPYING)])
     chosen = []
     for _ in range(60):
-        own.lookup = FOLLOWED
+        own.copies = True
         k = length.choose()
         chosen.append(k)
         length.observe_cost(k, 0.010 + 0.0001 * k, 0.004 * min(k, K) * (k <= K), k if k <= K else 0)
@@ -122,21 +119,21 @@ def test_where_no_model_pays_a_match_is_followed() -> None:
     for match, k in ((0, 0), (6, COPYING)):
         length.observe(0, 0, 0, own, match)
         length.times.trials.clear()
-        assert own.lookup == (MATCHED if match else NO_MATCH) and length.choose() == k
-    for accepted, trail in ((COPYING, FOLLOWED), (3, NO_MATCH)):
+        assert own.copies == (match > 0) and length.choose() == k
+    for accepted, trail in ((COPYING, True), (3, False)):
         length.observe(COPYING, COPYING, accepted, own, 6)
-        assert own.lookup == trail
+        assert own.copies == trail
 
 
 def test_who_sat_out_the_drafting_of_a_round_says_nothing_of_copies() -> None:
     """It has no drafts there, and still the match that it had before."""
-    length, own = DraftLength(K, True, copying=COPYING), Acceptance(lookup=MATCHED)
+    length, own = DraftLength(K, True, copying=COPYING), Acceptance(copies=True)
     length.attend([(own, COPYING)])
-    before = dict(length.copied)
+    before = length.copied
     length.observe(COPYING, 0, 0, own, 8)
-    assert length.copied == before and own.lookup == MATCHED
+    assert length.copied == before and own.copies
     length.observe(COPYING, 0, 0, own)
-    assert length.copied != before and own.lookup == NO_MATCH, "lookup had nothing any more"
+    assert length.copied != before and not own.copies, "lookup had nothing any more"
 
 
 def test_rounds_of_lookup_alone_are_captured_ahead_for_one_slot() -> None:

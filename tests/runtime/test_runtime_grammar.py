@@ -14,7 +14,7 @@ import torch
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime import Request, SamplingParams
-from spd.runtime.engine.grammar import KEPT, MAX_BYTES, GrammarCompiler, GuidedText
+from spd.runtime.engine.grammar import KEPT, MAX_BYTES, Grammar, GrammarCompiler
 from spd.runtime.engine.request import GrammarText
 from spd.runtime.round.limits import mask_width
 from tests.helpers import make_engine, random_prompts, run_requests
@@ -229,16 +229,16 @@ def test_a_dead_end_is_an_error_and_no_token(target: Path, monkeypatch: pytest.M
     asked = requests(1.0)
     alone = run_requests(make_engine(target), [asked[3]])[0]
     whole = run_requests(make_engine(target), [asked[0]])[0]
-    honest, count = GuidedText._write, 0
+    honest, count = Grammar._write, 0
 
-    def write(self: GuidedText, row: torch.Tensor) -> None:
+    def write(self: Grammar, row: torch.Tensor) -> None:
         nonlocal count
         honest(self, row)
         count += 1
         if count > 3:
             row.zero_()
 
-    monkeypatch.setattr(GuidedText, "_write", write)
+    monkeypatch.setattr(Grammar, "_write", write)
     engine = make_engine(target, slots=2, lag=2)
     done = engine.generate([asked[0], asked[3]])
     assert (done[0].finish_reason, list(done[0].token_ids)) == ("error", whole.tokens[:3])

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from spd.runtime.engine.engine import arm
-from spd.runtime.engine.grammar import GuidedText
+from spd.runtime.engine.grammar import Grammar
 from spd.runtime.round.round_queue import RoundQueue
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 from tests.helpers import make_engine, run_requests
@@ -32,7 +32,7 @@ MIXED = SamplingParams(temperature=0.75, logit_bias=((0, 0.5),), presence_penalt
 
 
 class Matcher:
-    """As much of llguidance's matcher as `GuidedText` uses, over a table of what is allowed where."""
+    """As much of llguidance's matcher as `Grammar` uses, over a table of what is allowed where."""
 
     def __init__(self, allowed: Tensor, text: tuple[int, ...]) -> None:
         self.allowed, self.text = allowed, list(text)
@@ -70,7 +70,7 @@ class GrammarEnumeration(RuleEnumeration):
         queue = RoundQueue(self.round, None, nothing, nothing, 0, alone=True)
         for slot in self.state.active.nonzero()[:, 0].tolist():
             text = tuple(self.state.tokens[slot, : int(self.state.length[slot])].tolist())
-            grammar = GuidedText(Matcher(self.allowed, text), (), (), None)
+            grammar = Grammar(Matcher(self.allowed, text), (), (), None)
             sequence: Any = SimpleNamespace(grammar=grammar, slot=slot)
             arm(queue, sequence, self.state.draft[slot, :k].tolist(), self.rule_case.rule)
         return dataclasses.replace(needs, grammar=True)

@@ -18,7 +18,7 @@ from spd.kernels.linear.eight_bits import int8_linear, int8_rows, multiplies_int
 from spd.kernels.linear.skinny_linear import ScaledWeight
 from spd.runtime import Engine, EngineConfig, SamplingParams, make_plan
 from spd.runtime.models.moe import RoutedExperts
-from spd.runtime.models.weight_form import WeightForm
+from spd.runtime.models.weights import WeightForm
 from spd.runtime.plan.memory import tensor_bytes
 from tests.helpers import Damped, make_engine, random_prompts, read_model_config, run_all
 from tests.recipes.fp8_twin import write_twin

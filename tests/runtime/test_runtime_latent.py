@@ -16,8 +16,7 @@ from spd.formats.model_config import ModelConfig
 from spd.formats.rope_config import RopeConfig
 from spd.runtime.layers.base import LayerCache, Residual
 from spd.runtime.layers.rotary import inverse_frequencies
-from spd.runtime.models import family_layout
-from spd.runtime.models.families import variants
+from spd.runtime.models import families, family_layout
 from spd.runtime.models.weights import expected_tensors, scale_shape
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.rows import SlotRows, SlotView
@@ -39,7 +38,7 @@ def deepseek_v3(tiny: Callable[..., Path]) -> ModelConfig:
 
 def test_figures_of_deepseek_v3(tiny: Callable[..., Path]) -> None:
     config = deepseek_v3(tiny)
-    assert variants.softmax_scale(config) == pytest.approx(0.135234, abs=5e-7)
+    assert families.softmax_scale(config) == pytest.approx(0.135234, abs=5e-7)
     plain = inverse_frequencies(RopeConfig("default", 10000.0), 64)
     share = inverse_frequencies(config.rope, 64) / plain
     kept, stretched = torch.ones(11), torch.full((9,), 1 / 40)
@@ -58,7 +57,7 @@ def test_the_scale_is_corrected_for_yarn_only(tiny: Callable[..., Path]) -> None
     without = replace(config, rope=replace(config.rope, mscale_all_dim=None))
     unstretched = replace(config, rope=RopeConfig("default", 10000.0))
     for other in (without, unstretched):
-        assert variants.softmax_scale(other) == pytest.approx(192**-0.5, rel=1e-12)
+        assert families.softmax_scale(other) == pytest.approx(192**-0.5, rel=1e-12)
 
 
 # -- the naive form --------------------------------------------------------------------------------
@@ -99,7 +98,7 @@ def naive(x: torch.Tensor, tensors: dict[str, torch.Tensor], config: ModelConfig
     key = torch.cat((still, rotate_pairs(turning[:, None], positions, config.rope).expand(-1, heads, -1)), -1)
     turned = rotate_pairs(query[..., of.nope_dim :], positions, config.rope)
     query = torch.cat((query[..., : of.nope_dim], turned), -1)
-    scores = torch.einsum("qhd,khd->hqk", query, key) * variants.softmax_scale(config)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * families.softmax_scale(config)
     scores = scores.masked_fill(torch.ones(rows, rows).triu(1).bool(), -math.inf).softmax(-1)
     return linear("self_attn.o_proj", torch.einsum("hqk,khd->qhd", scores, value).flatten(1))
 

@@ -24,8 +24,7 @@ from spd.kernels.attention.paged_attention import KV_BLOCK
 from spd.runtime import Engine, EngineConfig, Request, SamplingParams, make_plan
 from spd.runtime.engine import assembly
 from spd.runtime.models import family_layout
-from spd.runtime.models.weight_form import WeightForm
-from spd.runtime.models.weights import expected_tensors
+from spd.runtime.models.weights import WeightForm, expected_tensors
 from spd.runtime.plan import machine, memory
 from spd.runtime.plan.memory import (
     EngineShape,

@@ -13,8 +13,7 @@ import pytest
 from torch import Tensor
 
 from spd.runtime import Engine, SamplingParams
-from spd.runtime.models.decoder import Decoder
-from spd.runtime.models.head_model import HeadModel
+from spd.runtime.models.decoder import Decoder, HeadModel
 from spd.runtime.proposers.head import HeadProposer
 from tests.helpers import Run, make_engine, random_prompts, run_all
 from tests.recipes.tiny_mtp import write_tiny_mtp

@@ -33,6 +33,11 @@ def sequence_of(name: str, prompt: tuple[int, ...], limit: int) -> Sequence:
     )
 
 
+def held_of(scheduler: Scheduler, sequence: Sequence) -> int:
+    """Positions whose cache is there."""
+    return sequence.prefilled if sequence is scheduler.prefilling else sequence.prefill_end
+
+
 def scheduler_of(slots: int, pages: int, *, sharing: bool = True) -> Scheduler:
     return Scheduler(slots, PageTable(NUM_RESERVED + pages), PAGE, BLOCK, CTX, sharing=sharing)
 
@@ -111,7 +116,7 @@ class SchedulerModel(RuleBasedStateMachine):
     def end(self, sequence: Sequence, reason: str) -> None:
         sequence.finish_reason = reason
         if reason != "error" and not sequence.in_flight:
-            held = self.scheduler.held(sequence)
+            held = held_of(self.scheduler, sequence)
             self.save(sequence, self.scheduler.checkpoint(sequence, held), held)
         self.scheduler.retire(sequence)
         self.ended += 1
@@ -124,10 +129,9 @@ class SchedulerModel(RuleBasedStateMachine):
                 if self.rounds:
                     self.read(data)
                     continue
-                last = self.scheduler.last_to_come()
-                assert last is not None
+                last = max(self.scheduler.running(), key=lambda s: s.epoch)
                 assert self.arrivals[last] == max(self.arrivals[s] for s in self.scheduler.running())
-                kept, held = list(last.generated), self.scheduler.held(last)
+                kept, held = list(last.generated), held_of(self.scheduler, last)
                 self.save(last, self.scheduler.checkpoint(last, held), held)
                 self.scheduler.preempt(last)
                 assert last.generated == kept and self.scheduler.waiting[0] is last

@@ -11,7 +11,7 @@ import torch
 
 from spd.errors import UsageError
 from spd.runtime import Request, SamplingParams
-from spd.runtime.engine.grammar import BudgetedThinking
+from spd.runtime.engine.grammar import Grammar
 from spd.runtime.engine.request import GrammarText, ThinkingBudget
 from tests.helpers import make_engine, random_prompts, run_requests
 
@@ -60,11 +60,11 @@ def test_the_text_is_the_same_however_it_is_made(target: Path, temperature: floa
         assert [run.output for run in runs] == [run.output for run in plain.values()], wishes
 
 
-def test_thinking_begins_at_the_beginning_only() -> None:
+def test_thinking_ends_where_its_budget_does() -> None:
     """A row that is masked allows the end of thinking alone; a draft that goes on is not legal there."""
 
     def legal(tokens: list[int], drafts: list[int], budget: int = 2) -> tuple[int, list[int]]:
-        state = BudgetedThinking(ThinkingBudget(budget, END, BEGIN))
+        state = Grammar(None, budget=ThinkingBudget(budget, END, BEGIN))
         for token in tokens:
             state.accept(token)
         rows = torch.empty(len(drafts) + 1, 10, dtype=torch.int32)
@@ -76,7 +76,7 @@ def test_thinking_begins_at_the_beginning_only() -> None:
     assert legal([], [BEGIN, 1, 2, END]) == (4, [3])
     assert legal([], [BEGIN, 1, 2, 3]) == (3, [3])
     assert legal([5, BEGIN, 1], [2, 3]) == (1, [1])
-    assert legal([5, 6, BEGIN, 1], [2, 3]) == (2, [])
+    assert legal([5, 6], [2, 3]) == (2, [])
     assert legal([BEGIN, END, 1], [2, 3, 4]) == (3, [])
     assert legal([BEGIN], [], budget=0) == (0, [0])
 

@@ -16,7 +16,7 @@ from spd.runtime.models.builder import Place
 from spd.runtime.models.decoder import Decoder
 from spd.runtime.models.eagle3 import head_parts
 from spd.runtime.models.mtp_weights import module_bytes, module_parts
-from spd.runtime.models.weight_form import WIDE
+from spd.runtime.models.weights import WIDE
 from spd.runtime.plan.config import show_size
 from spd.runtime.plan.memory import pages_a_slot, remedies, tensor_bytes
 from spd.runtime.plan.plan import EnginePlan
@@ -98,10 +98,9 @@ def _drafters(
         return _runners(plan, mtp.folder, place, positions, meter, head)
     if draft is None:
         return []
-    if draft.config.eagle3 is None:
-        return _runners(plan, draft, place, positions, meter)
-    find = partial(head_parts, draft.config)
-    return _runners(plan, draft, place, positions, meter, Head(draft.config, find, target, plan.model, apart))
+    eagle = draft.config.eagle3 is not None
+    head = Head(draft.config, partial(head_parts, draft.config), target, plan.model, apart) if eagle else None
+    return _runners(plan, draft, place, positions, meter, head)
 
 
 def _meter(plan: EnginePlan, progress: Progress | None) -> LoadMeter:

@@ -28,9 +28,7 @@ TIME_FIRST, TIME_EVERY = 8, 48  # rounds with drafts before another k is timed: 
 PROBE_EVERY, PROBE_SELDOM = 16, 256  # rounds without drafts between probes: at first, after vain ones
 PROBE_LENGTH, PROBE_OUTCOMES = 2, 8  # a probe's k, and how many requests' rounds it tries, at least
 PROBE_MEMORY = 16.0  # drafts that earlier evidence counts for at a probe, at most: it can be overruled
-NO_MATCH, MATCHED, FOLLOWED = 0, 1, 2
-"""What lookup has of a text: no match, one, or one whose drafts were all accepted: text is being copied."""
-COPIED, PRIOR_COPIES = {MATCHED: 0.4, FOLLOWED: 0.75}, 4.0
+COPIED, PRIOR_COPIES = 0.6, 4.0
 """Share of lookup's drafts that is hoped for at first, and for how many rounds."""
 
 
@@ -75,8 +73,8 @@ class Acceptance:
 
     accepted: float = 0.0
     tried: float = 0.0
-    lookup: int = NO_MATCH
-    """What prompt lookup beside a model has of a request's text; see `NO_MATCH`."""
+    copies: bool = False
+    """Whether prompt lookup beside a model has a match, whose drafts, if any, were all accepted."""
 
     def rate(self, prior: float) -> float:
         """The first draft's chance; `prior`, that of all requests, counts as `PRIOR` drafts."""
@@ -127,8 +125,8 @@ class DraftLength:
     """The values of k to choose from; empty means all from 0 to `maximum`."""
     copying: int = 0
     """Above `maximum`: k of rounds for which prompt lookup drafts alone, where it has a match. 0: never."""
-    copied: dict[int, tuple[float, float]] = field(init=False)
-    """Of such rounds, by what lookup had: a request's accepted drafts, and how many rounds; they fade."""
+    copied: tuple[float, float] = field(init=False)
+    """Of such rounds a request's accepted drafts, and how many rounds; they fade."""
     overall: Acceptance = field(default_factory=lambda: Acceptance(7.0, 10.0))
     """As of one request, of all; fades from round to round."""
     present: Sequence[tuple[Acceptance, int]] = ()
@@ -140,9 +138,7 @@ class DraftLength:
 
     def __post_init__(self) -> None:
         self.tiers = self.tiers or tuple(range(self.maximum + 1))
-        self.copied = {
-            match: (PRIOR_COPIES * share * self.copying, PRIOR_COPIES) for match, share in COPIED.items()
-        }
+        self.copied = PRIOR_COPIES * COPIED * self.copying, PRIOR_COPIES
 
     def attend(self, present: Sequence[tuple[Acceptance, int]]) -> None:
         """Say which requests take part from now on, and how many drafts each wants at most."""
@@ -198,11 +194,11 @@ class DraftLength:
 
     def _copying_k(self, speed: float) -> int:
         """k of a round of lookup alone, where that brings more than `speed` tokens a second; else 0."""
-        matches = [one.lookup for one, most in self.present if one.lookup and most > self.maximum]
-        if not self.copying or not matches:
+        copying = sum(one.copies and most > self.maximum for one, most in self.present)
+        if not self.copying or not copying:
             return 0
-        hopes = {match: accepted / rounds for match, (accepted, rounds) in self.copied.items()}
-        tokens = 1.0 + sum(hopes[match] for match in matches) / len(self.present)
+        accepted, rounds = self.copied
+        tokens = 1.0 + copying * accepted / rounds / len(self.present)
         cost = self.times.costs([self.copying], model=False)[self.copying]
         return self.copying if tokens / cost > speed else 0
 
@@ -243,10 +239,10 @@ class DraftLength:
         match: tokens of the one that prompt lookup took the drafts from, where it did.
         """
         if self.copying and own is not None:
-            if own.lookup and k > self.maximum and (drafted or not match):  # else it sat out those drafts
-                before, rounds = self.copied[own.lookup]
-                self.copied[own.lookup] = DECAY * before + accepted, DECAY * rounds + 1
-            own.lookup = NO_MATCH if not match or accepted < drafted else FOLLOWED if drafted else MATCHED
+            if own.copies and k > self.maximum and (drafted or not match):  # else it sat out those drafts
+                before, rounds = self.copied
+                self.copied = DECAY * before + accepted, DECAY * rounds + 1
+            own.copies = match > 0 and accepted == drafted
         if not 0 < k <= self.maximum:
             return
         could = accepted + (accepted < drafted or not drafted)

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Listed
 from functools import reduce
-from itertools import takewhile
+from itertools import islice, takewhile
 from operator import attrgetter, or_
 
 import torch
@@ -21,7 +21,6 @@ from spd.formats.tokenizer import Tokenizer
 from spd.kernels.round.commit import EMISSION_HEAD, GOING_ON, read_emission
 from spd.runtime.engine.assembly import memory_refusal, open_device
 from spd.runtime.engine.draft_length import DraftLength
-from spd.runtime.engine.driver import drive
 from spd.runtime.engine.grammar import GrammarError
 from spd.runtime.engine.metrics import RequestMetrics, RoundRecord
 from spd.runtime.engine.page_table import Checkpoints, PageTable
@@ -54,12 +53,9 @@ class Engine:
     >>> from spd import Engine, EngineConfig, Request, SamplingParams, demo_folder
     >>> engine = Engine(EngineConfig(model=demo_folder(), slots=2, ctx=256, threads=1))
     >>> ids = tuple(engine.tokenizer.encode("def read_lines(path):"))
-    >>> params = SamplingParams(max_tokens=8)
-    >>> first, second = engine.generate([Request("a", ids, params), Request("b", ids[:3], params)])
-    >>> (first.request_id, len(first.token_ids), second.finish_reason)
+    >>> (done,) = engine.generate([Request("a", ids, SamplingParams(max_tokens=8))])
+    >>> (done.request_id, len(done.token_ids), done.finish_reason)
     ('a', 8, 'length')
-    >>> "".join(event.text for event in engine.stream([Request("c", ids, params)])) == first.text
-    True
     """
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
@@ -106,12 +102,7 @@ class Engine:
         if captured is None or self.has_work:
             return 0
         shapes = captured.usual(self._draft_length.usual_pairs, params, together)[:most]
-        try:
-            return sum(takewhile(bool, map(self._device.capture, shapes)))
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise memory_refusal(error, self.plan, "running") from None
+        return sum(takewhile(bool, map(self._device.capture, shapes)))
 
     def add(self, request: Request) -> None:
         """Queue a request. Whatever can be refused for one request alone is refused here."""
@@ -154,18 +145,14 @@ class Engine:
         Raises what `add` raises.
         """
         source, names = iter(requests), set[str]()
-
-        def fill() -> bool:
-            while len(self._scheduler.waiting) < self.plan.shape.slots:
-                if (request := next(source, None)) is None:
-                    break
-                self.add(request)
-                names.add(request.id)
-            return self.has_work
-
         try:
-            for events in drive(self.step, fill):
-                yield from events
+            while True:
+                for request in islice(source, max(0, self.plan.shape.slots - len(self._scheduler.waiting))):
+                    self.add(request)
+                    names.add(request.id)
+                if not self.has_work:
+                    return
+                yield from self.step()
         finally:
             for request_id in names:
                 self.abort(request_id)
@@ -315,8 +302,7 @@ class Engine:
             if scheduler.in_flight:
                 self._read_oldest()
             else:
-                last = scheduler.last_to_come()
-                assert last is not None
+                last = max(scheduler.running(), key=attrgetter("epoch"))  # epochs follow arrivals
                 self._vacate(last, settled=True)
                 scheduler.preempt(last)
             live = scheduler.decoding()
@@ -423,7 +409,8 @@ class Engine:
 
     def _vacate(self, sequence: Sequence, settled: bool) -> None:
         """Silence its slot. Its states are kept if `settled`: none has taken in a token beyond its end."""
-        scheduler, held = self._scheduler, self._scheduler.held(sequence)
+        scheduler = self._scheduler
+        held = sequence.prefilled if sequence is scheduler.prefilling else sequence.prefill_end
         place = scheduler.checkpoint(sequence, held) if settled else None
         try:
             self._device.retire(sequence.slot, sequence.pages, held, place)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from spd.errors import IncompatibleError, UsageError
 from spd.runtime.engine.request import GrammarText, ThinkingBudget
@@ -26,8 +26,6 @@ KEPT = 64
 """Compiled grammars that are kept for the next request with the same text."""
 JSON_STYLE: Any = {"whitespace_pattern": r"(\n[ \t]{0,32}| ?)"}
 """Between the parts of a JSON text nothing, a blank or a new line: weak models would never stop."""
-BEGINNING = 2
-"""Tokens of a reply among which its thinking has to begin."""
 FLAGS = {
     "schema": ("--schema", """'{"type": "object", "properties": {"name": {"type": "string"}}}'"""),
     "regex": ("--grammar", "'/[0-9]{4}-[0-9]{2}/'"),
@@ -40,17 +38,27 @@ class GrammarError(Exception):
     """A grammar that cannot go on, in words."""
 
 
-class GuidedText:
-    """One text's way through a grammar, over an llguidance matcher.
+class Grammar:
+    """One text's way through a grammar, over an llguidance matcher, through a budget of thinking, or both.
 
     `ends` are the ids that end a text, allowed where the grammar may be complete. With `after` the
     grammar begins behind that token, and everything is allowed before.
     """
 
-    def __init__(self, matcher: Any, own_ends: Collection[int], ends: Collection[int], after: int | None):
+    def __init__(
+        self,
+        matcher: Any,
+        own_ends: Collection[int] = (),
+        ends: Collection[int] = (),
+        after: int | None = None,
+        budget: ThinkingBudget | None = None,
+    ) -> None:
+        """matcher: None where there is nothing but a budget."""
         self._matcher, self._own_ends, self._ends = matcher, tuple(own_ends), frozenset(ends)
-        self._after = after
-        self.began = after is None
+        self._after, self._budget = after, budget
+        self.began = matcher is not None and after is None
+        self._left = budget.tokens if budget is not None and budget.inside else None
+        """Tokens of thinking that are left; None outside of it."""
 
     @property
     def finished(self) -> bool:
@@ -60,7 +68,8 @@ class GuidedText:
     @property
     def complete(self) -> bool:
         """Whether the text may end here."""
-        return self.finished or (self.began and bool(self._matcher.is_accepting()))
+        guided = self._matcher is not None
+        return not guided or self.finished or (self.began and bool(self._matcher.is_accepting()))
 
     def masks(self, drafts: Sequence[int], rows: Tensor) -> int:
         """Write a mask for the row of each draft and one more; returns how many drafts lead legally.
@@ -69,6 +78,19 @@ class GuidedText:
         state is afterwards what it was. Raises GrammarError.
         """
         rows.fill_(-1)
+        legal, left = len(drafts) if self._matcher is None else self._guided(drafts, rows), self._left
+        for i in range(legal + 1 if self._budget is not None else 0):
+            assert self._budget is not None
+            if left is not None and left <= 0:
+                rows[i] = 0
+                rows[i, self._budget.end // WORD] = _bit(self._budget.end)
+                if i < legal and drafts[i] != self._budget.end:
+                    return i
+            if i < legal:
+                left = self._left_behind(left, drafts[i])
+        return legal
+
+    def _guided(self, drafts: Sequence[int], rows: Tensor) -> int:
         began, consumed, legal = self.began, 0, len(drafts)
         for i, draft in enumerate((*drafts, None)):
             if began and self._matcher.is_stopped():
@@ -107,62 +129,19 @@ class GuidedText:
     def accept(self, token: int) -> None:
         """Go on by a committed token that ends nothing. Raises GrammarError if it is not allowed."""
         if not self.began:
-            self.began = token == self._after
+            self.began = self._matcher is not None and token == self._after
         elif not self._matcher.try_consume_tokens([token]):
             self._raise_error()
             raise GrammarError(f"token {token} is not allowed by the grammar")
+        self._left = self._left_behind(self._left, token)
 
-
-_Place = tuple[Literal["beginning", "thinking", "answer"], int]
-"""The part that a text is in, and how many tokens of it are left; an answer has no end."""
-
-
-class BudgetedThinking:
-    """A grammar that ends thinking, around the one of the answer where there is one."""
-
-    def __init__(self, budget: ThinkingBudget, inner: GuidedText | None = None) -> None:
-        self._budget, self._inner = budget, inner
-        self._place: _Place = ("thinking", budget.tokens) if budget.inside else ("beginning", BEGINNING)
-
-    @property
-    def finished(self) -> bool:
-        return self._inner is not None and self._inner.finished
-
-    @property
-    def complete(self) -> bool:
-        return self._inner is None or self._inner.complete
-
-    def masks(self, drafts: Sequence[int], rows: Tensor) -> int:
-        legal = len(drafts)
-        rows.fill_(-1)
-        if self._inner is not None:
-            legal = self._inner.masks(drafts, rows)
-        place, end = self._place, self._budget.end
-        for i in range(legal + 1):
-            if place[0] == "thinking" and place[1] <= 0:
-                rows[i] = 0
-                rows[i, end // WORD] = _bit(end)
-                if i < legal and drafts[i] != end:
-                    return i
-            if i < legal:
-                place = self._next(place, drafts[i])
-        return legal
-
-    def accept(self, token: int) -> None:
-        if self._inner is not None:
-            self._inner.accept(token)
-        self._place = self._next(self._place, token)
-
-    def _next(self, place: _Place, token: int) -> _Place:
-        part, left = place
-        if part == "thinking":
-            return ("answer", 0) if token == self._budget.end else (part, left - 1)
-        if part == "beginning" and token == self._budget.begin:
-            return "thinking", self._budget.tokens
-        return (part, left - 1) if left > 1 else ("answer", 0)
-
-
-Grammar = GuidedText | BudgetedThinking
+    def _left_behind(self, left: int | None, token: int) -> int | None:
+        """Tokens of thinking that are left behind a token, of which `left` were before."""
+        if self._budget is None or token == self._budget.end:
+            return None
+        if left is None:
+            return self._budget.tokens if token == self._budget.begin else None
+        return left - 1
 
 
 def _bit(token: int) -> int:
@@ -180,14 +159,18 @@ class GrammarCompiler:
         self._kept = lru_cache(KEPT)(self._read)
         self._lock = threading.Lock()
 
-    def compile(self, text: GrammarText, ends: Collection[int]) -> GuidedText:
+    def compile(
+        self, text: GrammarText | None, ends: Collection[int], budget: ThinkingBudget | None = None
+    ) -> Grammar | None:
         """A grammar at its beginning. Raises UsageError for one that cannot be read."""
+        if text is None:
+            return None if budget is None else Grammar(None, budget=budget)
         if len(text.text.encode("utf-8", "replace")) > MAX_BYTES:
             raise _refused(text.kind, f"it is longer than {MAX_BYTES // 1024} KiB")
         kept = self._kept(text.kind, text.text)
         with self._lock:
             matcher = kept.deep_copy()
-        return GuidedText(matcher, self._tokenizer.eos_tokens, ends, text.after)
+        return Grammar(matcher, self._tokenizer.eos_tokens, ends, text.after, budget)
 
     def _read(self, kind: str, text: str) -> Any:
         try:

@@ -180,9 +180,6 @@ class Checkpoints:
         self._free = list(range(places))
         self._kept: OrderedDict[bytes, Checkpoint] = OrderedDict()  # by digest, least recently used first
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     def find(self, text: TextHashes, most: int) -> Checkpoint | None:
         """The last checkpoint of a text up to position `most`; all others are older now."""
         there = (kept for kept in self._kept.values() if kept.end <= most)

@@ -197,10 +197,6 @@ class Scheduler:
 
     # -- pages -----------------------------------------------------------------------------------
 
-    def held(self, sequence: Sequence) -> int:
-        """Positions whose cache is there."""
-        return sequence.prefilled if sequence is self.prefilling else sequence.prefill_end
-
     def grow(self, sequence: Sequence, positions: int) -> bool:
         """Give a sequence pages for `positions` positions; False, and nothing given, if there are too few."""
         exact = -(-min(positions, self.ctx) // self.page_size)
@@ -213,10 +209,6 @@ class Scheduler:
             return False
         sequence.pages += self.pages.allocate(wanted)
         return True
-
-    def last_to_come(self) -> Sequence | None:
-        """The occupant to give way first. Epochs follow arrivals: no one overtakes in the line."""
-        return max(self.running(), key=lambda sequence: sequence.epoch, default=None)
 
     def preempt(self, sequence: Sequence) -> None:
         """Send a sequence back to the head of the line. No round with it may be on its way."""

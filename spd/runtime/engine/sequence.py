@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from spd.errors import CheckpointError, IncompatibleError, UsageError
 from spd.runtime.engine.detokenizer import Detokenizer
 from spd.runtime.engine.draft_length import Acceptance
-from spd.runtime.engine.grammar import BudgetedThinking, Grammar, GrammarCompiler, GrammarError
+from spd.runtime.engine.grammar import Grammar, GrammarCompiler, GrammarError
 from spd.runtime.engine.metrics import RequestMetrics
 from spd.runtime.engine.request import Event, Request, TokenLogprob
 from spd.runtime.plan.plan import EnginePlan
@@ -195,8 +195,7 @@ class RequestChecks:
         ends = dict.fromkeys((*(() if params.ignore_eos else self.eos_ids), *params.stop_token_ids))
         stops = tuple(ends)[:NUM_STOP_IDS]
         limit = self.plan.shape.ctx if params.max_tokens is None else length + params.max_tokens
-        guided = None if request.grammar is None else self._grammars.compile(request.grammar, stops)
-        grammar = guided if request.thinking is None else BudgetedThinking(request.thinking, guided)
+        grammar = self._grammars.compile(request.grammar, stops, request.thinking)
         bytes_of = self.tokenizer.bytes_of if self.tokenizer else lambda _tokens: b""
         return Sequence(
             request=request,
@@ -212,11 +211,6 @@ class RequestChecks:
         params, length = request.params, len(request.prompt_ids)
         if not length:
             raise UsageError("the prompt has no tokens", reason=["a first token is needed to continue from"])
-        wrong = next((t for t in request.prompt_ids if not 0 <= t < self.vocab_size), None)
-        if wrong is not None:
-            raise UsageError(
-                f"prompt token id {wrong} is out of range", reason=[f"valid: 0 to {self.vocab_size - 1}"]
-            )
         if length >= self.plan.shape.ctx:
             raise IncompatibleError(
                 f"prompt is {length:,} tokens but the context is {self.plan.shape.ctx:,}",
@@ -224,11 +218,13 @@ class RequestChecks:
                 code="context_overflow",
             )
         end = () if request.thinking is None else (request.thinking.end,)
-        for token_id in (*params.stop_token_ids, *(token for token, _ in params.logit_bias), *end):
-            if token_id >= self.usable_vocab:
-                raise UsageError(
-                    f"token id {token_id} is out of range", reason=[f"valid: 0 to {self.usable_vocab - 1}"]
-                )
+        named = (*params.stop_token_ids, *(token for token, _ in params.logit_bias), *end)
+        for what, ids, size in (
+            ("prompt token id", request.prompt_ids, self.vocab_size),
+            ("token id", named, self.usable_vocab),
+        ):
+            if (wrong := next((each for each in ids if not 0 <= each < size), None)) is not None:
+                raise UsageError(f"{what} {wrong} is out of range", reason=[f"valid: 0 to {size - 1}"])
         for wanted, what in ((params.stop, "stop strings need"), (request.grammar, "a grammar needs")):
             if wanted and self.tokenizer is None:
                 raise IncompatibleError(f"{what} a tokenizer, and the model folder has no tokenizer.json")

@@ -58,9 +58,9 @@ class ForwardBatch:
     """Rows of one forward pass: a window of `width` positions for each of `num_slots` slots.
 
     T rows = num_slots * width, rounded up to a row bucket with rows that are dropped. page_table is
-    int64 [S, pages]; plan is what `plan_attention` made of the rows. A prompt chunk of one slot has a
-    chunk_start, its first position; the kernels that attend by it need no plan. first_key is the first
-    position whose cache entry holds anything, see `causal_bias`.
+    int64 [S, pages]; plan is what `plan_attention` made of the rows, by the shape of heads. A prompt chunk of
+    one slot has a chunk_start, its first position; the kernels that attend by it need no plan. first_key is
+    the first position whose cache entry holds anything, see `causal_bias`.
     """
 
     token_ids: Tensor  # [T] int64

@@ -27,9 +27,8 @@ from spd.runtime.load.progress import LoadMeter
 from spd.runtime.load.weight_reader import read_tensors
 from spd.runtime.models import family_layout, weights
 from spd.runtime.models.builder import Fill, LayerBuilder, LayerTensors, Place, WeightSpace
-from spd.runtime.models.decoder import AuxStates, Decoder, Parts, build_layer
+from spd.runtime.models.decoder import AuxStates, Decoder, HeadModel, Parts, build_layer
 from spd.runtime.models.destinations import NOTHING, Cut, Cuts
-from spd.runtime.models.head_model import HeadModel
 from spd.runtime.models.layouts import GqaLayout
 from spd.runtime.models.weights import (
     HeadPart,

@@ -22,8 +22,7 @@ from spd.kernels.linear.few_bits import MIDDLE, CodeKind, paired, unpaired, valu
 from spd.runtime.load.progress import LoadMeter
 from spd.runtime.models.builder import Fill
 from spd.runtime.models.destinations import NOTHING, Cut, Cuts
-from spd.runtime.models.weight_form import PARTS, part_name
-from spd.runtime.models.weights import FP8_DTYPE, scale_name, scale_shape
+from spd.runtime.models.weights import FP8_DTYPE, PARTS, part_name, scale_name, scale_shape
 
 STRIP = 2**22
 """Codes of odd widths that are unpacked at a time: each takes eight bytes several times meanwhile."""

@@ -1,4 +1,7 @@
-"""Grouped-query attention of one layer: norm, project, rotate, store, attend, project back, add."""
+"""Attention of one layer: norm, project, rotate, store, attend, project back, add.
+
+Grouped-query attention, and latent attention, which projects down, normalises, and projects up again.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,15 @@ from torch import Tensor
 from spd.kernels.attention.paged_attention import Scores
 from spd.kernels.attention.rotary_store import RotatedRows, apply_rotary
 from spd.kernels.linear.rms_norm import rms_norm
+from spd.kernels.native.library import PackedWeight
 from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual, attended
-from spd.runtime.layers.linear import unscaled_norm
+from spd.runtime.layers.linear import in_tiles, normed, unscaled_norm
 from spd.runtime.layers.rotary import RotaryRows
 from spd.runtime.models.builder import LayerBuilder, Tensors
-from spd.runtime.models.layouts import GqaLayout
+from spd.runtime.models.layouts import GqaLayout, LatentLayout
+
+LATENT_EPSILON = 1e-6
+"""Of the two inner norms, whatever the configuration says of the others. Source: DeepSeek's own code."""
 
 
 class Attention:
@@ -90,16 +97,12 @@ class Attention:
         mixed = attended(
             query,
             batch,
-            lambda windows: kernels.paged_attention(windows, pools, self._plan(batch), scores),
+            lambda windows: kernels.paged_attention(windows, pools, batch.plan[self.layout.heads], scores),
             lambda chunk, *where: kernels.prefill_attention(chunk, pools, *where, scores, batch.first_key),
         )
         if gates is not None:
             mixed = mixed * gates.sigmoid()
         return self.output(Residual(mixed), batch, stream if onto is None else onto)
-
-    def _plan(self, batch: ForwardBatch) -> object:
-        """What was prepared for heads of this layer's shape."""
-        return batch.plan[self.layout.heads] if isinstance(batch.plan, dict) else batch.plan
 
     def _turned(self, query: Tensor, rows: RotatedRows) -> Tensor:
         """Queries [T, H, D] of [T, H * D], normed and rotated: keys are another layer's."""
@@ -132,6 +135,67 @@ class Attention:
             for x, factor, scale in zip(parts, factors.unbind(1), scales, strict=True)
         ]
         return torch.cat([*normed, value], 1)
+
+
+class LatentAttention:
+    """One layer's attention over a paged cache of latent vectors; the absorbed form in every program."""
+
+    def __init__(self, layout: LatentLayout, tensors: Tensors, build: LayerBuilder) -> None:
+        """Of what `down` makes, the latent side stands behind the query side.
+
+        That is queries, or what `query` makes them of, or nothing where `query` reads the stream itself.
+        """
+        order, latent = layout.rotary.order, layout.latent
+        if order is not None:
+            head = [*range(latent.nope_dim), *(latent.nope_dim + i for i in order)]
+            queries = "query" if "query" in tensors else "down"
+            build.reorder(tensors, queries, head, slice(layout.query_rows))
+            build.reorder(tensors, "down", order, slice(-latent.rope_dim, None))
+        self.latent, self.layout, self.scale = latent, layout, layout.scale
+        self.kernels, native = build.kernels, build.kernels.native
+        self.query_norm, self.query = tensors.get("query_norm"), None
+        if "query" in tensors:
+            make = build.after_norm if self.query_norm is None else build.matrix
+            self.query = make(tensors, "query")
+        self.down, self.latent_norm = build.after_norm(tensors, "down"), tensors["latent_norm"]
+        self.output = build.summed(tensors, "output")
+        heads = tensors["up"].view(layout.num_heads, latent.nope_dim + latent.value_dim, latent.rank)
+        key_up = heads[:, : latent.nope_dim].contiguous()
+        value_up = heads[:, latent.nope_dim :].transpose(1, 2).contiguous()
+        self.key_up: Tensor | PackedWeight = key_up if native is None else native.pack(key_up.mT)
+        self.value_up: Tensor | PackedWeight = value_up if native is None else native.pack(value_up.mT)
+
+    def __call__(
+        self, stream: Residual, rotary: RotaryRows, batch: ForwardBatch, cache: LayerCache
+    ) -> Residual:
+        """The stream [T, hidden] with this block added; stores what is kept of the T rows, then attends."""
+        (pages,) = cache.pools
+        query, latent = self._project(stream, batch)
+        still, turning = torch.split(query, [self.latent.nope_dim, self.latent.rope_dim], dim=-1)
+        rows = RotatedRows(rotary.cos, rotary.sin, rotary.positions, batch.kv_slots)
+        turned = self.kernels.latent_store(turning, latent, rows, self.latent_norm, LATENT_EPSILON, pages)
+        absorbed = in_tiles(lambda rows: self.kernels.head_linear(rows, self.key_up), still, batch.tile)
+        kernels, size, scale = self.kernels, self.latent.rank, self.scale
+        mixed = attended(
+            torch.cat((absorbed, turned), dim=-1),
+            batch,
+            lambda windows: kernels.mla_attention(windows, pages, batch.plan[self.layout.heads], size, scale),
+            lambda chunk, *where: kernels.mla_prefill(chunk, pages, *where, size, scale),
+        ).view(-1, self.layout.num_heads, size)
+        values = in_tiles(lambda rows: self.kernels.head_linear(rows, self.value_up), mixed, batch.tile)
+        return self.output(Residual(values.flatten(1)), batch, stream)
+
+    def _project(self, stream: Residual, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Queries [T, H, N + R], neither rotated nor absorbed, and what is to be kept [T, L + R]."""
+        kept = self.latent.rank + self.latent.rope_dim
+        down = self.down(stream, batch).x
+        query, latent = down[:, :-kept], down[:, -kept:]
+        if self.query is not None:
+            read = stream
+            if self.query_norm is not None:
+                read = Residual(normed(Residual(query), self.query_norm, LATENT_EPSILON, self.kernels))
+            query = self.query(read, batch).x
+        return query.reshape(query.shape[0], self.layout.num_heads, -1), latent
 
 
 def _gates_last(layout: GqaLayout) -> list[int]:

@@ -20,20 +20,22 @@ from spd.kernels.linear.skinny_linear import SCALE_ROWS, AnyWeight, ScaledWeight
 from spd.runtime.layers.base import Communicator
 from spd.runtime.layers.linear import (
     ALONE,
+    AnyEmbedding,
     AnyHead,
     AnyLinear,
     Around,
     Gate,
     Linear,
     NativeLinear,
+    ShardedEmbedding,
+    ShardedHead,
     SkinnyLinear,
+    SummedLinear,
     share_workspace,
 )
-from spd.runtime.layers.sharded import AnyEmbedding, ShardedEmbedding, ShardedHead, SummedLinear
 from spd.runtime.models.destinations import WHOLE, Destination, Shard
 from spd.runtime.models.layouts import LayerLayout
-from spd.runtime.models.weight_form import BLOCK, WIDE, PackedSpec, WeightForm, part_name
-from spd.runtime.models.weights import scale_name, scale_shape
+from spd.runtime.models.weights import BLOCK, WIDE, PackedSpec, WeightForm, part_name, scale_name, scale_shape
 
 Fill = Callable[[Mapping[str, Tensor]], None]
 """Writes every view from its namesake, wherever that comes from."""

@@ -16,17 +16,25 @@ from torch import Tensor
 from spd.formats.model_config import ModelConfig
 from spd.kernels.attention.paged_attention import AttentionHeads
 from spd.kernels.linear.eight_bits import joined_scales
+from spd.kernels.linear.head_input import PairNorms
 from spd.kernels.linear.rms_norm import rms_norm
 from spd.kernels.linear.skinny_linear import Draw
 from spd.kernels.recurrent.short_conv import Segments
+from spd.kernels.sampling.sampling import NEGATIVE_INFINITY
 from spd.runtime.layers.base import ForwardBatch, LayerCache, ModelOutput, Residual
-from spd.runtime.layers.linear import AnyHead, SkinnyLinear, normed
+from spd.runtime.layers.linear import (
+    AnyEmbedding,
+    AnyHead,
+    AnyLinear,
+    SkinnyLinear,
+    SummedLinear,
+    normed,
+    squared,
+)
 from spd.runtime.layers.rotary import RotaryRows, RotaryTable
-from spd.runtime.layers.sharded import AnyEmbedding
-from spd.runtime.models.attention import Attention
+from spd.runtime.models.attention import Attention, LatentAttention
 from spd.runtime.models.builder import LayerBuilder, LayerTensors, Tensors
 from spd.runtime.models.gated_delta import GatedDelta, ShortConv
-from spd.runtime.models.latent_attention import LatentAttention
 from spd.runtime.models.layouts import (
     GqaLayout,
     LatentLayout,
@@ -37,16 +45,9 @@ from spd.runtime.models.layouts import (
     NoLayout,
     SideLayout,
 )
-from spd.runtime.models.moe import GatedMlp, MoeMlp
+from spd.runtime.models.moe import GatedMlp, LayerEmbeddings, MoeMlp, SideMlp
 from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout, ScanLayout
-from spd.runtime.models.side_mlp import LayerEmbeddings, SideMlp
-from spd.runtime.models.weights import ModelLayout
-
-
-def no_block(layout: NoLayout, tensors: Tensors, build: LayerBuilder) -> Callable[..., Residual]:
-    """A layer's block that is not there."""
-    return lambda stream, *given: stream
-
+from spd.runtime.models.weights import HeadRules, ModelLayout
 
 AttentionBlock = Attention | LatentAttention | GatedDelta | ShortConv | Callable[..., Residual]
 """A layer's first block: it writes the rows' cache entries, then reads the pages; or a state and rings."""
@@ -84,7 +85,7 @@ BLOCKS: dict[type, Any] = {
     MlpLayout: GatedMlp,
     MoeLayout: MoeMlp,
     SideLayout: SideMlp,
-    NoLayout: no_block,
+    NoLayout: lambda *_: lambda stream, *given: stream,
 }
 """What runs a block, by its description: made of that, of its tensors and of a builder."""
 
@@ -101,11 +102,6 @@ def build_layer(layout: LayerLayout, tensors: LayerTensors, build: LayerBuilder)
         made.append(BLOCKS[type(block)](block, own, build))
     attention, mlp = made
     return DecoderLayer(attention, mlp, layout.attention, layout.parallel)
-
-
-def _shape(layout: MixerLayout) -> object:
-    """What layers of a kind may differ in besides: the shape of their heads, and whose cache they read."""
-    return (layout.heads, layout.reads is None) if isinstance(layout, GqaLayout) else None
 
 
 class AuxStates:
@@ -164,23 +160,24 @@ class Decoder:
     def __init__(self, parts: Parts, build: LayerBuilder) -> None:
         self.embedding, self.layers, self.head = parts.embedding, parts.layers, parts.head
         self.final_norm = parts.tables.get("final_norm")
-        self.rotary, self.heads, self.every_heads = parts.rotary, parts.heads[0], parts.heads
+        self.rotary, self.heads = parts.rotary, parts.heads
         self.layer_embeddings: LayerEmbeddings | None = None
         if "embed_tokens_per_layer" in parts.tables:
             self.layer_embeddings = LayerEmbeddings(parts.tables, build, len(parts.layers))
         self.epsilon, self.kernels = build.epsilon, build.kernels
         self.products = [*build.products, self.head]
-        self.layout, self.logit_softcap, scale = (
-            parts.layout,
-            parts.logit_softcap,
-            parts.layout.embedding_scale,
-        )
+        self.layout, self.logit_softcap = parts.layout, parts.logit_softcap
+        scale = parts.layout.embedding_scale
         self.embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=build.dtype))
         self.caches = [layer.layout for layer in self.layers]
         """For each layer, what tells the shapes of its cache."""
         self.reads = [layout.reads if isinstance(layout, GqaLayout) else None for layout in self.caches]
         """For each layer the one whose cache it reads; None: its own."""
-        kinds = [(type(layer.attention), type(layer.mlp), _shape(layer.layout)) for layer in self.layers]
+        shapes = [getattr(layout, "heads", None) for layout in self.caches]
+        kinds = [
+            (type(layer.attention), type(layer.mlp), shape, source is None)
+            for layer, shape, source in zip(self.layers, shapes, self.reads, strict=True)
+        ]
         self.varied_layers = 1 + max(kinds.index(kind) for kind in set(kinds))
         """How many of the first layers there must be for one of every kind."""
         self.vocab_size, self.hidden_size = self.embedding.shape
@@ -252,3 +249,73 @@ class Decoder:
         """What a head draws that can, see `SkinnyLinear`."""
         assert isinstance(self.head, SkinnyLinear)
         return self.head.sample(self._shown(hidden), draw)
+
+
+class HeadModel(Decoder):
+    """A running part of a head that drafts: a token and the state before it in, the next state out.
+
+    The runner sees a model of one layer. Embedding and head are the target's own, or the head's where its
+    copies differ. What a head takes and does otherwise stands in its `HeadPart`; see `spd.formats.mtp` and
+    `spd.formats.eagle3` for the conventions, here in slots: the position of the token.
+
+    A decoder whose `forward` needs a batch with states; logits are over the target's ids."""
+
+    def __init__(self, rules: HeadRules, parts: Parts, build: LayerBuilder, ids: Tensor | None) -> None:
+        """Tables: `projection` [hidden, 2 * hidden] over token and state, norms [hidden] of both.
+
+        Or none of these, where attention reads both. ids int64, ascending: the target's of the head's own;
+        None where they are the same.
+        """
+        super().__init__(parts, build)
+        self.rules, self.ids, self.layer = rules, ids, self.layers[0]
+        self.projection: AnyLinear | None = None
+        if "projection" in parts.tables:
+            self.projection = build.linear(parts.tables["projection"])
+            self.token_norm, self.state_norm = parts.tables["token_norm"], parts.tables["state_norm"]
+        else:
+            assert isinstance(self.layer.attention, Attention) and self.layer.attention.pair_norms is not None
+            self.token_norm, self.state_norm = self.layer.attention.pair_norms
+
+    def forward(self, batch: ForwardBatch, caches: list[LayerCache]) -> ModelOutput:
+        """The states that go on from the rows, [T, hidden]; writes the cache entries of every row."""
+        assert batch.states is not None
+        rules, projection = self.rules, self.projection
+        ids, table = looked_up(self.embedding, batch.token_ids)
+        norms = PairNorms(self.token_norm, self.state_norm, self.epsilon, rules.masked, rules.hidden_first)
+        keeps_state = projection is None and not rules.normed_residual
+        pairs, state = self.kernels.head_input(ids, table, batch, norms, keeps_state)
+        rotary = self.rotary_rows(batch)
+        if projection is not None:
+            nothing = Residual(pairs.new_zeros(pairs.shape[0], self.hidden_size))
+            stream = self.layer(projection(Residual(pairs), batch, nothing), rotary, batch, caches[0])
+        else:
+            if state is None:
+                state = pairs[:, self.hidden_size :].contiguous()
+            assert isinstance(self.layer.attention, Attention)
+            onto = self._stream(state, self.layer.attention, batch)
+            stream = self.layer.attention(Residual(pairs), rotary, batch, caches[0], onto)
+            stream = self.layer.mlp(stream, batch)
+        if not rules.recycles_normed or self.final_norm is None:
+            return ModelOutput.of(stream.x)
+        if projection is not None and stream.squares is None:  # in torch's form beside C's products too
+            return ModelOutput.of(rms_norm(stream.x, self.final_norm, self.epsilon))
+        return ModelOutput.of(self.normed(stream, self.final_norm))
+
+    def _stream(self, state: Tensor, attention: Attention, batch: ForwardBatch) -> Residual:
+        """The residual stream that begins with a state, with squares where sums over ranks go by them."""
+        summed = isinstance(attention.output, SummedLinear)
+        carries = batch.chunk_start is None and self.head.carries_squares and summed
+        return squared(state, self.kernels) if carries else Residual(state)
+
+    def _shown(self, states: Tensor) -> Tensor:
+        """What the head reads of states [T, hidden]: normed, unless they are already or never are."""
+        norm = self.final_norm
+        return states if self.rules.recycles_normed or norm is None else rms_norm(states, norm, self.epsilon)
+
+    def logits(self, hidden: Tensor, tile: int) -> Tensor:
+        """Float32 logits [T, V], minus infinity for ids that the head does not know."""
+        known = super().logits(hidden, tile)
+        if self.ids is None:
+            return known
+        every = known.new_full((known.shape[0], self.vocab_size), NEGATIVE_INFINITY)
+        return every.index_copy_(1, self.ids, known)

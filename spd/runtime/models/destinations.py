@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 from spd.errors import IncompatibleError
 
 Shape = tuple[int, ...]
-LEAST_IDS = 16
-"""Token ids a rank at least: fewer would not be worth a product."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +78,6 @@ class Shard:
 
     def ids(self, vocab_size: int) -> tuple[int, int]:
         """The token ids of this rank: equally many, but for the last ranks, which may have fewer."""
-        if vocab_size < LEAST_IDS * self.size and self.size > 1:
-            raise IncompatibleError(
-                f"{vocab_size:,} token ids are too few for {self.size} ranks", code="tensor_parallel"
-            )
         width = -(-vocab_size // self.size)
         return min(self.rank * width, vocab_size), min((self.rank + 1) * width, vocab_size)
 

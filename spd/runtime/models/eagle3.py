@@ -15,7 +15,7 @@ from spd.formats.eagle3 import EMBEDDING, FINAL_NORM, FUSE, HEAD, LAYER_PREFIXES
 from spd.formats.json_file import listed
 from spd.formats.model_config import ModelConfig
 from spd.runtime.models.destinations import Destination, Shard
-from spd.runtime.models.families import llama
+from spd.runtime.models.families import usual_attention, usual_mlp
 from spd.runtime.models.layouts import LayerLayout
 from spd.runtime.models.weights import (
     HeadPart,
@@ -42,7 +42,7 @@ def layout(
     config: ModelConfig, prefix: str = LAYER_PREFIXES[0], *, without: tuple[str, ...] = ()
 ) -> ModelLayout:
     """One layer that reads pairs, its names below `prefix`, and the tables around it but for some."""
-    layer = LayerLayout(replace(llama.attention(config), reads_pairs=True), llama.mlp(config))
+    layer = LayerLayout(replace(usual_attention(config), reads_pairs=True), usual_mlp(config))
     return ModelLayout((layer,), tables=partial(tables, config, without), prefix=prefix, shift=1)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from spd.formats.block_config import DeltaConfig
 from spd.kernels.recurrent.delta_rule import DeltaMemory, Rule
 from spd.kernels.recurrent.short_conv import Segments
@@ -97,12 +99,7 @@ def _by_kind(delta: DeltaConfig) -> tuple[list[int], list[int]]:
     values = group * delta.value_dim
 
     def gathered(*widths: int) -> list[int]:
-        starts = [sum(widths[:i]) for i in range(len(widths))]
-        return [
-            head * sum(widths) + start + row
-            for start, width in zip(starts, widths, strict=True)
-            for head in range(delta.key_heads)
-            for row in range(width)
-        ]
+        by_head = torch.arange(delta.key_heads * sum(widths)).view(delta.key_heads, -1)
+        return torch.cat([kind.flatten() for kind in by_head.split(widths, 1)]).tolist()
 
     return gathered(delta.key_dim, delta.key_dim, values, values), gathered(group, group)

@@ -298,17 +298,15 @@ class MoeLayout:
     def shared(self) -> MlpLayout | None:
         """The expert that every row goes through."""
         size, name = self.experts.shared_size, self.experts.shared_name
-        return (
-            MlpLayout(
-                self.hidden_size,
-                size,
-                block=f"mlp.{name}",
-                fused_gate_up=name == "shared_mlp",
-                gate=None if self.experts.plain else "silu",
-                shard=self.shard,
-            )
-            if size
-            else None
+        if not size:
+            return None
+        return MlpLayout(
+            self.hidden_size,
+            size,
+            block=f"mlp.{name}",
+            fused_gate_up=name == "shared_mlp",
+            gate=None if self.experts.plain else "silu",
+            shard=self.shard,
         )
 
     def destinations(self) -> dict[str, Destination]:
@@ -372,10 +370,8 @@ class SideLayout:
 
     def sharded(self, shard: Shard) -> SideLayout:
         """A rank's width of MLP and experts; the layer's embedding is there whole."""
-        routed = (
-            None if self.experts is None else MoeLayout(self.mlp.hidden_size, self.experts).sharded(shard)
-        )
-        return replace(self, mlp=self.mlp.sharded(shard), experts=routed.experts if routed else None)
+        experts = self.experts and MoeLayout(self.mlp.hidden_size, self.experts).sharded(shard).experts
+        return replace(self, mlp=self.mlp.sharded(shard), experts=experts)
 
     def destinations(self) -> dict[str, Destination]:
         hidden, found = self.mlp.hidden_size, self.mlp.destinations()

@@ -1,23 +1,29 @@
-"""The blocks of a layer that take each row by itself: the gated MLP, and routed experts with a shared one."""
+"""The blocks of a layer that take each row by itself.
+
+The gated MLP, routed experts with a shared one, and Gemma 4's second block with the embeddings of its layers.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
 from spd.kernels.experts.moe import FEW_ROWS, MANY_ROWS, ClampedExperts, by_expert
 from spd.kernels.linear.eight_bits import expert_linear
 from spd.kernels.linear.few_bits import GroupedWeight, tiled
+from spd.kernels.linear.rms_norm import rms_norm
+from spd.kernels.linear.silu_mul import gelu_mul
 from spd.kernels.linear.skinny_linear import AnyWeight, plain_weight
 from spd.kernels.native.library import NativeLibrary, PackedWeight
 from spd.runtime.layers.base import ForwardBatch, Residual
-from spd.runtime.layers.linear import AnyLinear, in_tiles, normed
-from spd.runtime.layers.sharded import added
+from spd.runtime.layers.linear import AnyLinear, added, in_tiles, normed, squared
 from spd.runtime.models.builder import LayerBuilder, Tensors
-from spd.runtime.models.layouts import MlpLayout, MoeLayout
+from spd.runtime.models.layouts import MlpLayout, MoeLayout, SideLayout
 
 Chosen = tuple[Tensor, Tensor]
 """For each row the experts int64 [T, k] that it goes to, and their weights float32 [T, k]."""
@@ -91,15 +97,24 @@ class GatedMlp:
     Or stream + down(relu(up(norm(stream))) ** 2).
     """
 
-    def __init__(self, layout: MlpLayout, tensors: Tensors, build: LayerBuilder) -> None:
+    def __init__(
+        self, layout: MlpLayout, tensors: Tensors, build: LayerBuilder, shared: bool = False
+    ) -> None:
+        """shared: it stands beside experts, whose sum over ranks takes its part along."""
         self.plain, self.gate_up = layout.gate is None, build.after_norm(tensors, "gate_up", layout.gate)
-        self.down = build.summed(tensors, "down", centred=layout.centred_output)
+        if shared:
+            self.down = build.matrix(tensors, "down", cut=True)
+        else:
+            self.down = build.summed(tensors, "down", centred=layout.centred_output)
+
+    def inner(self, stream: Residual, batch: ForwardBatch) -> Residual:
+        """What the last matrix reads."""
+        inner = self.gate_up(stream, batch)
+        return Residual(squared_relu(inner.x)) if self.plain else inner
 
     def __call__(self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None) -> Residual:
         """The stream [T, hidden], or `onto`, with this block of the stream added."""
-        inner = self.gate_up(stream, batch)
-        inner = Residual(squared_relu(inner.x)) if self.plain else inner
-        return self.down(inner, batch, stream if onto is None else onto)
+        return self.down(self.inner(stream, batch), batch, stream if onto is None else onto)
 
 
 class MoeMlp:
@@ -111,11 +126,8 @@ class MoeMlp:
         correction = tensors.get("correction")
         self.correction = None if correction is None else correction.flatten()
         self.norm, self.router = tensors["norm"], tensors["router"]
-        self.shared: tuple[AnyLinear, AnyLinear] | None = None
-        if layout.shared:
-            gate_up = build.after_norm(tensors, "gate_up", layout.shared.gate)
-            self.shared = gate_up, build.matrix(tensors, "down", cut=True)
-        self.shared_gate, self.plain = tensors.get("shared_gate"), layout.experts.plain
+        self.shared = GatedMlp(layout.shared, tensors, build, shared=True) if layout.shared else None
+        self.shared_gate = tensors.get("shared_gate")
         self.router_bias = tensors.get("router_bias")
         self.experts = _experts(layout, tensors, build)
 
@@ -126,14 +138,11 @@ class MoeMlp:
         if self.ranks is not None:  # the experts' parts together are one part of one sum
             onto = Residual(torch.zeros_like(stream.x), stream.squares)
         if self.shared is not None:
-            gate_up, down = self.shared
-            inner = gate_up(stream, batch)
-            inner = Residual(squared_relu(inner.x)) if self.plain else inner
+            inner = self.shared.inner(stream, batch)
             if self.shared_gate is not None:
-                inner = Residual(
-                    (inner.x * self._logits(x, self.shared_gate, batch.tile).sum(1).sigmoid()).to(x.dtype)
-                )
-            onto = down(inner, batch, onto)
+                factors = self._logits(x, self.shared_gate, batch.tile).sum(1).sigmoid()
+                inner = Residual((inner.x * factors).to(x.dtype))
+            onto = self.shared.down(inner, batch, onto)
         whole = self.experts.onto(x, chosen, onto, batch)
         return whole if self.ranks is None else added(stream, self.ranks.sum(whole.x), self.kernels)
 
@@ -170,3 +179,77 @@ def _experts(layout: MoeLayout, tensors: Tensors, build: LayerBuilder) -> Expert
         for each in (gate_up, down)
     )
     return NativeExperts(gated, plain, native)
+
+
+class LayerEmbeddings:
+    """What every layer adds of a token: a row of its own table, and a part of a product of the embedding."""
+
+    def __init__(self, tables: Tensors, build: LayerBuilder, layers: int) -> None:
+        self.table, self.norm = tables.pop("embed_tokens_per_layer"), tables.pop("per_layer_projection_norm")
+        self.projection = build.linear(tables.pop("per_layer_model_projection"))
+        self.layers, self.width, self.epsilon = layers, self.norm.shape[0], build.epsilon
+        self.scale = float(torch.tensor(self.width**0.5, dtype=build.dtype))
+
+    def __call__(self, ids: Tensor, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """[T, layers, P] of ids int64 [T] and the stream x [T, hidden] before the first layer."""
+        own: Tensor = self.projection(Residual(x), batch).x * x.shape[1] ** -0.5
+        own = rms_norm(own.view(-1, self.layers, self.width), self.norm, self.epsilon)
+        both: Tensor = own + self.table[ids].view(own.shape) * self.scale
+        return both * math.sqrt(0.5)
+
+
+class SideExperts:
+    """Routed experts of the stream before the block, with gelu gates; torch's form alone."""
+
+    def __init__(self, layout: SideLayout, tensors: Tensors, build: LayerBuilder) -> None:
+        assert layout.experts is not None
+        count, self.rule, self.epsilon = layout.experts.num_experts, layout.experts.router, build.epsilon
+        self.kernels, self.ranks = build.kernels, build.ranks
+        self.gate_up, self.down = (tensors[n].view(count, -1, tensors[n].shape[1]) for n in EXPERT_NAMES)
+        self.router, self.expert_scale = tensors["router"], tensors["expert_scale"]
+        self.router_norm = tensors["router_scale"] * layout.mlp.hidden_size**-0.5
+        self.norms = tensors["before_norm"], tensors["behind_norm"]
+
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """[T, hidden] of the stream x [T, hidden], normed."""
+        routed = rms_norm(x, self.router_norm, self.epsilon)
+        logits = in_tiles(lambda rows: self.kernels.router_logits(rows, self.router), routed, batch.tile)
+        ids, weights = self.kernels.route(logits, None, self.rule)
+        weights = weights * self.expert_scale[ids]
+        tile = FEW_ROWS if batch.chunk_start is None else MANY_ROWS
+        made = by_expert(rms_norm(x, self.norms[0], self.epsilon), ids, weights, tile, self._through)
+        made = made if self.ranks is None else self.ranks.sum(made)
+        return rms_norm(made, self.norms[1], self.epsilon)
+
+    def _through(self, rows: Tensor, expert: int) -> Tensor:
+        return F.linear(gelu_mul(F.linear(rows, self.gate_up[expert])), self.down[expert])
+
+
+class SideMlp:
+    """(stream + MLP and experts + what the layer's embedding gives) * a number."""
+
+    def __init__(self, layout: SideLayout, tensors: Tensors, build: LayerBuilder) -> None:
+        self.index, self.epsilon, self.kernels = layout.index, build.epsilon, build.kernels
+        self.mlp, self.scalar = GatedMlp(layout.mlp, tensors, build), float(tensors["scalar"])
+        self.experts = None if layout.experts is None else SideExperts(layout, tensors, build)
+        self.joined_norm = tensors.get("joined_norm")
+        self.side: tuple[AnyLinear, AnyLinear] | None = None
+        if layout.per_layer:
+            names = ("per_layer_input_gate", "per_layer_projection")
+            gate, projection = (build.matrix(tensors, name) for name in names)
+            self.side, self.side_norm = (gate, projection), tensors["side_norm"]
+
+    def __call__(self, stream: Residual, batch: ForwardBatch) -> Residual:
+        """The stream [T, hidden] with this block added."""
+        if self.experts is None or self.joined_norm is None:
+            x = self.mlp(stream, batch).x
+        else:
+            beside = self.experts(stream.x, batch)
+            made = self.mlp(stream, batch, Residual(torch.zeros_like(stream.x))).x + beside
+            x = stream.x + rms_norm(made, self.joined_norm, self.epsilon)
+        if self.side is not None:
+            assert batch.per_layer is not None
+            gate, projection = self.side
+            opened = torch.cat((gate(Residual(x), batch).x, batch.per_layer[:, self.index]), 1)
+            x = x + rms_norm(projection(Residual(gelu_mul(opened)), batch).x, self.side_norm, self.epsilon)
+        return Residual(x * self.scalar) if stream.squares is None else squared(x, self.kernels, self.scalar)

@@ -11,13 +11,14 @@ from spd.formats.mtp import MtpFamily, MtpSource, check_mtp
 from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import WHOLE, Destination, Shape, Shard
 from spd.runtime.models.layouts import LayerLayout
-from spd.runtime.models.weight_form import DTYPE_BYTES, WeightForm
 from spd.runtime.models.weights import (
     FP8_DTYPE,
     HeadPart,
     HeadRules,
     ModelLayout,
     SharedTable,
+    WeightForm,
+    layout_bytes,
     stored_scales,
 )
 
@@ -65,10 +66,8 @@ def module_parts(source: MtpSource, modules: int, checkpoint: Checkpoint | None)
 
 def module_bytes(source: MtpSource, module: int, dtype: str, form: WeightForm, shard: Shard = WHOLE) -> int:
     """Bytes of one module in a form, without embedding and head."""
-    config, layout = source.config, source.layout
-    glue = (3 + 2 * config.hidden_size) * config.hidden_size * DTYPE_BYTES[dtype]
-    layer, prefix = module_layer(config, layout.family, shard).destinations(), layout.layer_prefix(module)
-    return glue + sum(form.bytes_of(each, prefix, dtype) for each in layer)
+    layout = module_parts(source, module + 1, None)[module].layout.sharded(shard)
+    return layout_bytes(source.config, layout, dtype, form)
 
 
 def module_position_size(config: ModelConfig, family: MtpFamily, shard: Shard = WHOLE) -> int:

@@ -16,8 +16,9 @@ from spd.formats.model_config import ModelConfig
 from spd.formats.quantized import CODES, Quantization
 from spd.kernels.native.build import DTYPE_FLAGS, LARGEST_HEAD, NativeUnavailable, obstacle
 from spd.runtime.models.layouts import AttentionLayout, GqaLayout, LayerLayout, MoeLayout, SideLayout
-from spd.runtime.models.weight_form import (
+from spd.runtime.models.weights import (
     BLOCK,
+    FP8_DTYPE,
     INT4_GROUP,
     STEP,
     WIDE,
@@ -26,7 +27,6 @@ from spd.runtime.models.weight_form import (
     int4_form,
     int8_form,
 )
-from spd.runtime.models.weights import FP8_DTYPE
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.plan.machine import Machine
 

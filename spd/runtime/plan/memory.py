@@ -18,8 +18,15 @@ from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import Shard
 from spd.runtime.models.layouts import GqaLayout
 from spd.runtime.models.mtp_weights import module_bytes, module_position_size
-from spd.runtime.models.weight_form import DTYPE_BYTES, WIDE, WeightForm, int4_form, int8_form
-from spd.runtime.models.weights import ModelLayout, destinations
+from spd.runtime.models.weights import (
+    DTYPE_BYTES,
+    WIDE,
+    ModelLayout,
+    WeightForm,
+    int4_form,
+    int8_form,
+    layout_bytes,
+)
 from spd.runtime.plan.config import METHODS, EngineConfig, show_size
 from spd.runtime.round.limits import (
     CATCH_UP,
@@ -139,10 +146,7 @@ def rank_layout(config: ModelConfig, ranks: int) -> ModelLayout:
 @lru_cache
 def tensor_bytes(config: ModelConfig, dtype: str, form: WeightForm = WIDE, ranks: int = 1) -> int:
     """Bytes of the tensors that a rank reads from a checkpoint, in the form they are kept in."""
-    return sum(
-        form.bytes_of(destination, prefix, dtype, table=not prefix)
-        for prefix, destination in destinations(config, rank_layout(config, ranks))
-    )
+    return layout_bytes(config, rank_layout(config, ranks), dtype, form)
 
 
 def pages_a_slot(ctx: int) -> int:

@@ -122,7 +122,7 @@ class ModelRunner:
         self.buckets = buckets
         if self.device == "cpu":
             given = (self.dtype, self.cache.page_size, self.buckets)
-            every = [set(admitted_parts(heads, *given)) for heads in model.every_heads]
+            every = [set(admitted_parts(heads, *given)) for heads in model.heads]
             self.context_parts = tuple(sorted(set.intersection(*every)))
 
     def page_row(self, pages: Sequence[int], width: int) -> Tensor:
@@ -188,7 +188,7 @@ class ModelRunner:
             width=width,
             tile=tile,
             chunk_start=chunk_start,
-            first_key=self.model.heads.first_key,
+            first_key=self.model.heads[0].first_key,
             states=given.states,
             segments=given.segments,
         )
@@ -214,11 +214,13 @@ class ModelRunner:
                 in_order = bool(pages) and pages == list(range(pages[0], pages[0] + count))
                 first_pages.append(pages[0] if in_order else None)
         windows = Windows(positions, given.rows.valid, given.page_table, bounds, first_pages)
-        plans: dict[object, object] = {}
-        for heads in self.model.every_heads:
-            plan = self.kernels.plan_attention(windows, heads, self.cache.page_size, self.dtype)
-            plans[heads.num_heads, heads.num_kv_heads, heads.head_dim] = plan
-        return plans if len(plans) > 1 else plan
+        form = self.cache.page_size, self.dtype
+        return {
+            (heads.num_heads, heads.num_kv_heads, heads.head_dim): self.kernels.plan_attention(
+                windows, heads, *form
+            )
+            for heads in self.model.heads
+        }
 
     def logits(self, hidden: Tensor, views: Sequence[SlotView] = ()) -> Tensor:
         """Float32 logits [..., V] of hidden [..., hidden].

@@ -1,33 +1,121 @@
-"""What families make of a configuration, a function each: what differs from Llama."""
+"""What families make of a configuration: Llama's blocks as configured, then what differs, a function each."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from spd.formats.block_config import DeltaConfig
 from spd.formats.model_config import ModelConfig
+from spd.formats.recurrent_config import ConvConfig
 from spd.formats.rope_config import RotaryDims, yarn_scale
-from spd.runtime.models.families import llama
-from spd.runtime.models.layouts import GqaLayout, LatentLayout, LayerLayout, MoeLayout, NoLayout, SideLayout
-from spd.runtime.models.recurrent_layouts import ScanLayout
+from spd.runtime.models.layouts import (
+    AttentionLayout,
+    GqaLayout,
+    LatentLayout,
+    LayerLayout,
+    MixerLayout,
+    MlpLayout,
+    MoeLayout,
+    NoLayout,
+    RecurrentLayout,
+    SideLayout,
+)
+from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout, ScanLayout
 from spd.runtime.models.weights import ModelLayout
+
+
+def usual_attention(config: ModelConfig) -> GqaLayout:
+    """Grouped-query attention; biases follow the configuration."""
+    return GqaLayout(
+        config.hidden_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        RotaryDims(config.head_dim, config.rotary_dim or config.head_dim),
+        qkv_bias=config.attention_bias,
+        output_bias=config.attention_bias,
+        scale=config.scales.scores,
+        query_growth=config.query_growth,
+    )
+
+
+def usual_mlp(config: ModelConfig) -> MlpLayout:
+    """The gated MLP; biases follow the configuration."""
+    return MlpLayout(config.hidden_size, config.intermediate_size, config.mlp_bias)
+
+
+def usual_recurrent(config: ModelConfig) -> RecurrentLayout | None:
+    """What stands in place of attention in layers of which the configuration says so."""
+    facts, hidden = config.recurrent, config.hidden_size
+    if facts is None:
+        return None
+    if isinstance(facts, ConvConfig):
+        return ConvLayout(hidden, facts.kernel, hidden)
+    return (DeltaLayout if facts.corrects else ScanLayout)(hidden, facts, config.rms_norm_eps)
+
+
+def layered(config: ModelConfig, attention: AttentionLayout, dense: MlpLayout | None = None) -> ModelLayout:
+    """One kind of attention but for its sliding windows; experts where the configuration says so.
+
+    Elsewhere `dense`, which is this family's MLP unless given.
+    """
+    dense, experts, local = dense or usual_mlp(config), config.experts, config.local_rope is not None
+    wide = config.quantization is None
+    sparse = MoeLayout(config.hidden_size, experts, dense.centred_norms, turned=wide) if experts else dense
+    chosen = experts.sparse_layers if experts else (False,) * config.num_layers
+
+    other, plain = usual_recurrent(config), (False,) * config.num_layers
+
+    def mixing(sliding: int | None, still: bool, keeps: bool) -> MixerLayout:
+        if keeps and other is not None:
+            return other
+        if not isinstance(attention, GqaLayout):
+            return attention
+        return replace(attention, sliding=sliding, local_rope=local and sliding is not None, still=still)
+
+    windows, keeping = config.sliding or (None,) * config.num_layers, plain
+    if config.recurrent is not None:
+        keeping = config.recurrent.layers
+    mixers = map(mixing, windows, config.still or plain, keeping)
+    scales = config.scales
+    unit = scales.embedding / scales.residual
+    return ModelLayout(
+        tuple(
+            LayerLayout(*of) for of in zip(mixers, (sparse if of else dense for of in chosen), strict=True)
+        ),
+        embedding_scale=None if unit == 1.0 else unit,
+        residual_scale=scales.residual,
+        logit_scale=scales.logits,
+    )
+
+
+def varied(config: ModelConfig, mlp: Mapping[str, Any] | None = None, **attention: Any) -> ModelLayout:
+    """Llama, with other fields of its MLP's layout and of its attention's."""
+    own = replace(usual_attention(config), **attention)
+    return layered(config, own, replace(usual_mlp(config), **(mlp or {})))
+
+
+def llama(config: ModelConfig) -> ModelLayout:
+    """Llama (2, 3.x), Mistral, Ministral 3, Mixtral, SmolLM3, Granite."""
+    return varied(config)
 
 
 def qwen2(config: ModelConfig) -> ModelLayout:
     """Qwen2, Qwen2.5, dense or with routed experts, and MiMo-7B: queries, keys and values have a bias."""
-    return llama.layers(config, replace(llama.attention(config), qkv_bias=True, output_bias=False))
+    return varied(config, qkv_bias=True, output_bias=False)
 
 
 def qwen3(config: ModelConfig) -> ModelLayout:
     """Qwen3, dense or with routed experts: queries and keys are normalised per head, then rotated."""
-    return llama.layers(config, replace(llama.attention(config), qk_norm=True))
+    return varied(config, qk_norm=True)
 
 
 def glm4_moe(config: ModelConfig) -> ModelLayout:
     """GLM-4.5, 4.6, with experts as DeepSeek-V3's, and Seed-OSS: the output has no bias."""
-    attention = replace(llama.attention(config), output_bias=False, qk_norm=config.qk_norm)
-    return llama.layers(config, attention)
+    return varied(config, output_bias=False, qk_norm=config.qk_norm)
 
 
 def qwen3_5(config: ModelConfig) -> ModelLayout:
@@ -35,21 +123,18 @@ def qwen3_5(config: ModelConfig) -> ModelLayout:
 
     Source: `qwen3_next` and `qwen3_5` of Hugging Face transformers 5, and the published checkpoints.
     """
-    attention = replace(llama.attention(config), qk_norm=True, centred_norms=True, gated=True)
-    mlp = replace(llama.mlp(config), centred_norms=True)
-    return replace(llama.layers(config, attention, mlp), centred_norm=True)
+    made = varied(config, {"centred_norms": True}, qk_norm=True, centred_norms=True, gated=True)
+    return replace(made, centred_norm=True)
 
 
 def lfm2(config: ModelConfig) -> ModelLayout:
     """LFM2 and 2.5, dense or with routed experts: short convolutions, and between them attention."""
-    names = ("q_layernorm", "k_layernorm")
-    return llama.layers(config, replace(llama.attention(config), qk_norm=True, head_norms=names))
+    return varied(config, qk_norm=True, head_norms=("q_layernorm", "k_layernorm"))
 
 
 def granite_hybrid(config: ModelConfig) -> ModelLayout:
     """Granite 4 hybrids, dense or with routed experts: Mamba-2 layers, and every few layers attention."""
-    mlp = replace(llama.mlp(config), block="mlp.shared_mlp", fused_gate_up=True)
-    return llama.layers(config, llama.attention(config), mlp)
+    return varied(config, {"block": "mlp.shared_mlp", "fused_gate_up": True})
 
 
 def nemotron_h(config: ModelConfig) -> ModelLayout:
@@ -57,11 +142,11 @@ def nemotron_h(config: ModelConfig) -> ModelLayout:
     facts, hidden, nothing = config.recurrent, config.hidden_size, NoLayout()
     assert isinstance(facts, DeltaConfig)
     scan = ScanLayout(hidden, facts, config.rms_norm_eps, pre_norm="norm")
-    attention = replace(llama.attention(config), still=True, pre_norm="norm")
+    attention = replace(usual_attention(config), still=True, pre_norm="norm")
     made = {
         "linear_attention": LayerLayout(scan, nothing),
         "full_attention": LayerLayout(attention, nothing),
-        "mlp": LayerLayout(nothing, replace(llama.mlp(config), gate=None, pre_norm="norm")),
+        "mlp": LayerLayout(nothing, replace(usual_mlp(config), gate=None, pre_norm="norm")),
     }
     if config.experts is not None:
         made["moe"] = LayerLayout(nothing, MoeLayout(hidden, config.experts, pre_norm="norm"))
@@ -70,12 +155,12 @@ def nemotron_h(config: ModelConfig) -> ModelLayout:
 
 def gpt_oss(config: ModelConfig) -> ModelLayout:
     """gpt-oss: heads with sinks, every other layer slides, routed experts with biases and clamped gates."""
-    return llama.layers(config, replace(llama.attention(config), sinks=True))
+    return varied(config, sinks=True)
 
 
 def ernie4_5(config: ModelConfig) -> ModelLayout:
     """ERNIE-4.5, dense or with routed experts: elements 2i and 2i + 1 of a head turn together."""
-    return llama.layers(config, replace(llama.attention(config), rotary=_interleaved(config)))
+    return varied(config, rotary=_interleaved(config))
 
 
 def _interleaved(config: ModelConfig) -> RotaryDims:
@@ -85,33 +170,26 @@ def _interleaved(config: ModelConfig) -> RotaryDims:
 def hunyuan(config: ModelConfig) -> ModelLayout:
     """Hunyuan dense (0.5B to 7B): queries and keys are normalised per head after they are rotated."""
     names = ("query_layernorm", "key_layernorm")
-    attention = replace(llama.attention(config), qk_norm=True, late_norms=True, head_norms=names)
-    return llama.layers(config, attention)
+    return varied(config, qk_norm=True, late_norms=True, head_norms=names)
 
 
 def phi3(config: ModelConfig) -> ModelLayout:
     """Phi-3, Phi-3.5 and Phi-4 (dense): projections are fused in the checkpoint too."""
-    attention = replace(llama.attention(config), fused_qkv=True)
-    return llama.layers(config, attention, replace(llama.mlp(config), fused_gate_up=True))
+    return varied(config, {"fused_gate_up": True}, fused_qkv=True)
 
 
 def olmo3(config: ModelConfig) -> ModelLayout:
     """Olmo 3 and EXAONE 4: norms behind the blocks only; one over all heads together, or one a head."""
     whole = config.architecture == "Olmo3ForCausalLM"
-    attention = replace(llama.attention(config), whole_norms=whole, qk_norm=not whole)
-    attention = replace(attention, pre_norm=None, post_norm="post_attention_layernorm")
-    mlp = replace(llama.mlp(config), pre_norm=None, post_norm="post_feedforward_layernorm")
-    return llama.layers(config, attention, mlp)
+    mlp = {"pre_norm": None, "post_norm": "post_feedforward_layernorm"}
+    norms = {"pre_norm": None, "post_norm": "post_attention_layernorm"}
+    return varied(config, mlp, whole_norms=whole, qk_norm=not whole, **norms)
 
 
 def glm4(config: ModelConfig) -> ModelLayout:
     """GLM-4 (0414, dense): half of each head rotates in interleaved pairs, norms behind the blocks too."""
-    norm = "post_self_attn_layernorm"
-    attention = replace(
-        llama.attention(config), rotary=_interleaved(config), output_bias=False, post_norm=norm
-    )
-    mlp = replace(llama.mlp(config), fused_gate_up=True, post_norm="post_mlp_layernorm")
-    return llama.layers(config, attention, mlp)
+    mlp, norm = {"fused_gate_up": True, "post_norm": "post_mlp_layernorm"}, "post_self_attn_layernorm"
+    return varied(config, mlp, rotary=_interleaved(config), output_bias=False, post_norm=norm)
 
 
 def cohere2(config: ModelConfig) -> ModelLayout:
@@ -120,9 +198,8 @@ def cohere2(config: ModelConfig) -> ModelLayout:
     The stream is kept without a mean, so that this is a root-mean-square norm. Layers that slide turn in
     interleaved pairs, those that see everything do not turn.
     """
-    attention = replace(llama.attention(config), rotary=_interleaved(config), centred_output=True)
-    mlp = replace(llama.mlp(config), pre_norm=None, centred_output=True)
-    made = llama.layers(config, attention, mlp)
+    mlp = {"pre_norm": None, "centred_output": True}
+    made = varied(config, mlp, rotary=_interleaved(config), centred_output=True)
     layers = tuple(replace(layer, parallel=True) for layer in made.layers)
     return replace(made, layers=layers, centred_stream=True)
 
@@ -143,7 +220,7 @@ def deepseek(config: ModelConfig) -> ModelLayout:
     attention = LatentLayout(
         config.hidden_size, config.num_heads, config.latent, softmax_scale(config), config.attention_bias
     )
-    return llama.layers(config, attention)
+    return layered(config, attention)
 
 
 def gemma(config: ModelConfig) -> ModelLayout:
@@ -151,23 +228,17 @@ def gemma(config: ModelConfig) -> ModelLayout:
 
     Gemma 3 normalises queries and keys instead of capping scores; its sliding layers turn by their own base.
     """
-    attention = replace(
-        llama.attention(config),
+    norms = {"pre_norm": "pre_feedforward_layernorm", "post_norm": "post_feedforward_layernorm"}
+    made = varied(
+        config,
+        {"gate": "gelu", "centred_norms": True, **norms},
         qk_norm=config.architecture == "Gemma3ForCausalLM",
         scale=None if config.query_scalar is None else config.query_scalar**-0.5,
         softcap=config.attention_softcap,
         centred_norms=True,
         post_norm="post_attention_layernorm",
     )
-    mlp = replace(
-        llama.mlp(config),
-        gate="gelu",
-        centred_norms=True,
-        pre_norm="pre_feedforward_layernorm",
-        post_norm="post_feedforward_layernorm",
-    )
-    layers = llama.layers(config, attention, mlp)
-    return replace(layers, centred_norm=True, embedding_scale=math.sqrt(config.hidden_size))
+    return replace(made, centred_norm=True, embedding_scale=math.sqrt(config.hidden_size))
 
 
 def gemma4(config: ModelConfig) -> ModelLayout:
@@ -179,14 +250,14 @@ def gemma4(config: ModelConfig) -> ModelLayout:
     assert config.gemma4 is not None
     facts, sources, layers = config.gemma4, dict[int | None, int](), []
     usual = replace(
-        llama.attention(config),
+        usual_attention(config),
         qk_norm=True,
         value_norm=True,
         scale=1.0,
         post_norm="post_attention_layernorm",
     )
     behind = "post_feedforward_layernorm_1" if config.experts else "post_feedforward_layernorm"
-    mlp = replace(llama.mlp(config), gate="gelu", pre_norm="pre_feedforward_layernorm", post_norm=behind)
+    mlp = replace(usual_mlp(config), gate="gelu", pre_norm="pre_feedforward_layernorm", post_norm=behind)
     for index, window in enumerate(config.sliding or (None,) * config.num_layers):
         shares = index >= config.num_layers - facts.shared
         width = config.intermediate_size * (2 if shares and facts.double_wide else 1)
