@@ -31,7 +31,7 @@ def asked(temperature: float) -> list[Request]:
         Request(f"{n}", PROMPT, params, thinking=ThinkingBudget(n, END, BEGIN, inside=True))
         for n in (0, 1, 7)
     ]
-    found.append(Request("outside", PROMPT, params, thinking=ThinkingBudget(0, END, BEGIN)))
+    found.append(Request("outside", PROMPT, params, thinking=ThinkingBudget(0, END)))
     grammar = GrammarText("regex", "[ab]{6}", after=END)
     found.append(
         Request("then", PROMPT, params, grammar=grammar, thinking=ThinkingBudget(3, END, inside=True))

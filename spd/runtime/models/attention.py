@@ -51,11 +51,9 @@ class Attention:
         if layout.late_norms and self.qk_weight is not None:
             self.query_factor = (tensors["q_norm"].float() * tensors["k_norm"].float()).to(build.dtype)
             self.qk_weight = torch.ones_like(self.qk_weight)
-        self.whole_norms: list[Tensor] | None = None
+        self.whole_norms = [tensors["q_norm"], tensors["k_norm"]] if layout.whole_norms else None
         """Scales of one norm over all query heads, and of one over all key heads."""
         self.ranks = build.ranks
-        if layout.whole_norms:
-            self.whole_norms = [tensors["q_norm"], tensors["k_norm"]]
         if self.qk_weight is not None and self.kernels.facts.float32_norms:
             self.qk_weight = self.qk_weight.float()
 

@@ -62,30 +62,22 @@ def layered(config: ModelConfig, attention: AttentionLayout, dense: MlpLayout | 
 
     Elsewhere `dense`, which is this family's MLP unless given.
     """
-    dense, experts, local = dense or usual_mlp(config), config.experts, config.local_rope is not None
-    wide = config.quantization is None
+    dense, experts, recurrent = dense or usual_mlp(config), config.experts, config.recurrent
+    wide, other, layers = config.quantization is None, usual_recurrent(config), list[LayerLayout]()
     sparse = MoeLayout(config.hidden_size, experts, dense.centred_norms, turned=wide) if experts else dense
-    chosen = experts.sparse_layers if experts else (False,) * config.num_layers
-
-    other, plain = usual_recurrent(config), (False,) * config.num_layers
-
-    def mixing(sliding: int | None, still: bool, keeps: bool) -> MixerLayout:
-        if keeps and other is not None:
-            return other
-        if not isinstance(attention, GqaLayout):
-            return attention
-        return replace(attention, sliding=sliding, local_rope=local and sliding is not None, still=still)
-
-    windows, keeping = config.sliding or (None,) * config.num_layers, plain
-    if config.recurrent is not None:
-        keeping = config.recurrent.layers
-    mixers = map(mixing, windows, config.still or plain, keeping)
+    for i in range(config.num_layers):
+        mixer: MixerLayout = attention
+        if other is not None and recurrent is not None and recurrent.layers[i]:
+            mixer = other
+        elif isinstance(attention, GqaLayout):
+            window = config.sliding[i] if config.sliding else None
+            local, still = config.local_rope is not None and window is not None, config.still[i : i + 1]
+            mixer = replace(attention, sliding=window, local_rope=local, still=True in still)
+        layers.append(LayerLayout(mixer, sparse if experts and experts.sparse_layers[i] else dense))
     scales = config.scales
     unit = scales.embedding / scales.residual
     return ModelLayout(
-        tuple(
-            LayerLayout(*of) for of in zip(mixers, (sparse if of else dense for of in chosen), strict=True)
-        ),
+        tuple(layers),
         embedding_scale=None if unit == 1.0 else unit,
         residual_scale=scales.residual,
         logit_scale=scales.logits,
