@@ -118,16 +118,20 @@ class PageTable:
         self._tails[before] = tail
         self._key_of[tail.page] = before
 
-    def find_tail(self, before: bytes) -> Tail | None:
-        """What is kept after `before`, if it is not in use."""
-        tail = self._tails.get(before)
-        return tail if tail is not None and tail.page in self._idle else None
+    def take_tail(self, text: TextHashes, start: int, end: int) -> Tail | None:
+        """The kept page that goes on at `start`, if all that it holds is the text's own, and before `end`.
 
-    def take_tail(self, tail: Tail) -> None:
-        """Take what was found into use: it is not found again."""
+        It is in use from then on, and not found again.
+        """
+        tail = self._tails.get(text.before(start))
+        if tail is None or tail.page not in self._idle or start + tail.positions > end:
+            return None
+        if tail.digest != text.before(start + tail.positions):
+            return None
         del self._idle[tail.page]
         self._users[tail.page] = 1
         del self._tails[self._key_of.pop(tail.page)]
+        return tail
 
     def is_published(self, page: int) -> bool:
         """Whether others may find this page, or go on in it."""

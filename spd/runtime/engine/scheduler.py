@@ -127,8 +127,7 @@ class Scheduler:
             cached = 0 if checkpoint is None else checkpoint.end // size * size
         self.pages.release(shared[cached // size :])
         sequence.pages = shared[: cached // size]
-        if kept is None and self.sharing and (tail := self._find_tail(text, cached, end)) is not None:
-            self.pages.take_tail(tail)
+        if kept is None and self.sharing and (tail := self.pages.take_tail(text, cached, end)) is not None:
             sequence.pages.append(tail.page)
         if not self.grow(sequence, sequence.length + lookahead):
             if tail is not None:
@@ -141,13 +140,6 @@ class Scheduler:
             sequence.checkpoint, sequence.prefilled = checkpoint[:2] if checkpoint else (None, 0)
             sequence.stops = self._stops(sequence, matched)
         return True
-
-    def _find_tail(self, text: TextHashes, start: int, end: int) -> Tail | None:
-        """The page that goes on at `start`, if all that it holds is the text's own, and before `end`."""
-        tail = self.pages.find_tail(text.before(start))
-        if tail is None or start + tail.positions > end:
-            return None
-        return tail if tail.digest == text.before(start + tail.positions) else None
 
     def _stops(self, sequence: Sequence, matched: int) -> tuple[int, ...]:
         """Where a prefill pauses for a checkpoint: its end, that of the pages it found, and of a message.
