@@ -115,8 +115,8 @@ class Tape:
             return type(value).__name__
         if dataclasses.is_dataclass(value) and not isinstance(value, SamplerClass):
             return [self._words(getattr(value, field.name)) for field in dataclasses.fields(value)]
-        if isinstance(value, list | tuple):
-            return [self._words(inner) for inner in value]
+        if isinstance(value, list | tuple | dict):
+            return [self._words(inner) for inner in (value.values() if isinstance(value, dict) else value)]
         assert value is None or isinstance(value, bool | int | float | str | torch.dtype | SamplerClass), (
             value
         )

@@ -201,8 +201,8 @@ class Enumeration:
         for tensor in (*self.sampler.numbers.values(), self.sampler.top_k, self.sampler.bias):
             if tensor is not None:
                 tensor.copy_(tensor[:1].clone().expand_as(tensor))
-        if self.sampler.counts is not None:
-            self.sampler.counts.in_prompt[:, list(PROMPT)] = True
+        if self.sampler.in_prompt is not None:
+            self.sampler.in_prompt[:, list(PROMPT)] = True
         self.round = Round(state, self.runner, self.sampler, None, kernels)  # type: ignore[arg-type]
         self.weights = torch.ones(slots, dtype=torch.float64)
 

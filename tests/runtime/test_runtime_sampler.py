@@ -61,8 +61,8 @@ def draw(sampler: Sampler, processed: Tensor, positions: Tensor, needs: SamplerC
 
 def count(sampler: Sampler, tokens: Tensor) -> None:
     """Count one committed token of every slot, as the commit of a round does."""
-    assert sampler.counts is not None
-    sampler.counts.generated.scatter_add_(1, tokens[:, None], torch.ones(len(tokens), 1, dtype=torch.int32))
+    assert sampler.generated is not None
+    sampler.generated.scatter_add_(1, tokens[:, None], torch.ones(len(tokens), 1, dtype=torch.int32))
 
 
 def normal(*shape: int, seed: int, scale: float = 2.0) -> Tensor:
@@ -116,7 +116,7 @@ def test_a_window_equals_its_rows_one_by_one(
             assert token_alone[0, 0] == drawn[s, row]  # other slots' needs change no token
         if row < draft.shape[1]:
             for sampler, tokens in [(together, draft), *((a, draft[s : s + 1]) for s, a in enumerate(alone))]:
-                if sampler.counts is not None:
+                if sampler.generated is not None:
                     count(sampler, tokens[:, row])
                 sampler.state.length += 1
 
@@ -269,7 +269,7 @@ def test_the_steps_come_in_their_order(name: str) -> None:
     changes, logits, expected = ORDERS[name]
     params = SamplingParams(**{"temperature": 1.0, **changes})
     sampler = sampler_of([([0], params)], vocab=4)
-    if sampler.counts is not None:
+    if sampler.generated is not None:
         count(sampler, torch.tensor([1]))
     sampler.state.length += 1
     nothing = torch.zeros(1, 0, dtype=torch.long)

@@ -80,7 +80,8 @@ def _runners(
     shape, load, runners = plan.shape, plan.wishes.load, []
     rows = max(place.kernels.facts.tail_rows, shape.slots * (CATCH_UP + shape.draft_max + 1))
     pool, depth = (shape.num_pages, PAGE_SIZE, place.dtype, plan.device), ring_depth(shape.draft_max)
-    for model in load_model(folder, place, positions=positions, load=load, meter=meter, rows=rows, head=head):
+    models = load_model(folder, place, positions=positions, load=load, meter=meter, rows=rows, head=head)
+    for model in models:
         cache = KvCache(model.caches, *pool, slots=shape.slots, depth=depth)
         given = (shape.chunk, plan.device, place.kernels)
         runners.append(ModelRunner(model, cache, *given, alone=place.ranks is None))

@@ -267,9 +267,8 @@ class Engine:
         runs = scheduler.prefill_runs(sequence)
         run = next((run for run in runs if run.start <= start < run.end), None)
         if run is not None:
-            rows = (
-                self.plan.shape.chunk if run.kind == "chunk" else self._device.runner.kernels.facts.tail_rows
-            )
+            runner = self._device.runner
+            rows = runner.chunk if run.kind == "chunk" else runner.kernels.facts.tail_rows
             end = min(start + rows, run.end, *(stop for stop in sequence.stops if stop > start))
             self._device.write(sequence.slot, sequence.pages, start, end, runs)
         scheduler.wrote(sequence, end)

@@ -119,8 +119,7 @@ class Round:
         self, window: RoundWindow, drawn: tuple[Tensor, Tensor, Tensor | None], needs: SamplerClass
     ) -> None:
         """Append what was drawn, see `_sample`, advance the lengths, end slots, and emit."""
-        counts = self.sampler.counts if needs.penalties else None
-        generated = None if counts is None else counts.generated
+        generated = self.sampler.generated if needs.penalties else None
         looks_up = self.proposer is not None and self.proposer.looks_up
         self.kernels.round_commit(self.state, window, *drawn, generated, looks_up)
 

@@ -29,29 +29,10 @@ NUMBERS = (
 """The parameters that are float32 numbers; their defaults change nothing."""
 
 
-class TokenCounts:
-    """Which tokens a slot's prompt holds and how often each was generated; [S, V], on the device."""
-
-    by_slot = ("in_prompt", "generated")
-
-    def __init__(self, slots: int, vocab_size: int, device: str) -> None:
-        self.in_prompt = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
-        self.generated = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
-
-    def admit(self, slot: int, prompt: Tensor, generated: Tensor | None = None) -> None:
-        """Start a row over with the prompt [n], and what was generated [m] before it was interrupted."""
-        self.in_prompt[slot] = False
-        self.in_prompt[slot, prompt] = True
-        self.generated[slot] = 0
-        if generated is not None and generated.shape[0]:
-            ones = torch.ones_like(generated, dtype=torch.int32)
-            self.generated[slot].scatter_add_(0, generated, ones)
-
-
 class Sampler:
     """Sampling parameters of every slot as tensors, and the draw."""
 
-    by_slot = ("state", "numbers", "top_k", "seed", "counts", "bias", "mask", "draft_laws")
+    by_slot = ("state", "numbers", "top_k", "seed", "in_prompt", "generated", "bias", "mask", "draft_laws")
 
     def __init__(self, state: RoundState, vocab_size: int, usable_vocab: int, kernels: Kernels) -> None:
         slots, device = state.slots, state.device
@@ -63,7 +44,9 @@ class Sampler:
         }
         self.top_k = torch.zeros(slots, dtype=torch.long, device=device)
         self.seed = torch.zeros(slots, dtype=torch.long, device=device)
-        self.counts: TokenCounts | None = None
+        self.in_prompt: Tensor | None = None
+        """Which tokens a slot's prompt holds, and beside it how often each was generated: [S, V]."""
+        self.generated: Tensor | None = None
         self.bias: Tensor | None = None
         self.mask: Tensor | None = None
         self.draft_laws: Tensor | None = None
@@ -78,8 +61,10 @@ class Sampler:
         """Allocate what these steps read, where no request has needed it before; a grammar brings masks."""
         if needs.bias and self.bias is None:
             self.bias = torch.zeros(self.state.slots, self.vocab_size, device=self.state.device)
-        if needs.penalties and self.counts is None:
-            self.counts = TokenCounts(self.state.slots, self.vocab_size, self.state.device)
+        if needs.penalties and self.generated is None:
+            shape, device = (self.state.slots, self.vocab_size), self.state.device
+            self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=device)
+            self.generated = torch.zeros(shape, dtype=torch.int32, device=device)
 
     def admit(
         self, slot: int, params: SamplingParams, prompt: Tensor, generated: Tensor | None = None
@@ -97,8 +82,13 @@ class Sampler:
         for token_id, value in params.logit_bias:
             assert self.bias is not None
             self.bias[slot, token_id].fill_(value)
-        if self.counts is not None:
-            self.counts.admit(slot, prompt, generated)
+        if self.in_prompt is None or self.generated is None:
+            return
+        self.in_prompt[slot] = False
+        self.in_prompt[slot, prompt] = True
+        self.generated[slot] = 0
+        if generated is not None and generated.shape[0]:
+            self.generated[slot].scatter_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
 
     def allow(self, slot: int, rows: Tensor) -> None:
         """Let the next round draw only what masks allow: int32 [R, words] on the host, not written again."""
@@ -113,14 +103,14 @@ class Sampler:
 
         usable_vocab: of a drafter, where it knows fewer ids.
         """
-        state, counts = self.state, self.counts if needs.penalties else None
+        state = self.state
         return SamplingTensors(
             **self.numbers,
             top_k=self.top_k,
             seed=self.seed,
             bias=self.bias if needs.bias else None,
-            in_prompt=None if counts is None else counts.in_prompt,
-            generated=None if counts is None else counts.generated,
+            in_prompt=self.in_prompt if needs.penalties else None,
+            generated=self.generated if needs.penalties else None,
             stop_ids=state.stop_ids,
             length=state.length,
             min_length=state.min_length,
