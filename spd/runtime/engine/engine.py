@@ -362,9 +362,9 @@ class Engine:
         _, drafts, matched, committed, why, _, match = row[:EMISSION_HEAD]
         tokens = row[result.first_sample : result.first_sample + committed]
         event = sequence.take(tokens, drafts, matched, REASONS[why], now, result.logprobs)
-        if sequence.drafted_for and self.plan.adaptive:
+        # A request's first round could not have held drafts.
+        if self.plan.adaptive and sequence.metrics.rounds > 1 and sequence.request.draft_max != 0:
             self._draft_length.observe(result.k, drafts, matched, sequence.acceptance, match)
-        sequence.drafted_for = sequence.request.draft_max != 0
         if self.trace is not None:
             self.trace(self._record(sequence, row, result, event.token_ids))
         if event.finish_reason is not None:

@@ -93,8 +93,7 @@ class RequestMetrics:
     @property
     def decode_tokens_per_second(self) -> float:
         """1 / TPOT."""
-        each = self.time_per_output_token_ms
-        return 1000.0 / each if each else 0.0
+        return 1000.0 / each if (each := self.time_per_output_token_ms) else 0.0
 
     @property
     def time_per_output_token_ms(self) -> float:

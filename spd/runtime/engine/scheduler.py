@@ -87,9 +87,8 @@ class Scheduler:
     @property
     def more_could_join(self) -> bool:
         """Whether more would decode if their prompts were written than decode now."""
-        free = self.slots.count(None)
-        joining = min(len(self.waiting), free) + (self.prefilling is not None)
-        return joining > len(self.slots) - free - (self.prefilling is not None)
+        written, free = self.prefilling is not None, self.slots.count(None)
+        return min(len(self.waiting), free) + written > len(self.slots) - free - written
 
     # -- prefill ---------------------------------------------------------------------------------
 
@@ -207,7 +206,6 @@ class Scheduler:
         assert not sequence.in_flight
         self._vacate(sequence, publish=True)
         sequence.slot, sequence.prefilled, sequence.hashes = NO_SLOT, 0, []
-        sequence.drafted_for = False
         sequence.metrics.preemptions += 1
         self.waiting.appendleft(sequence)
 

@@ -69,8 +69,6 @@ class Sequence:
     arrived_at: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
     acceptance: Acceptance = field(default_factory=Acceptance)
-    drafted_for: bool = False
-    """Whether the round read next could have held drafts: not the first after a prefill."""
     finish_reason: str | None = None
 
     def __post_init__(self) -> None:
