@@ -266,7 +266,7 @@ class NaiveLatentAttention(LatentAttention):
             rows = slice(slot * batch.width, (slot + 1) * batch.width)
             kept = pages[batch.page_table[slot]].flatten(0, 1)
             still = torch.einsum("tl,hnl->thn", kept[:, : of.rank], self.key_up)
-            key = torch.cat((still, kept[:, None, of.rank :].expand(-1, self.num_heads, -1)), -1)
+            key = torch.cat((still, kept[:, None, of.rank :].expand(-1, self.layout.num_heads, -1)), -1)
             value = torch.einsum("tl,hlv->thv", kept[:, : of.rank], self.value_up)
             hidden = torch.arange(kept.shape[0]) > batch.positions[rows, None]
             scores = torch.einsum("qhd,thd->hqt", query[rows], key) * self.scale

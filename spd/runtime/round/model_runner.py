@@ -227,8 +227,12 @@ class ModelRunner:
 
         views: one for each of the first dimension, where some may have no rows; see `forward`.
         """
-        if (present := self._present(views)) is not None:
-            return _spread(self.logits(hidden.index_select(0, present)), present, len(views))
+        if (present := self._present(views)) is None:
+            return self._scores(hidden)
+        return _spread(self._scores(hidden.index_select(0, present)), present, len(views))
+
+    def _scores(self, hidden: Tensor) -> Tensor:
+        """The logits of hidden [..., hidden], in a bucket's rows."""
         flat = hidden.reshape(-1, hidden.shape[-1]).contiguous()
         rows = flat.shape[0]
         extra = 0 if self.buckets is None else bucket_for(rows, self.buckets) - rows
