@@ -99,9 +99,10 @@ def _drafters(
         return _runners(plan, mtp.folder, place, positions, meter, head)
     if draft is None:
         return []
-    eagle = draft.config.eagle3 is not None
-    head = Head(draft.config, partial(head_parts, draft.config), target, plan.model, apart) if eagle else None
-    return _runners(plan, draft, place, positions, meter, head)
+    eagle: Head | None = None
+    if draft.config.eagle3 is not None:
+        eagle = Head(draft.config, partial(head_parts, draft.config), target, plan.model, apart)
+    return _runners(plan, draft, place, positions, meter, eagle)
 
 
 def _meter(plan: EnginePlan, progress: Progress | None) -> LoadMeter:

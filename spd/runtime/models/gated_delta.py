@@ -100,6 +100,6 @@ def _by_kind(delta: DeltaConfig) -> tuple[list[int], list[int]]:
 
     def gathered(*widths: int) -> list[int]:
         by_head = torch.arange(delta.key_heads * sum(widths)).view(delta.key_heads, -1)
-        return torch.cat([kind.flatten() for kind in torch.split(by_head, widths, 1)]).tolist()
+        return torch.cat([kind.flatten() for kind in torch.split(by_head, list(widths), 1)]).tolist()
 
     return gathered(delta.key_dim, delta.key_dim, values, values), gathered(group, group)
