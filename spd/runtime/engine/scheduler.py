@@ -108,9 +108,8 @@ class Scheduler:
         return self.prefilling
 
     def _text(self, sequence: Sequence) -> TextHashes:
-        return TextHashes(
-            sequence.tokens(), self.prefill_runs(sequence), self.page_size, known=sequence.hashes
-        )
+        runs = self.prefill_runs(sequence)
+        return TextHashes(sequence.tokens(), runs, self.page_size, known=sequence.hashes)
 
     def _take_pages(self, sequence: Sequence, lookahead: int) -> bool:
         """Shared pages for what is known of its tokens, own ones for the rest; nothing if too few."""
