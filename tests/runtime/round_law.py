@@ -104,10 +104,9 @@ class RememberingRunner:
     def logits(self, hidden: Tensor, views: object = ()) -> Tensor:
         return self.table[hidden]
 
-    def sample(self, hidden: Tensor, draw: Draw, *, noise: bool) -> tuple[Tensor, Tensor] | None:
+    def sample(self, hidden: Tensor, draw: Draw) -> tuple[Tensor, Tensor] | None:
         if not self.head:
             return None
-        assert noise
         positions = draw.first.unsqueeze(-1) + draw.step + torch.arange(hidden.shape[1])
         drawn = self.script.draw(self.table[hidden] / draw.temperature.view(-1, 1, 1), positions)
         return drawn, torch.ones_like(drawn, dtype=torch.bool)
