@@ -31,7 +31,7 @@ from tests.runtime.hybrid_reference import PlainHybrid
 from tests.runtime.test_runtime_mtp import compared
 
 PROMPTS = [*random_prompts(3, 20, 256), *random_prompts(1, 75, 256, seed=1), (5,), (7, 9)]
-TEMPERATURES = (0.0, 0.8, 1.3)
+TEMPERATURES = (0.0, 1.0)
 FORMS: dict[str, dict[str, Any]] = {
     "torch": {"dtype": "float32", "kernels": "torch"},
     "native": {"dtype": "bfloat16", "kernels": "native"},
