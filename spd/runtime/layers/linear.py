@@ -7,10 +7,10 @@ in the prompt-chunk program, which has one size.
 
 `NativeLinear` is C's: norms before and sums after are a part of the product.
 
-Of some layers every rank holds a part: sums after a block, the vocabulary at both ends.
-
 The first two take weights of eight bits. Triton's products multiply them as they are, torch's where it has
 such a product (`multiplies_int8`); elsewhere torch's form keeps their values in the run's dtype.
+
+Of some layers every rank holds a part: sums after a block, the vocabulary at both ends.
 """
 
 from __future__ import annotations
