@@ -115,29 +115,6 @@ def test_only_the_beginning_of_a_stop_is_held_back(tokens: list[bytes], stops: l
         assert not waiting or any(stop.startswith(waiting) and stop != waiting for stop in stops)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "stops", "texts", "stopped"),
-    [
-        ([b"one STOP two"], ["STOP"], ["one "], 1),
-        ([b"one S", b"TO", b"P two"], ["STOP"], ["one ", "", ""], 3),
-        ([b"one S", b"TO", b"RE"], ["STOP"], ["one ", "", "STORE", ""], None),
-        ([b"ST", b"STO", b"P"], ["STOP"], ["", "ST", ""], 3),
-        ([b"abcd"], ["bc", "abcd"], [""], 1),  # of stops that one token completes, the first to begin
-        ([b"a", b"b", b"c", b"d"], ["abcd", "bc"], ["", "", "a"], 3),
-        ([b"x", b"ab"], ["b", "ab"], ["x", ""], 2),
-        ([b"caf\xc3", b"\xa9!"], ["é"], ["caf", ""], 2),
-        ([b"\xe2", b"\x82", b"\xac"], ["€"], ["", "", ""], 3),
-        ([b"S", b"T"], ["STOP"], ["", "", "ST"], None),
-        ([b"\xf0\x9f", b"S"], ["\ufffdS"], ["", ""], 2),
-        ([b"a", b"", b"b"], ["ab"], ["", "", ""], 3),
-    ],
-)
-def test_stops_within_and_across_tokens(
-    tokens: list[bytes], stops: list[str], texts: list[str], stopped: int | None
-) -> None:
-    assert run(tokens, stops) == (texts, stopped)
-
-
 # -- in the engine -----------------------------------------------------------------------------------
 
 

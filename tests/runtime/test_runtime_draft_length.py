@@ -41,11 +41,6 @@ def play(
     return chosen
 
 
-@pytest.mark.parametrize(("rate", "k", "tokens"), [(0.0, 4, 1), (1.0, 4, 5), (0.7, 0, 1), (0.7, 1, 1.7)])
-def test_expected_tokens_at_the_ends(rate: float, k: int, tokens: float) -> None:
-    assert expected_tokens([rate], [k], k)[k] == pytest.approx(tokens)
-
-
 def test_accepted_drafts_come_in_runs() -> None:
     """Texts accept nearly all in places and little in others: a later draft fares better than the first."""
     places = [sum(rate**i for i in range(5)) for rate in (0.95, 0.45)]

@@ -47,17 +47,6 @@ def test_runs_follow_the_rule(spans: list[tuple[str, int]], chunk: int) -> None:
     assert all(run.end - run.start == chunk for run in runs if run.kind == "chunk")
 
 
-def test_runs_of_a_chat() -> None:
-    spans = [("prompt", 9), ("generated", 5), ("prompt", 4), ("generated", 0), ("prompt", 5)]
-    assert program_runs(spans, 4) == [
-        Run(0, 4, "chunk"),
-        Run(4, 8, "chunk"),
-        Run(8, 18, "tile"),  # a tail, what was generated, and a prompt of one chunk's length
-        Run(18, 22, "chunk"),
-        Run(22, 23, "tile"),
-    ]
-
-
 @settings(max_examples=200, deadline=None)
 @given(spans=spans_lists, chunk=chunks, data=st.data())
 def test_clipped_runs_hold_whole_chunks_only(
