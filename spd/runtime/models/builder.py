@@ -233,9 +233,8 @@ class LayerBuilder:
             return groups.plain(self.dtype) if self.form.widened else groups
         if kind != "int8":
             return weight
-        return int8_rows(
-            weight, self.ranks.gather(magnitudes(weight)).amax(dim=0) if cut and self.ranks else None
-        )
+        whole = self.ranks.gather(magnitudes(weight)).amax(dim=0) if cut and self.ranks else None
+        return int8_rows(weight, whole)
 
     def reorder(self, tensors: Tensors, name: str, order: list[int], part: slice = slice(None)) -> None:
         """Reorder rows of `name`, or of a part of them, within each head of len(order); its bias' too.
@@ -293,14 +292,11 @@ class LayerBuilder:
             return kept.stacked(count)
         if isinstance(kept, Tensor):
             return kept.view(count, -1, kept.shape[1])
-        each = (
-            kept.values.view(count, -1, kept.shape[1]),
-            kept.scales.view(count, -1, *kept.scales.shape[1:]),
-        )
+        values, scales = kept.values, kept.scales
+        each = ScaledWeight(values.view(count, -1, kept.shape[1]), scales.view(count, -1, *scales.shape[1:]))
         multiplied = self.form.kind != "int8" or self.kernels.facts.any_int8
-        if multiplied or multiplies_int8(kept.device, self.dtype, kept.shape[1]):
-            return ScaledWeight(*each)
-        return ScaledWeight(*each).plain(self.dtype)
+        multiplied = multiplied or multiplies_int8(kept.device, self.dtype, kept.shape[1])
+        return each if multiplied else each.plain(self.dtype)
 
 
 def reorder_heads(tensor: Tensor, order: list[int]) -> None:
