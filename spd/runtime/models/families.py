@@ -91,7 +91,7 @@ def varied(config: ModelConfig, mlp: Mapping[str, Any] | None = None, **attentio
 
 
 def llama(config: ModelConfig) -> ModelLayout:
-    """Llama (2, 3.x), Mistral, Ministral 3, Mixtral, SmolLM3, Granite."""
+    """Llama (2, 3.x), Mistral, Ministral 3, Mixtral, SmolLM3, Granite: the shared blocks, as configured."""
     return varied(config)
 
 
