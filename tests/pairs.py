@@ -12,9 +12,11 @@ from spd.formats.demo import demo_folder
 from spd.runtime import Engine
 from tests.helpers import Damped, TinyShelf, make_engine
 from tests.recipes.tiny import VARIANTS
+from tests.recipes.tiny_assistant import write_assistant
 from tests.recipes.tiny_dense import FAMILIES, write_dense
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.recipes.tiny_mtp import write_tiny_mtp
+from tests.runtime.assistant_reference import LibraryAssistant
 from tests.runtime.eagle3_reference import PlainEagle3
 from tests.runtime.mtp_reference import PlainDrafter, PlainMtp
 
@@ -97,6 +99,10 @@ class Pairs:
             return Pair(target, {"spec": "off"})
         if method == "ngram":
             return Pair(target, {"spec": "ngram", "ngram_min": 1})
+        if method == "assistant":
+            own = write_assistant(folder, target, clusters=4, kept=3)
+            wishes = {"spec": "assistant", "draft_model": own}
+            return Pair(target, wishes, lambda: LibraryAssistant(target, own))
         assert method in ("self", "draft"), name
         drafter = target if method == "self" else self._layers(family or "qwen3", 2)
         return Pair(target, {"spec": "draft", "draft_model": drafter})

@@ -42,10 +42,11 @@ K = 3
 
 
 SHARERS = ("off", "draft+ngram", "deepseek_v3/ngram", "three", "ngram", "draft", "eagle", "gemma2/ngram")
+ASSISTED = "gemma4/assistant"
 
 
 @pytest.mark.covers(count=4)
-@pytest.mark.parametrize("name", [*SHARERS, "one", "deepseek", "speculators"])
+@pytest.mark.parametrize("name", [*SHARERS, "one", "deepseek", "speculators", ASSISTED])
 def test_a_prefix_hit_drafts_as_a_miss_does(pairs: Pairs, name: str) -> None:
     """Also where the reply goes on from the reply: what a turn generated is found under its own kind."""
     common, pair = random_prompts(1, 150, VOCAB, seed=9)[0], pairs.get(name)
@@ -74,7 +75,19 @@ def test_a_prefix_hit_drafts_as_a_miss_does(pairs: Pairs, name: str) -> None:
 )
 @pytest.mark.parametrize(
     "name",
-    ["self", "draft+ngram", "one+ngram", "three", "eagle+ngram", "draft", "one", "three+ngram", "eagle"],
+    [
+        "self",
+        "draft+ngram",
+        "one+ngram",
+        "three",
+        "eagle+ngram",
+        "draft",
+        "one",
+        "three+ngram",
+        "eagle",
+        ASSISTED,
+        f"{ASSISTED}+ngram",
+    ],
 )
 def test_drafts_after_any_rounds_are_those_of_a_fresh_start(
     pairs: Pairs, name: str, lengths: tuple[int, ...]
@@ -330,7 +343,11 @@ def assert_the_reference_s(headed: Pair, prompts: list[tuple[int, ...]], runs: l
 
 @pytest.mark.parametrize(
     "name",
-    ["three", "eagle", *(pytest.param(name, marks=pytest.mark.slow) for name in ("one", "speculators"))],
+    [
+        "three",
+        "eagle",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("one", "speculators", ASSISTED)),
+    ],
 )
 def test_drafts_after_rounds_without_any_are_right(pairs: Pairs, name: str) -> None:
     """Pauses shorter and longer than a catch-up, between rounds of every length."""
@@ -348,7 +365,7 @@ def test_drafts_after_rounds_without_any_are_right(pairs: Pairs, name: str) -> N
         assert [run.tokens for run in runs] == [run.tokens for run in plain]
 
 
-@pytest.mark.parametrize("name", ["one", "three", "eagle", "speculators"])
+@pytest.mark.parametrize("name", ["one", "three", "eagle", "speculators", ASSISTED])
 def test_pages_given_away_in_a_pause_are_whole(pairs: Pairs, name: str) -> None:
     """A text that ends while the head lags behind leaves what a later prompt can draft from."""
     engine = pairs.get(name).engine(3, ctx=400, adaptive=True)
@@ -362,7 +379,7 @@ def test_pages_given_away_in_a_pause_are_whole(pairs: Pairs, name: str) -> None:
     assert_the_reference_s(pairs.get(name), [turn.prompt_ids], [run])
 
 
-@pytest.mark.parametrize("name", ["three", "eagle"])
+@pytest.mark.parametrize("name", ["three", "eagle", ASSISTED])
 def test_interrupted_texts_draft_as_before(pairs: Pairs, name: str) -> None:
     prompts = [random_prompts(1, n, VOCAB, seed=n)[0] for n in (70, 130, 9, 200, 64, 30)]
     greedy = [SamplingParams(max_tokens=50 + 9 * i, ignore_eos=True) for i in range(6)]

@@ -12,7 +12,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from spd.errors import NotFoundError, UsageError
+from spd.errors import NotFoundError, SpdError, UsageError
 from spd.formats.demo import DEMOS, demo_folder
 from spd.formats.json_file import listed, shown
 
@@ -106,6 +106,18 @@ def list_cached_models() -> list[str]:
     names = [name for name in _names(cache) if name.startswith("models--")]
     kept = [name for name in names if _names(cache / name / "snapshots")]
     return sorted(name[8:].replace("--", "/", 1) for name in kept)
+
+
+def assistant_of(folder: Path) -> Path | None:
+    """Where the drafter published for a model is: NAME-assistant, beside its folder or in the cache."""
+    beside = folder.parent / f"{folder.name}-assistant"
+    if (beside / "config.json").is_file():
+        return beside
+    kept = folder.parent.parent.name  # of models--ORG--NAME/snapshots/COMMIT
+    with suppress(SpdError):
+        if kept.startswith("models--"):
+            return _cached_snapshot(f"{kept[8:].replace('--', '/', 1)}-assistant", None)
+    return None
 
 
 def _cached_snapshot(name: str, revision: str | None) -> Path:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from spd.errors import CheckpointError
 from spd.formats import block_config as blocks
+from spd.formats.assistant import ARCHITECTURE as ASSISTANT
+from spd.formats.assistant import AssistantConfig, read_assistant
 from spd.formats.block_config import MAX_POSITIONS, MAX_WIDTH
 from spd.formats.eagle3 import ARCHITECTURE as EAGLE3
 from spd.formats.eagle3 import Eagle3Config, read_eagle3
@@ -87,6 +89,14 @@ class ModelConfig:
     recurrent: blocks.DeltaConfig | ConvConfig | None = None  # of layers between those that attend
     eagle3: Eagle3Config | None = None
     """Of an EAGLE-3 head, which is no model by itself: how it reads its target."""
+    assistant: AssistantConfig | None = None
+    """The same of an assistant."""
+
+    @property
+    def head_kind(self) -> str | None:
+        """What it is where it drafts for another model only: the method that drafts with it."""
+        kinds = {"eagle3": self.eagle3, "assistant": self.assistant}
+        return next((kind for kind, facts in kinds.items() if facts is not None), None)
 
 
 @dataclass(frozen=True)
@@ -262,10 +272,13 @@ REFUSED_ARCHITECTURES = {
 _DTYPES = [prefix + name for prefix in ("", "torch.") for name in ("bfloat16", "float16", "float32")]
 
 
+HEADS = {"eagle3": "an EAGLE-3 head", "assistant": "an assistant"}
+
+
 def refuse_head(config: ModelConfig, folder: Path) -> None:
-    """Raise CheckpointError for an EAGLE-3 head where a model is wanted."""
-    if config.eagle3 is not None:
-        raise _drafts_only("an EAGLE-3 head", folder, "--draft-model")
+    """Raise CheckpointError for an EAGLE-3 head or an assistant where a model is wanted."""
+    if config.head_kind is not None:
+        raise _drafts_only(HEADS[config.head_kind], folder, "--draft-model")
 
 
 def _drafts_only(what: str, folder: Path, option: str) -> CheckpointError:
@@ -281,6 +294,11 @@ def model_config_of(fields: Fields) -> ModelConfig:
     """
     if head := read_eagle3(fields):
         return replace(_decoder_config(head[1]), architecture=EAGLE3, eagle3=head[0])
+    if own := read_assistant(fields):
+        config = _decoder_config(own[1])
+        assert config.gemma4 is not None
+        gemma4 = replace(config.gemma4, shared=config.num_layers)
+        return replace(config, architecture=ASSISTANT, assistant=own[0], gemma4=gemma4)
     names = fields.get("architectures")
     outer = str(names[0]) if isinstance(names, list) and len(names) == 1 else ""
     wrapper = WRAPPERS.get(outer)
@@ -417,6 +435,7 @@ class GenerationConfig:
     repetition_penalty: float | None = None
     top_k: int | None = None
     do_sample: bool | None = None
+    suppress_tokens: tuple[int, ...] = ()
 
 
 def read_generation_config(folder: Path, *, vocab_size: int = MAX_VOCAB) -> GenerationConfig:
@@ -435,4 +454,5 @@ def read_generation_config(folder: Path, *, vocab_size: int = MAX_VOCAB) -> Gene
         fields.optional_number("repetition_penalty", 1e-6, 1e4),
         fields.optional_integer("top_k", 0, 1 << 31),
         fields.boolean("do_sample", False) if "do_sample" in fields else None,
+        fields.token_ids("suppress_tokens", vocab_size),
     )

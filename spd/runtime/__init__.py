@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from spd.runtime.load.quantize import rounded_names as rounded_names
     from spd.runtime.load.quantize import rounded_outputs as rounded_outputs
     from spd.runtime.models import family_layout as family_layout
+    from spd.runtime.models.assistant import check_assistant as check_assistant
     from spd.runtime.models.eagle3 import check_eagle3 as check_eagle3
     from spd.runtime.models.mtp_weights import check_source as check_source
     from spd.runtime.models.mtp_weights import module_position_size as module_position_size
@@ -45,6 +46,7 @@ _HOMES = {
     "load.progress": ("LoadProgress", "Progress"),
     "load.quantize": ("quantization_config", "rounded_names", "rounded_outputs"),
     "models": ("family_layout",),
+    "models.assistant": ("check_assistant",),
     "models.eagle3": ("check_eagle3",),
     "models.mtp_weights": ("check_source", "module_position_size"),
     "models.weights": ("check_weights",),

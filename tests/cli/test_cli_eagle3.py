@@ -103,7 +103,7 @@ def test_a_bench_of_the_head(spd_run: Run, pair: Pair, tmp_path: Path) -> None:
             "is a model, not an EAGLE-3 head",
         ),
         (("-m", "TARGET", "--spec", "draft", "--draft-model", "HEAD"), 4, "is an EAGLE-3 head, not a model"),
-        (("-m", "TARGET", "--spec", "eagle3"), 2, "--spec eagle3 needs a head"),
+        (("-m", "TARGET", "--spec", "eagle3"), 2, "--spec eagle3 needs an EAGLE-3 head"),
         (("-m", "TARGET", "--spec", "ngram", "--draft-model", "HEAD"), 2, "another method was asked for"),
         (("-m", "TARGET", "--spec", "eagle3", "--mtp", "HEAD"), 2, "--mtp is for --spec mtp"),
         (("-m", "TARGET", "--mtp", "HEAD"), 4, "no folder with an MTP head"),

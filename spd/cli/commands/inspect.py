@@ -127,10 +127,12 @@ def describe(name: str, folder: ModelFolder) -> Facts:
 
 def check_names(checkpoint: Checkpoint, config: ModelConfig) -> Any:
     """Names that the architecture does not use. Raises one CheckpointError for all that it lacks."""
-    from spd.runtime import check_eagle3, check_weights, family_layout
+    from spd.runtime import check_assistant, check_eagle3, check_weights, family_layout
 
     if config.eagle3 is not None:
         return check_eagle3(config, checkpoint)
+    if config.assistant is not None:
+        return check_assistant(config, checkpoint)
     return check_weights(checkpoint, config, family_layout(config))
 
 

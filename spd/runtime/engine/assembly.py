@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -12,8 +13,8 @@ from spd.formats.hub import own_cache
 from spd.kernels.dispatch import Kernels, load_kernels
 from spd.runtime.load.loader import Head, load_model
 from spd.runtime.load.progress import LoadMeter, Progress
+from spd.runtime.models import assistant, family_layout
 from spd.runtime.models.builder import Place
-from spd.runtime.models.decoder import Decoder
 from spd.runtime.models.eagle3 import head_parts
 from spd.runtime.models.mtp_weights import module_bytes, module_parts
 from spd.runtime.models.weights import WIDE
@@ -75,34 +76,38 @@ def _runners(
     positions: int,
     meter: LoadMeter,
     head: Head | None = None,
+    shared: KvCache | None = None,
 ) -> list[ModelRunner]:
-    """The model of a folder, or each part of a head that is used, with a cache of its own."""
+    """The model of a folder, or each part of a head that is used, with a cache of its own or the `shared`."""
     shape, load, runners = plan.shape, plan.wishes.load, []
     rows = max(place.kernels.facts.tail_rows, shape.slots * (CATCH_UP + shape.draft_max + 1))
     pool, depth = (shape.num_pages, PAGE_SIZE, place.dtype, plan.device), ring_depth(shape.draft_max)
     models = load_model(folder, place, positions=positions, load=load, meter=meter, rows=rows, head=head)
     for model in models:
-        cache = KvCache(model.caches, *pool, slots=shape.slots, depth=depth)
+        cache = shared or KvCache(model.caches, *pool, slots=shape.slots, depth=depth)
         given = (shape.chunk, plan.device, place.kernels)
         runners.append(ModelRunner(model, cache, *given, alone=place.ranks is None))
     return runners
 
 
 def _drafters(
-    plan: EnginePlan, place: Place, target: Decoder, apart: bool, meter: LoadMeter
+    plan: EnginePlan, place: Place, runner: ModelRunner, apart: bool, meter: LoadMeter
 ) -> list[ModelRunner]:
     """A draft model, or the parts of a head that share with the target; nothing where no model drafts."""
-    draft, mtp, positions = plan.drafting_model, plan.shape.mtp, plan.shape.draft_ctx
+    draft, mtp, positions, target = plan.drafting_model, plan.shape.mtp, plan.shape.draft_ctx, runner.model
     if mtp is not None:
         find = partial(module_parts, mtp, plan.shape.mtp_modules)
         head = Head(mtp.config, find, target, plan.model, apart)
         return _runners(plan, mtp.folder, place, positions, meter, head)
     if draft is None:
         return []
-    eagle: Head | None = None
-    if draft.config.eagle3 is not None:
-        eagle = Head(draft.config, partial(head_parts, draft.config), target, plan.model, apart)
-    return _runners(plan, draft, place, positions, meter, eagle)
+    found: Any = {
+        "eagle3": partial(head_parts, draft.config),
+        "assistant": partial(assistant.parts, draft.config, family_layout(plan.model.config)),
+    }.get(draft.config.head_kind or "")
+    own = None if found is None else Head(draft.config, found, target, plan.model, apart)
+    shared = runner.cache if draft.config.assistant is not None else None
+    return _runners(plan, draft, place, positions, meter, own, shared)
 
 
 def _meter(plan: EnginePlan, progress: Progress | None) -> LoadMeter:
@@ -133,8 +138,7 @@ def assemble(
     (runner,) = _runners(plan, plan.model, place, shape.ctx, meter)
     own = kernels if plan.draft_kernels == shape.kernels else load_kernels(plan.draft_kernels)
     place = Place(dtype, plan.device, own, shape.draft_form, drafting)
-    assert isinstance(runner.model, Decoder)
-    drafters = _drafters(plan, place, runner.model, apart, meter)
+    drafters = _drafters(plan, place, runner, apart, meter)
     state = RoundState(shape.slots, shape.ctx, shape.draft_max, pages_a_slot(shape.ctx), plan.device)
     sampler = Sampler(state, plan.model.config.vocab_size, usable_vocab, kernels)
     proposer = build_proposer(plan, sampler, drafters)
@@ -146,7 +150,8 @@ def assemble(
     share = None if ranks is None or ranks.share is None or not drafters else ranks.share.broadcast
     round_ = Round(state, runner, sampler, proposer, kernels, imposed, plan.wishes.verify, share)
     captured = CapturedRounds(round_) if shape.graphs else None
-    states = StateStore([runner, *drafters], proposer)
+    own_caches = [each for each in drafters if each.cache is not runner.cache]
+    states = StateStore([runner, *own_caches], proposer)
     return RoundQueue(round_, captured, states, threads, shape.draft_ctx, alone=ranks is None)
 
 

@@ -26,6 +26,7 @@ from spd.runtime.load.packed_weights import scaling_fill, unpacking_fill
 from spd.runtime.load.progress import LoadMeter
 from spd.runtime.load.weight_reader import read_tensors
 from spd.runtime.models import family_layout, weights
+from spd.runtime.models.assistant_model import AssistantModel
 from spd.runtime.models.builder import Fill, LayerBuilder, LayerTensors, Place, WeightSpace
 from spd.runtime.models.decoder import AuxStates, Decoder, HeadModel, Parts, build_layer
 from spd.runtime.models.destinations import NOTHING, Cut, Cuts
@@ -158,13 +159,15 @@ def build_model(
         if at_once and meter is not None:
             meter.advance(nbytes, "pack")
     heads = tuple(
-        AttentionHeads(*sizes, first_key=layout.shift, sliding=layout.windows(sizes))
+        AttentionHeads(*sizes, first_key=max(0, layout.shift), sliding=layout.windows(sizes))
         for sizes in dict.fromkeys(block.heads for block in layout.attending)
     )
     rotary, softcap = _rotary(config, layout, place, positions), config.logit_softcap
     parts = Parts(tables, embedding, head, layers, rotary, heads, layout, softcap)
     if target is None:
         return Decoder(parts, builder)
+    if config.assistant is not None:
+        return AssistantModel(config.assistant, parts, builder, target, ids, part.rules.never)
     if "fuse" in tables:
         target.reader = AuxStates(config, tables, builder, len(target.layers))
     return HeadModel(part.rules, parts, builder, ids)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from spd.errors import IncompatibleError
+from spd.formats.assistant import ARCHITECTURE as ASSISTANT
+from spd.formats.eagle3 import ARCHITECTURE as EAGLE3
 from spd.formats.model_config import ModelConfig
-from spd.runtime.models import eagle3, families
+from spd.runtime.models import assistant, eagle3, families
 from spd.runtime.models.weights import ModelLayout
 
 FAMILIES: dict[str, Callable[[ModelConfig], ModelLayout]] = {
@@ -47,14 +49,15 @@ FAMILIES: dict[str, Callable[[ModelConfig], ModelLayout]] = {
     "MixtralForCausalLM": families.llama,
     "Qwen2MoeForCausalLM": families.qwen2,
 }
+LAYOUTS = FAMILIES | {EAGLE3: eagle3.layout, ASSISTANT: assistant.layout}
+"""Those, and what drafts for other models only."""
 
 
 def family_layout(config: ModelConfig) -> ModelLayout:
     """What the configuration's family makes of it. Raises IncompatibleError if the family is unknown."""
-    known = {**FAMILIES, "LlamaForCausalLMEagle3": eagle3.layout}  # a head, and no model itself
-    if config.architecture not in known:
+    if config.architecture not in LAYOUTS:
         raise IncompatibleError(
             f"architecture {config.architecture} is not supported",
             reason=["known architectures: " + ", ".join(sorted(FAMILIES))],
         )
-    return known[config.architecture](config)
+    return LAYOUTS[config.architecture](config)

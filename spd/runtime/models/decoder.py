@@ -181,6 +181,8 @@ class Decoder:
         self.varied_layers = 1 + max(kinds.index(kind) for kind in set(kinds))
         """How many of the first layers there must be for one of every kind."""
         self.vocab_size, self.hidden_size = self.embedding.shape
+        self.state_size = self.hidden_size
+        """Elements of a state that a head reads."""
         self.max_positions = self.rotary.max_positions
         self.reader: AuxStates | None = None
         """Of the head that reads the streams between layers, once there is one."""

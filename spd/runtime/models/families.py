@@ -26,6 +26,8 @@ from spd.runtime.models.layouts import (
 from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout, ScanLayout
 from spd.runtime.models.weights import ModelLayout
 
+NO_READS: Mapping[bool, int] = {}
+
 
 def usual_attention(config: ModelConfig) -> GqaLayout:
     """Grouped-query attention; biases follow the configuration."""
@@ -233,14 +235,15 @@ def gemma(config: ModelConfig) -> ModelLayout:
     return replace(made, centred_norm=True, embedding_scale=math.sqrt(config.hidden_size))
 
 
-def gemma4(config: ModelConfig) -> ModelLayout:
+def gemma4(config: ModelConfig, reads: Mapping[bool, int] = NO_READS) -> ModelLayout:
     """Gemma 4 (text): two sizes of heads, normed values, shared caches, embeddings of layers, experts.
 
-    The last layers of a kind may read an earlier one's cache. Source: `gemma4` of Hugging Face transformers
-    5, and the published configurations.
+    The last layers of a kind, which see everything (True) or slide, may read an earlier one's cache: reads
+    says whose where that is not among them. Source: `gemma4` of Hugging Face transformers 5, and the
+    published configurations.
     """
     assert config.gemma4 is not None
-    facts, sources, layers = config.gemma4, dict[int | None, int](), []
+    facts, sources, layers = config.gemma4, dict(reads), []
     usual = replace(
         usual_attention(config),
         qk_norm=True,
@@ -254,8 +257,10 @@ def gemma4(config: ModelConfig) -> ModelLayout:
         shares = index >= config.num_layers - facts.shared
         width = config.intermediate_size * (2 if shares and facts.double_wide else 1)
         if not shares:
-            sources[window] = index
-        attention = replace(_of_window(config, usual, window), reads=sources[window] if shares else None)
+            sources[window is None] = index
+        attention = replace(
+            _of_window(config, usual, window), reads=sources[window is None] if shares else None
+        )
         side = SideLayout(replace(mlp, intermediate_size=width), config.experts, facts.per_layer, index)
         layers.append(LayerLayout(attention, side))
     per_layer = (facts.per_layer_vocab, facts.per_layer) if facts.per_layer else None

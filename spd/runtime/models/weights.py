@@ -96,6 +96,8 @@ class HeadRules:
     """What goes on is the layer's output after the final norm."""
     normed_residual: bool = False
     """Where attention reads both: what is added to its output is the normed state."""
+    never: tuple[int, ...] = ()
+    """Ids that an assistant does not draft."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def table_of_ids(name: str, rows: int, columns: int, shard: Shard) -> Destinatio
 def logits_table(config: ModelConfig, layout: ModelLayout) -> Destination:
     """The table that makes logits, or a rank's part of it: the embedding's where they are tied."""
     tables = table_destinations(config, layout)
-    return tables["head"] if "head" in tables else tables["embedding"]
+    return next(tables[name] for name in ("head", "embedding", "ordered") if name in tables)
 
 
 def destinations(config: ModelConfig, layout: ModelLayout) -> Iterator[tuple[str, Destination]]:

@@ -31,6 +31,7 @@ METHODS = {
     "draft": Method(4, ("draft_model",)),
     "ngram": Method(8),
     "eagle3": Method(4, ("draft_model",)),
+    "assistant": Method(4, ("draft_model",)),
 }
 """Every method that can be asked for; `auto` becomes another one."""
 ARBITRATED = tuple(f"{name}+ngram" for name, method in METHODS.items() if method.weights)
@@ -184,7 +185,7 @@ CLASHES = (
     ),
     Clash(
         lambda c: c.draft_model is not None and "draft_model" not in c.weights,
-        "--draft-model is for --spec draft or eagle3, and another method was asked for",
+        "--draft-model is for --spec draft, eagle3 or assistant, and another method was asked for",
         ["--spec auto --draft-model FOLDER", "leave --draft-model out"],
     ),
     Clash(

@@ -1,20 +1,23 @@
 """What drafts: the method that is asked for, or the best that a target brings along.
 
-`auto` takes a draft model or EAGLE-3 head if one is given, else the checkpoint's own MTP head, else the
-demo's draft, else prompt lookup.
+`auto` takes a draft model or head if one is given, else the checkpoint's own MTP head, else the
+assistant that lies beside the model, else the demo's draft, else prompt lookup.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from spd.errors import IncompatibleError, SpdError, UsageError
 from spd.formats.demo import DEMOS, demo_draft_folder, demo_eagle3_folder, demo_folder
 from spd.formats.eagle3 import EMBEDDING
 from spd.formats.folder import ModelFolder
-from spd.formats.model_config import ModelConfig, refuse_head
+from spd.formats.hub import assistant_of
+from spd.formats.model_config import HEADS, ModelConfig, refuse_head
 from spd.formats.mtp import MtpSource, declared_modules, no_mtp, require_equal, verifier_hash
+from spd.runtime.models.assistant import check_assistant
 from spd.runtime.models.eagle3 import check_eagle3
 from spd.runtime.models.mtp_weights import check_source
 from spd.runtime.plan.config import METHODS, EngineConfig
@@ -54,18 +57,26 @@ def choose_drafter(config: EngineConfig, target: ModelFolder) -> Drafter:
         if isinstance(found, Drafter):
             return found
         why = found
+    if draft is None and method in ("auto", "assistant") and (path := assistant_of(target.path)) is not None:
+        try:
+            return _asked_head(config, target, ModelFolder(path))
+        except SpdError as error:
+            if method == "assistant":
+                raise
+            why = f"{path.name} cannot be used: {error.message}"
     if draft is None and target.path in map(demo_folder, DEMOS):
         own = demo_eagle3_folder() if method == "eagle3" else demo_draft_folder()
         fits = own.exists() and (method != "eagle3" or target.path == own.parent)
         draft = ModelFolder(own) if fits else None
     if draft is None:
-        if method == "eagle3":
-            raise UsageError("--spec eagle3 needs a head", fix=["--draft-model FOLDER of an EAGLE-3 head"])
+        if method in HEADS:
+            fix = [f"--draft-model FOLDER of {HEADS[method]}"]
+            raise UsageError(f"--spec {method} needs {HEADS[method]}", fix=fix)
         if method == "draft":
             raise UsageError("--spec draft needs a draft model", fix=["--draft-model FOLDER", "--spec ngram"])
         return Drafter("ngram", why)
-    if method == "eagle3" or draft.config.eagle3 is not None:
-        return _asked_eagle3(config, target, draft)
+    if method in HEADS or draft.config.head_kind is not None:
+        return _asked_head(config, target, draft)
     if config.load != "dummy":
         draft.checkpoint.close()  # what holds no model says so before its tokenizer is compared
     _require_same_vocabulary(target, draft)
@@ -99,40 +110,56 @@ def _own_mtp(config: EngineConfig, target: ModelFolder) -> Drafter | str:
     return Drafter("mtp", "the checkpoint's own MTP head" + _reuse(config, source), mtp=source)
 
 
-def _asked_eagle3(config: EngineConfig, target: ModelFolder, draft: ModelFolder) -> Drafter:
-    head = draft.config
-    if head.eagle3 is None:
+def _asked_head(config: EngineConfig, target: ModelFolder, draft: ModelFolder) -> Drafter:
+    """Drafting with a head, of EAGLE-3 or an assistant. Raises IncompatibleError where it does not fit."""
+    head, kind = draft.config, draft.config.head_kind
+    if kind is None or config.method not in ("auto", kind):
+        asked, is_a = HEADS.get(config.method, "a model"), HEADS.get(kind or "", "a model")
         raise IncompatibleError(
-            f"{draft}: is a model, not an EAGLE-3 head",
-            fix=[f"--spec draft --draft-model {draft}", "--draft-model FOLDER of an EAGLE-3 head"],
-            code="no_eagle3",
-        )
-    if config.method == "draft":
-        raise IncompatibleError(
-            f"{draft}: is an EAGLE-3 head, not a model",
-            fix=[f"--spec eagle3 --draft-model {draft}"],
-            code="no_draft",
+            f"{draft}: is {is_a}, not {asked}",
+            fix=[f"--spec {kind or 'draft'} --draft-model {draft}", f"--draft-model FOLDER of {asked}"],
+            code=f"no_{config.method}",
         )
     check_target(head, draft.path, target.config, target.path)
     holds_embedding = False
     if config.load != "dummy":
-        check_eagle3(head, draft.checkpoint)
-        holds_embedding = EMBEDDING in draft.checkpoint.tensors
+        check_names = check_eagle3 if kind == "eagle3" else check_assistant
+        check_names(head, draft.checkpoint)
+        holds_embedding = kind == "eagle3" and EMBEDDING in draft.checkpoint.tensors
     if draft.tokenizer is not None:
         _require_same_vocabulary(target, draft)
-    why = "asked for" if config.draft_model else "the model's own head"
-    return Drafter("eagle3", why, draft, head_embedding=holds_embedding)
+    why = "asked for" if config.draft_model else f"the model's own {'head' if kind == 'eagle3' else kind}"
+    return Drafter(kind, why, draft, head_embedding=holds_embedding)
 
 
 def check_target(head: ModelConfig, draft: Path, target: ModelConfig, folder: Path) -> None:
-    """Raise IncompatibleError where an EAGLE-3 head was made for another target than this one."""
-    assert head.eagle3 is not None
-    pairs = (
-        ("hidden size", head.eagle3.target_hidden_size, target.hidden_size),
+    """Raise IncompatibleError where a head was made for another target than this one."""
+    facts = head.eagle3 or head.assistant
+    assert facts is not None
+    pairs = [
+        ("hidden size", facts.target_hidden_size, target.hidden_size),
         ("vocabulary size", head.vocab_size, target.vocab_size),
-    )
-    require_equal("EAGLE-3", pairs, draft, folder, "--draft-model", "eagle3_mismatch")
-    head.eagle3.aux_layers(target.num_layers)
+    ]
+    if head.assistant is not None:
+        own, other = (_cache_facts(config) for config in (head, target))
+        pairs += [(name, own[name], other[name]) for name in own]
+    kind = "EAGLE-3" if head.eagle3 is not None else "assistant"
+    require_equal(kind, pairs, draft, folder, "--draft-model", f"{head.head_kind}_mismatch")
+    if head.eagle3 is not None:
+        head.eagle3.aux_layers(target.num_layers)
+
+
+def _cache_facts(config: ModelConfig) -> dict[str, Any]:
+    """What a cache looks like that an assistant reads, by what it is called."""
+    facts = config.gemma4
+    wide = (0, 0) if facts is None else (facts.head_dim, facts.kv_heads)
+    return {
+        "head size": config.head_dim,
+        "key heads": config.num_kv_heads,
+        "head size of layers that see everything": wide[0],
+        "key heads of layers that see everything": wide[1],
+        "sliding window": next((window for window in config.sliding if window is not None), 0),
+    }
 
 
 def _reuse(config: EngineConfig, source: MtpSource) -> str:

@@ -56,7 +56,7 @@ class EngineShape:
 
     target: ModelConfig
     draft: ModelConfig | None
-    """A draft model or EAGLE-3 head that is used."""
+    """A draft model, EAGLE-3 head or assistant that is used."""
     dtype: str
     slots: int
     ctx: int

@@ -100,7 +100,7 @@ class EnginePlan:
 
     @property
     def drafting_model(self) -> ModelFolder | None:
-        """The folder of the draft model or EAGLE-3 head that drafts; None where none does."""
+        """The folder of the draft model, EAGLE-3 head or assistant that drafts; None where none does."""
         return self.drafter.folder if self.shape.draft is not None else None
 
     @property
@@ -153,7 +153,7 @@ def _context(wish: int | None, model: ModelConfig) -> int:
 
 def drafts_up_to(draft: ModelConfig | None, ctx: int) -> int:
     """Positions that a drafter can keep of a context; a head that reads the target's states follows it."""
-    return ctx if draft is None or draft.eagle3 is not None else min(draft.max_positions, ctx)
+    return ctx if draft is None or draft.head_kind is not None else min(draft.max_positions, ctx)
 
 
 def _dtype(wish: str, machine: Machine, model: ModelConfig, kernels: str) -> str:
@@ -245,6 +245,12 @@ def divide(
                 fix=["leave --draft-tp out", "--spec draft --draft-model FOLDER"],
             )
         return 1, "nothing drafts with a model"
+    if draft is not None and draft.assistant is not None:
+        if draft_tp not in (None, tp):
+            why = f"--draft-tp {draft_tp}: an assistant reads its target's cache, on the same ranks"
+            raise IncompatibleError(why, fix=[f"--draft-tp {tp}"])
+        _check_ranks("--tp", tp, draft, "the assistant")
+        return tp, "as the target, whose cache an assistant reads"
     if draft_tp is not None:
         _check_ranks("--draft-tp", draft_tp, drafter, "the drafter")
         return draft_tp, "asked for"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from spd.runtime.plan.config import split_spec
 from spd.runtime.plan.plan import EnginePlan
+from spd.runtime.proposers.assistant import AssistantProposer
 from spd.runtime.proposers.base import Beside, ModelProposer, Proposer
 from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.proposers.head import HeadProposer
@@ -17,6 +18,7 @@ BUILDERS: dict[str, type[ModelProposer]] = {
     "draft": DraftModelProposer,
     "mtp": HeadProposer,
     "eagle3": HeadProposer,
+    "assistant": AssistantProposer,
 }
 """Every method of `METHODS` that drafts by models; prompt lookup has none."""
 

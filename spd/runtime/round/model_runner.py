@@ -101,7 +101,7 @@ class ModelRunner:
             pool.copy_(torch.randn(pool.shape, generator=generator))
         ids = torch.randint(model.vocab_size, (1, WIDEST), generator=generator).to(self.device)
         table = self.page_row(pages, len(pages))[None]
-        ring = torch.randn(1, WIDEST, model.hidden_size, generator=generator)
+        ring = torch.randn(1, WIDEST, model.state_size, generator=generator)
         states = HeadStates(ring.to(self.device, self.dtype), WIDEST)
 
         def window(first: int, rows: int, blocks: int) -> Pass:

@@ -1,0 +1,103 @@
+"""Gemma 4's assistants: layers of queries over their target's cache; see `spd.formats.assistant`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from spd.errors import CheckpointError
+from spd.formats.assistant import ORDER
+from spd.formats.checkpoint import Checkpoint, check_tensors
+from spd.formats.model_config import ModelConfig, read_generation_config
+from spd.runtime.models import families
+from spd.runtime.models.destinations import Destination, Shard
+from spd.runtime.models.layouts import GqaLayout
+from spd.runtime.models.weights import (
+    EMBEDDING,
+    FINAL_NORM,
+    HeadPart,
+    HeadRules,
+    ModelLayout,
+    expected_tensors,
+    is_ignorable,
+    table_of_ids,
+    tell_unused,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+CENTROIDS = "masked_embedding.centroids.weight"
+
+
+def layout(config: ModelConfig, reads: Mapping[bool, int] | None = None) -> ModelLayout:
+    """The layers, and the tables around them.
+
+    reads: the target's layer whose cache those read that see everything (True), and those that slide.
+    """
+    made = families.gemma4(config, reads or {True: 0, False: 0})
+    return replace(made, tables=partial(tables, config), embedding_scale=None, shift=-1)
+
+
+def tables(config: ModelConfig, shard: Shard) -> dict[str, Destination]:
+    """What surrounds the layers; with clusters the head's table is whole on every rank."""
+    facts, hidden, size = config.assistant, config.hidden_size, config.vocab_size
+    assert facts is not None
+    wide = facts.target_hidden_size
+    found = {
+        "pre_projection": Destination.of({"pre_projection.weight": (hidden, 2 * wide)}),
+        "post_projection": Destination.of({"post_projection.weight": (wide, hidden)}),
+        "final_norm": Destination.of({FINAL_NORM: (hidden,)}),
+    }
+    if not facts.clusters:
+        return {**found, "head": table_of_ids(EMBEDDING, size, hidden, shard)}
+    found["ordered"] = Destination.of({EMBEDDING: (size, hidden)})
+    return {**found, "centroids": Destination.of({CENTROIDS: (facts.clusters, hidden)})}
+
+
+def read_layers(target: ModelLayout) -> dict[bool, int]:
+    """Of a target's layers that see everything (True), and of those that slide, the last with its own cache.
+
+    The windows must be those that the assistant was trained beside: nothing says so but its configuration.
+    """
+    own = enumerate(block for block in target.attending if isinstance(block, GqaLayout))
+    return {block.sliding is None: index for index, block in own if block.reads is None}
+
+
+def check_assistant(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
+    """Names that an assistant does not use. Raises one CheckpointError for everything that it lacks."""
+    what, facts = "tensors of the assistant", config.assistant
+    assert facts is not None
+    expected = expected_tensors(config, layout(config))
+    unused = check_tensors(checkpoint, expected, ignorable=is_ignorable, what=what)
+    if facts.clusters:
+        check_tensors(checkpoint, {ORDER: (config.vocab_size,)}, dtypes=("I64", "I32"), what=what)
+    return [name for name in unused if name != ORDER]
+
+
+def parts(config: ModelConfig, target: ModelLayout, checkpoint: Checkpoint | None) -> list[HeadPart]:
+    """What loads an assistant, its one part. Raises CheckpointError."""
+    whole, facts, order, rules = layout(config, read_layers(target)), config.assistant, None, HeadRules()
+    assert facts is not None
+    if checkpoint is not None:
+        tell_unused(check_assistant(config, checkpoint), checkpoint.folder)
+        generation = read_generation_config(checkpoint.folder, vocab_size=config.vocab_size)
+        rules = HeadRules(never=generation.suppress_tokens)
+        order = _order(checkpoint, config.vocab_size) if facts.clusters else None
+    elif facts.clusters:
+        import torch
+
+        order = torch.arange(config.vocab_size)
+    return [HeadPart(whole, rules, {}, order)]
+
+
+def _order(checkpoint: Checkpoint, size: int) -> torch.Tensor:
+    """Token ids int64 [V], cluster by cluster."""
+    import torch
+
+    order = checkpoint.read(ORDER).long()
+    if not torch.equal(order.sort().values, torch.arange(size)):
+        raise CheckpointError(f"{checkpoint.folder}: tensor {ORDER}: does not hold each id once")
+    return order

@@ -1,0 +1,75 @@
+"""Give a tiny Gemma 4 an assistant in a folder of its own, in the published layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.recipes.tiny import generator_of, write_json, write_tensors
+
+
+def write_assistant(
+    folder: Path,
+    target: Path,
+    *,
+    clusters: int = 0,
+    kept: int = 0,
+    heads: int = 4,
+    hidden: int = 32,
+    layers: tuple[str, ...] = ("sliding_attention", "sliding_attention", "full_attention"),
+    dtype: str = "float32",
+    seed: int = 0,
+) -> Path:
+    """Write config.json and model.safetensors of an assistant for `target`; returns its folder.
+
+    clusters: of ids, of which `kept` get logits; 0: all ids do.
+    """
+    outer: dict[str, Any] = json.loads((target / "config.json").read_text())
+    of = outer.get("text_config", outer)
+    wide, vocab = of["hidden_size"], of["vocab_size"]
+    text = {
+        **{key: value for key, value in of.items() if key not in ("architectures", "quantization_config")},
+        **{"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": len(layers)},
+        **{"num_attention_heads": heads, "layer_types": list(layers), "num_kv_shared_layers": len(layers)},
+        **{"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "use_double_wide_mlp": False},
+        "enable_moe_block": False,
+    }
+    config = {
+        **{"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"},
+        **{"backbone_hidden_size": wide, "text_config": text, "tie_word_embeddings": True, "dtype": dtype},
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "pre_projection.weight": (hidden, 2 * wide),
+        "post_projection.weight": (wide, hidden),
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for number, kind in enumerate(layers):
+        size = of["head_dim"] if kind == "sliding_attention" else of["global_head_dim"]
+        at = f"model.layers.{number}."
+        shapes |= {f"{at}self_attn.q_proj.weight": (heads * size, hidden)}
+        shapes |= {f"{at}self_attn.o_proj.weight": (hidden, heads * size)}
+        shapes |= {f"{at}self_attn.q_norm.weight": (size,), f"{at}layer_scalar": (1,)}
+        shapes |= {f"{at}mlp.{name}_proj.weight": (3 * hidden, hidden) for name in ("gate", "up")}
+        shapes |= {f"{at}mlp.down_proj.weight": (hidden, 3 * hidden)}
+        norms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm")
+        for name in (*norms, "post_feedforward_layernorm"):
+            shapes[f"{at}{name}.weight"] = (hidden,)
+    tensors = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator_of(f"{seed}/{name}"))
+        tensors[name] = 1 + 0.1 * noise if len(shape) == 1 else noise * 1.5 * shape[1] ** -0.5
+    if clusters:
+        config |= {"use_ordered_embeddings": True, "num_centroids": clusters}
+        config |= {"centroid_intermediate_top_k": kept}
+        noise = torch.randn((clusters, hidden), generator=generator_of(f"{seed}/centroids"))
+        tensors["masked_embedding.centroids.weight"] = noise
+        order = torch.randperm(vocab, generator=generator_of(f"{seed}/order"))
+        tensors["masked_embedding.token_ordering"] = order
+    folder.mkdir(parents=True)
+    write_json(folder / "config.json", config)
+    write_tensors(folder, tensors)
+    return folder
