@@ -5,7 +5,6 @@ Reads headers, then the head's own bytes a piece at a time, without torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from spd.cli.options import CommonOptions, argument, model_names, printed
 from spd.cli.text.output import Session, Sink, check_new_folder
 from spd.cli.text.progress import writing
+from spd.cli.text.wrap import Size, fact_lines
 
 if TYPE_CHECKING:
     from spd.formats.mtp import HeadPlan
@@ -51,8 +51,7 @@ def convert_mtp(session: Session, options: ConvertOptions) -> None:
         if destination is not None and not options.dry_run:
             own = _write(session, plan, destination)
     shown = _facts(plan, options, destination, attached, own)
-    lines = (f"{label:<10}{words}" for label, words in convert_lines(shown))
-    Sink.stdout().answer(options.json, shown, lines)
+    Sink.stdout().answer(options.json, shown, fact_lines(shown | {"mapped": len(plan.tensors)}))
 
 
 def _attach(plan: HeadPlan, name: str) -> dict[str, Any]:
@@ -99,7 +98,7 @@ def _facts(
         "found": plan.head.layout.words(),
         "destination": None if destination is None else str(destination),
         "written": own is not None,
-        "bytes": sum(tensor.nbytes for tensor in plan.tensors),
+        "bytes": Size(sum(tensor.nbytes for tensor in plan.tensors)),
         "verifier": {"name_or_path": plan.head.verifier, "sha256": plan.head.verifier_sha256},
         "attached": attached,
         "mapped": [
@@ -110,31 +109,3 @@ def _facts(
         "own": own or [],
         "dropped": list(plan.ignored),
     }
-
-
-def convert_lines(shown: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The same for people: labels and words."""
-    yield "source", shown["source"]
-    declared = shown["declared_modules"]
-    differs = f" (config.json speaks of {declared or 'none'}; names decide)"
-    yield "found", shown["found"] + (differs if declared != shown["modules"] else "")
-    kept = "equal to the target's, left out" if shown["written"] else "left out where equal to the target's"
-    yield "shared", f"{', '.join(shown['shared'])}: {kept}" if shown["shared"] else "no copies of tables"
-    if shown["own"]:
-        yield "own", f"{', '.join(shown['own'])}: unlike the target's, kept"
-    yield "dropped", ", ".join(shown["dropped"]) or "none"
-    yield "verifier", f"{shown['verifier']['name_or_path']} · sha256 {shown['verifier']['sha256'][:16]}"
-    if (attached := shown["attached"]) is not None:
-        words = "fits, and is what the head was cut from"
-        if not attached["same_verifier"]:
-            words = (
-                f"fits in shape; its final norm is another (sha256 {attached['sha256'][:16]}), so acceptance "
-                "may be lower than with the head's own model"
-            )
-        yield "attach", f"{attached['target']}: {words}"
-    size = f"{shown['bytes'] / 2**20:,.1f} MiB in {len(shown['mapped'])} tensors → {shown['destination']}"
-    if shown["written"]:
-        yield "wrote", size
-        yield "use", f"spd generate -m TARGET --spec mtp --mtp {shown['destination']}"
-    elif shown["destination"] is not None:
-        yield "dry run", f"{size} would be written; nothing written"

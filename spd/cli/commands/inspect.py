@@ -7,15 +7,15 @@ touched.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 from spd.cli.options import CommonOptions, argument, model_names, printed
 from spd.cli.text.output import Session, Sink
+from spd.cli.text.wrap import Size
 from spd.errors import SpdError
-from spd.runtime.plan.config import METHODS, EngineConfig, show_size
+from spd.runtime.plan.config import METHODS, EngineConfig
 
 if TYPE_CHECKING:
     from spd.formats.checkpoint import Checkpoint
@@ -28,8 +28,6 @@ PROBE = ({"role": "user", "content": "Hello"},)
 CONTEXTS = (4096, 16384, 32768, 65536, 131072)
 """Lengths whose memory is told, as far as the model goes."""
 Facts = dict[str, Any]
-Lines = Iterator[tuple[str, str]]
-"""A label, empty on lines that go on, and words."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -78,10 +76,7 @@ def inspect(session: Session, options: InspectOptions) -> None:
         config = EngineConfig(model=folder, draft_model=draft, quantize=options.quantize, tp=options.tp)
         shown["needs"] = needs(replace(config, draft_tp=options.draft_tp), choice)
     if refusal is None or not options.json:  # else the one object on standard output is the error's
-        lines = (f"{label:<10}{words}" for label, words in inspect_lines(shown))
-        sink.answer(options.json, shown, lines)
-    for note in target["notes"]:
-        session.console.detail(f"note    {note}")
+        sink.answer(options.json, shown)
     if refusal is not None:
         raise refusal
 
@@ -107,14 +102,14 @@ def describe(name: str, folder: ModelFolder) -> Facts:
         "tied_embeddings": config.tie_embeddings,
         "dtype": config.dtype,
         "stored_dtypes": sorted({meta.dtype for meta in checkpoint.tensors.values()}),
-        "weight_bytes": checkpoint.total_bytes,
+        "weight_bytes": Size(checkpoint.total_bytes),
         "tensors": len(checkpoint.tensors),
         "shards": len(checkpoint.shards),
         "unexpected_tensors": check_names(checkpoint, config),
         "mtp": mtp_facts(folder),
         "eagle3": eagle3_facts(config),
-        "kv_bytes_per_token": position_size(config) * DTYPE_BYTES[config.dtype],
-        "state_bytes_per_slot": state_bytes(config),
+        "kv_bytes_per_token": Size(position_size(config) * DTYPE_BYTES[config.dtype]),
+        "state_bytes_per_slot": Size(state_bytes(config)),
         "vocabulary": {
             "size": config.vocab_size,
             "used": None if tokenizer is None else tokenizer.vocab_size,
@@ -155,8 +150,10 @@ def mtp_facts(folder: ModelFolder) -> dict[str, Any] | None:
         "layout": layout.words(),
         "modules": layout.modules,
         "declared": declared,
-        "weight_bytes": sum(meta.nbytes for name, meta in checkpoint.tensors.items() if layout.owns(name)),
-        "kv_bytes_per_token": per_token * DTYPE_BYTES[folder.config.dtype],
+        "weight_bytes": Size(
+            sum(checkpoint.tensors[name].nbytes for name in filter(layout.owns, checkpoint.tensors))
+        ),
+        "kv_bytes_per_token": Size(per_token * DTYPE_BYTES[folder.config.dtype]),
         "error": error,
     }
 
@@ -238,147 +235,18 @@ def needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
         totals[ctx] = measure(at_context(unlimited, ctx)).total
     return {
         "ctx": shape.ctx,
-        "total": need.total,
-        "parts": vars(need),
-        "checkpoint_bytes": shape.checkpoints * checkpoint_bytes(shape) if shape.checkpoints else 0,
+        "total": Size(need.total),
+        "parts": {name: Size(size) for name, size in vars(need).items()},
+        "checkpoint_bytes": Size(shape.checkpoints * checkpoint_bytes(shape) if shape.checkpoints else 0),
         "device": plan.device,
         "dtype": shape.dtype,
         "weights": plan.weights,
         "weights_reason": plan.weights_reason,
-        "free": free,
+        "free": Size(free),
         "tp": shape.tp,
         "draft_tp": shape.draft_tp,
         "draft_tp_reason": plan.draft_tp_reason,
-        "usable": usable,
+        "usable": Size(usable),
         "fits": fits,
-        "contexts": [{"ctx": n, "total": size, "fits": size <= usable} for n, size in totals.items()],
+        "contexts": [{"ctx": n, "total": Size(size), "fits": size <= usable} for n, size in totals.items()],
     }
-
-
-def inspect_lines(shown: Facts) -> Lines:
-    """The facts for people."""
-    target, draft = shown["target"], shown.get("draft")
-    yield "target", _headline(target)
-    heads = f"{target['heads']}/{target['kv_heads']}"
-    shape = (
-        f"{target['layers']} layers",
-        f"hidden {target['hidden_size']:,}",
-        f"{'MHA' if target['kv_heads'] == target['heads'] else 'GQA'} {heads}",
-        f"head {target['head_dim']}",
-        f"rope {target['rope']}",
-        f"ctx {target['max_positions']:,}",
-    )
-    yield "shape", " · ".join(shape)
-    shards = f"{target['shards']} shard{'' if target['shards'] == 1 else 's'}"
-    stored = f"{target['dtype']} (stored {', '.join(target['stored_dtypes'])})"
-    size = show_size(target["weight_bytes"])
-    yield "weights", f"{stored} · {size} · {target['tensors']:,} tensors in {shards}"
-    unused = target["unexpected_tensors"]
-    others = f"and {len(unused)} that are not used: {', '.join(unused[:8])}"
-    yield "tensors", f"all that the architecture needs, {others if unused else 'no others'}"
-    yield from _mtp_lines(target["mtp"])
-    yield from _eagle3_lines(target["eagle3"])
-    size, used, digest = target["vocabulary"].values()
-    words = f"({used:,} used) · sha256 {digest[:16]}" if digest else "· no tokenizer.json: --prompt-ids only"
-    yield "vocab", f"{size:,} {words}"
-    yield "template", target["template"]
-    yield "memory", _memory_words(target)
-    if draft is not None:
-        yield "draft", _headline(draft)
-        yield "", _memory_words(draft)
-        yield from _eagle3_lines(draft["eagle3"])
-        yield "pair", _pair_words(digest, draft, shown["compatible"])
-    if "needs" in shown:
-        yield from speculation_lines(shown["speculation"])
-        yield from need_lines(shown["needs"])
-    else:
-        yield "use", f"-m TARGET --draft-model {target['model']}"
-
-
-def _headline(model: Facts) -> str:
-    count = model["parameters"]
-    unit, size = next((pair for pair in (("B", 10**9), ("M", 10**6)) if count >= pair[1]), ("K", 10**3))
-    return f"{model['model']} · {model['architecture']} · {count / size:.2f} {unit} params"
-
-
-def _memory_words(model: Facts) -> str:
-    weights, states = show_size(model["weight_bytes"]), model["state_bytes_per_slot"]
-    words = f"{weights} weights + {show_size(model['kv_bytes_per_token'])} a token of context"
-    return words if not states else f"{words} + {show_size(states)} of states a request"
-
-
-def _pair_words(ours: str | None, draft: Facts, compatible: bool) -> str:
-    """What the comparison came to."""
-    theirs = draft["vocabulary"]["sha256"]
-    if draft["eagle3"] is not None:
-        return f"made for {'this' if compatible else 'another'} target"
-    if ours is None and theirs is None:
-        return "no tokenizer.json on either side: --prompt-ids only"
-    digests = [digest[:16] if digest else "no tokenizer.json" for digest in (ours, theirs)]
-    if compatible:
-        return f"same vocabulary (sha256 {digests[0]} on both sides)"
-    return f"another vocabulary: this pair cannot run ({digests[0]} and {digests[1]})"
-
-
-def _mtp_lines(mtp: Facts | None) -> Lines:
-    if mtp is None:
-        return
-    if mtp["family"] is None:
-        yield "mtp", f"{mtp['declared']} modules in config.json, none in the weights: see --mtp HEAD"
-        return
-    size = f"{show_size(mtp['weight_bytes'])} · {show_size(mtp['kv_bytes_per_token'])} a token of context"
-    yield "mtp", f"{mtp['layout']} · {size}" + (f" · cannot be used: {mtp['error']}" if mtp["error"] else "")
-
-
-def _eagle3_lines(eagle3: Facts | None) -> Lines:
-    if eagle3 is None:
-        return
-    layers = eagle3["aux_layers"]
-    behind = "2, half and all but 3" if layers is None else ", ".join(map(str, layers))
-    facts = (
-        f"for a target of hidden {eagle3['target_hidden_size']:,}",
-        f"reads it behind {behind} layers",
-        f"drafts {eagle3['draft_vocab_size']:,} ids",
-    )
-    yield "eagle3", " · ".join(facts)
-
-
-def speculation_lines(found: Mapping[str, Any]) -> Lines:
-    """What would propose tokens and why, and what else could."""
-    if found["method"] is None:
-        yield "spec", f"auto takes none: a run with this draft model is refused ({found['reason']})"
-    else:
-        yield "spec", f"auto takes {found['method']}, up to {found['draft_max']} a round: {found['reason']}"
-    could = [name for name, how in found["methods"].items() if how["possible"] and name != found["method"]]
-    if could:
-        yield "", f"also possible: {', '.join(could)}"
-    for name, how in found["methods"].items():
-        if not how["possible"]:
-            yield "", f"not {name}: {how['why']}"
-
-
-def need_lines(need: Mapping[str, Any]) -> Lines:
-    """The memory of a run, whether it is there, and that of other contexts."""
-    from spd.runtime import AS_STORED
-
-    parts = [f"{show_size(size)} {name.replace('_', ' ')}" for name, size in need["parts"].items() if size]
-    form = f", weights {need['weights']} ({need['weights_reason']})"
-    words = f"{show_size(need['total'])} for {need['ctx']:,} tokens in {need['dtype']}"
-    words += f"{'' if need['weights_reason'] == AS_STORED else form}: {' + '.join(parts)}"
-    if need["tp"] > 1:
-        yield "needs", f"on each of {need['tp']} ranks {words}"
-        yield "", f"the drafter on {need['draft_tp']} of them: {need['draft_tp_reason']}"
-    else:
-        yield "needs", words
-    if need["free"] < 2**62:  # else it is not known
-        verdict = "" if need["fits"] else "; this does not fit"
-        free = f"{show_size(need['free'])} free on {need['device']}"
-        yield "", f"{show_size(need['usable'])} of the {free} may be used{verdict}"
-    if (beside := need["checkpoint_bytes"] - need["parts"]["checkpoints"]) > 0:
-        yield "", f"checkpoints in the host's memory: {show_size(beside)}"
-    if len(need["contexts"]) > 1:
-        contexts = (
-            f"{each['ctx']:,}: {show_size(each['total'])}{'' if each['fits'] else ' (too much)'}"
-            for each in need["contexts"]
-        )
-        yield "", f"by context: {' · '.join(contexts)}"

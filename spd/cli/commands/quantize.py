@@ -10,6 +10,7 @@ from pathlib import Path
 from spd.cli.options import CommonOptions, argument, model_names, printed
 from spd.cli.text.output import Session, Sink, check_new_folder
 from spd.cli.text.progress import writing
+from spd.cli.text.wrap import Size
 from spd.errors import UsageError
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -61,13 +62,6 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
         "written": not options.dry_run,
         "rounded": len(rounded),
         "kept": kept,
-        "bytes": {"before": before, "after": after},
+        "bytes": {"before": Size(before), "after": Size(after)},
     }
-    lines = (
-        f"rounded   {len(rounded):,} matrices to int4, a scale for 64 columns",
-        f"kept      {kept:,} tensors as they were",
-        f"bytes     {before / 2**20:,.1f} → {after / 2**20:,.1f} MiB",
-        f"{'would be' if options.dry_run else 'wrote'}     {destination}",
-        f"use       spd generate -m {destination}",
-    )
-    Sink.stdout().answer(options.json, shown, lines)
+    Sink.stdout().answer(options.json, shown)

@@ -14,6 +14,7 @@ from spd.cli.options import MODEL, EngineOptions, first, option
 from spd.cli.text.job import engine_config
 from spd.cli.text.output import Session, Sink
 from spd.cli.text.progress import Ticker
+from spd.cli.text.wrap import fact_lines
 from spd.errors import CheckFailedError, UsageError
 from spd.runtime.plan.config import METHODS, WEIGHT_WISHES
 
@@ -27,8 +28,9 @@ SETTINGS = (
     *("spec", "draft_max", "adaptive", "verify", "lag", "graphs", "kernels", "device", "dtype"),
     *("threads", "slots", "tp", "draft_tp", "prefix_sharing", "draft_ctx", "ngram_min", "ngram_max"),
 )
-SHOWN = 10
-"""Differences that are spelled out."""
+SHOWN = ("model", "against", "temperatures", "untested", "texts", "tokens", "drafts_accepted", "passed")
+DIFFERENCES = 10
+"""What is shown of a certificate, and how many differences."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -68,7 +70,12 @@ def verify(session: Session, options: VerifyOptions) -> None:
             ticker.write(f"{what}: {ended} of {asked} replies")
 
         certificate = _examine(options, reference, candidate, temperatures, watch)
-    sink.answer(options.json, certificate, _words(certificate))
+    differences = [{**each, "seed": str(each["seed"])} for each in certificate["differences"][:DIFFERENCES]]
+    shown: dict[str, Any] = {"differences": differences}
+    plan = certificate["plans"]["candidate"]
+    shown["candidate"] = {name: plan[name] for name in ("spec", "draft_max", "verify", "lag", "dtype")}
+    shown |= {name: certificate[name] for name in SHOWN}
+    sink.answer(options.json, certificate, fact_lines(shown))
     if not certificate["passed"]:
         raise CheckFailedError(
             "; ".join(certificate["faults"]),
@@ -157,31 +164,3 @@ def file_hashes(model: Path | ModelFolder, draft: str | None) -> dict[str, str]:
                         digest.update(block)
                 found[label + path.name] = digest.hexdigest()
     return found
-
-
-def _words(certificate: dict[str, Any]) -> list[str]:
-    plan = certificate["plans"]["candidate"]
-    lines = [
-        f"{certificate['tokens']:,} tokens of {certificate['texts']} texts compared at "
-        f"{_at(certificate['temperatures'])}: {certificate['drafts_accepted']:,} accepted drafts",
-        f"{plan['spec']} k={plan['draft_max']} {plan['verify']} lag {plan['lag']} {plan['dtype']} "
-        f"against {certificate['against']}",
-    ]
-    for difference in certificate["differences"][:SHOWN]:
-        margin = "unknown" if difference["margin"] is None else f"{difference['margin']:.4f}"
-        lines += [
-            f"  {difference['prompt']}, T {difference['temperature']:g}, token {difference['position']}: "
-            f"{difference['reference']} became {difference['candidate']}",
-            f"    margin {margin}: {'near-tie' if difference['near_tie'] else 'fault'} "
-            f"(seed {difference['seed']})",
-        ]
-    if len(certificate["differences"]) > SHOWN:
-        lines.append(f"  and {len(certificate['differences']) - SHOWN} more, see --json")
-    if not certificate["drafts_accepted"] and plan["spec"] != "off":
-        lines.append("no draft was accepted, so this tested little")
-    untested = f"; not tested: {_at(certificate['untested'])}" if certificate["untested"] else ""
-    return [*lines, ("passed" if certificate["passed"] else "FAILED") + untested]
-
-
-def _at(temperatures: Sequence[float]) -> str:
-    return "T " + ", ".join(f"{t:g}" for t in temperatures)

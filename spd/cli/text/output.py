@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
-from spd.cli.text.wrap import fit_lines
+from spd.cli.text.wrap import fact_lines, fit_lines
 from spd.errors import (
     CheckFailedError,
     CheckpointError,
@@ -295,12 +295,12 @@ class Sink:
         """Write lines for people, broken between words where a terminal is too narrow for them."""
         self.write_styled("".join(fit_lines(as_line(line), self.columns) + "\n" for line in lines))
 
-    def answer(self, as_json: bool, shown: object, lines: Iterable[str]) -> None:
-        """Write what a command found: as one JSON object, or as lines for people."""
+    def answer(self, as_json: bool, shown: Mapping[str, Any], lines: Iterable[str] | None = None) -> None:
+        """Write what a command found: as one JSON object, or as lines for people, else all its facts."""
         if as_json:
             self.write(to_json(shown) + "\n")
         else:
-            self.write_lines(lines)
+            self.write_lines(fact_lines(shown) if lines is None else lines)
 
     def check_reader(self) -> None:
         """Raise OutputClosed where a pipe's reader has gone, though there is nothing to write yet."""

@@ -1,13 +1,18 @@
-"""Lines and tables that people read, broken between words where their terminal is too narrow."""
+"""Facts, lines and tables that people read, broken between words where their terminal is too narrow."""
 
 from __future__ import annotations
 
 import re
 import textwrap
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from spd.runtime.plan.config import show_size
 
 WIDTH = 80
+LISTED = 8
+"""Members of a list that are spelled out."""
 _LABEL = re.compile(r" *(?:\S+ )?\S+ {2,}(?=\S)")
 """What stands in front of a fact: one or two words and a gap."""
 _PASTED = re.compile(
@@ -41,6 +46,50 @@ def cells(text: str) -> int:
     if text.isascii():
         return len(text)
     return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
+
+
+class Size(int):
+    """Bytes: a number in JSON, and in the unit that suits them for people."""
+
+    def __str__(self) -> str:
+        return show_size(int(self))
+
+
+def fact_lines(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    """A JSON object for people: `name  field value · field value`, and what has fields of its own below it.
+
+    What is empty is left out, and the name of the schema.
+    """
+    for name, value in facts.items():
+        if name == "schema" or _is_empty(value):
+            continue
+        label = f"{indent + name.replace('_', ' '):<16}  "
+        for each in value if _is_nested(value) and not isinstance(value, Mapping) else (value,):
+            if not isinstance(each, Mapping):
+                yield label + _words(each)
+                continue
+            own = {key: one for key, one in each.items() if not (_is_empty(one) or _is_nested(one))}
+            fields = " · ".join(f"{key.replace('_', ' ')} {_words(one)}" for key, one in own.items())
+            yield (label + fields).rstrip()
+            yield from fact_lines({key: one for key, one in each.items() if key not in own}, indent + "  ")
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or value == "" or value == [] or (isinstance(value, Size) and not value)
+
+
+def _is_nested(value: Any) -> bool:
+    """Whether it is an object or a list of them."""
+    return isinstance(value, Mapping) or (isinstance(value, list) and isinstance(value[0], Mapping))
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        more = len(value) - LISTED
+        return ", ".join(map(_words, value[:LISTED])) + (f" and {more:,} more" if more > 0 else "")
+    return f"{value:,}" if type(value) is int else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def table_lines(
