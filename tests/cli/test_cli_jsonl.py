@@ -1,4 +1,4 @@
-"""A prompt a line in, a reply a line out: order, errors, seeds, resuming, and OpenAI's batches."""
+"""A prompt a line in, a reply a line out: order, errors, seeds, and resuming."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from spd.cli.commands.jsonl import _asked, _own
+from spd.cli.commands.jsonl import LINE, _asked
 from spd.cli.text.prompt import Asked
 from spd.errors import UsageError
 from spd.formats.files import open_output
@@ -76,9 +76,9 @@ BAD: list[tuple[Any, str]] = [
     ("{", "not JSON"),
     ({"prompt": "x", "messages": []}, "one of prompt, messages and prompt_ids"),
     ({}, "one of prompt, messages and prompt_ids"),
-    ({"prompt": 3}, "`prompt` is not a text"),
+    ({"prompt": 3}, "Invalid 'prompt': expected a string"),
     ({"prompt": "\ud800"}, "lone U+D800"),
-    ({"prompt": "x", "promt": 1}, "unknown field 'promt'"),
+    ({"prompt": "x", "promt": 1}, "Unknown parameter: 'promt'"),
     (
         {"prompt": "x", "params": {"temperature": "hot"}},
         "'params.temperature': expected a number",
@@ -98,28 +98,17 @@ BAD: list[tuple[Any, str]] = [
         {"prompt": "x", "params": {"temperature": -(10**400)}},
         "'params.temperature': is beyond all",
     ),
-    ({"prompt_ids": [10**400]}, "is not in the vocabulary"),
+    ({"prompt_ids": [10**400]}, "'prompt_ids[0]': expected a value"),
+    ({"prompt_ids": [99999]}, "token id 99999 is not in the vocabulary"),
+    ({"prompt_ids": 7}, "'prompt_ids': expected an array"),
     ('{"prompt": "x", "id": ' + "[" * 900 + "]" * 900 + "}", "neither a text nor a number"),
     ('{"prompt": "x", "params": {"schema": ' + '{"a":' * 900 + "1" + "}" * 902, "--schema cannot be used"),
     ({"prompt": "x " * 3000}, "but the context is 256"),
-    ({"prompt_ids": []}, "not a list of token ids"),
+    ({"prompt_ids": []}, "one of prompt, messages and prompt_ids"),
     ({"messages": [{"role": "user"}]}, "has no text in `content`"),
-    ({"custom_id": "x", "body": {"messages": [], "n": 2}}, "n 2: one reply a line"),
-    ({"custom_id": "x", "body": {"prompt": "x", "tools": []}}, "Unknown parameter: 'params.tools'"),
     ({"prompt_ids": [1], "system": "s"}, "`prompt_ids` is the whole prompt here"),
     ({"messages": [{"role": "system", "content": "a"}], "system": "b"}, "the system message is given twice"),
     ({"prompt": "x", "params": {"regex": "a", "schema": {}}}, "params.schema and params.regex each say"),
-    (
-        {"custom_id": "x", "url": "/v1/chat/completions", "body": {"prompt": "x"}},
-        "url /v1/chat/completions takes no `prompt`",
-    ),
-    ({"custom_id": "x", "body": {"messages": [], "top_logprobs": 2}}, "top_logprobs needs logprobs: true"),
-    (
-        {"custom_id": "x", "body": {"messages": [], "max_tokens": 2, "max_completion_tokens": 3}},
-        "the body says twice, and differently, what max_tokens is",
-    ),
-    ({"custom_id": "x", "body": 4}, "Invalid 'body': expected an object, but got 4"),
-    ({"custom_id": "x", "url": "/v1/embeddings", "body": {}}, "url /v1/embeddings takes no `messages`"),
 ]
 
 
@@ -135,69 +124,24 @@ def test_what_is_wrong_with_a_line_is_said_in_its_place(answers: Lines) -> None:
         assert found[2 * i + 1]["usage"]["completion_tokens"] == 2
 
 
-def test_openai_lines(answers: Lines) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"a": {"enum": [1, 2]}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
-    messages = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}]
-    body = {
-        "model": "any",
-        "messages": messages,
-        "max_completion_tokens": 3,
-        "logprobs": True,
-        "top_logprobs": 2,
-    }
-    shaped = {"json_schema": {"name": "x", "schema": schema}, "type": "json_schema"}
-    lines = [
-        {"custom_id": "one", "method": "POST", "url": "/v1/chat/completions", "body": body},
-        {
-            "custom_id": "two",
-            "url": "/v1/completions",
-            "body": {"prompt": "Hi", "max_tokens": 2, "stop": "q"},
-        },
-        {"custom_id": "three", "body": {"messages": messages, "max_tokens": 60, "response_format": shaped}},
-        {"messages": messages, "params": {"max_tokens": 3, "seed": 4}},
-        {"custom_id": "five", "body": {"messages": messages, "max_tokens": 3, "seed": 4, "n": None}},
-        {"custom_id": "six", "body": {"messages": messages, "max_tokens": 2, "logprobs": True}},
-        {"custom_id": "seven", "body": {"prompt": "Hi", "max_tokens": 2, "logprobs": 0}},
-    ]
-    ran, found = answers(lines)
-    assert ran.code == 0, ran
-    assert [one["id"] for one in found] == ["one", "two", "three", 4, "five", "six", "seven"]
-    assert (
-        len(found[0]["token_ids"]) == 3 == len(found[0]["logprobs"])
-        and len(found[0]["logprobs"][0]["top"]) == 2
-    )
-    assert found[2]["finish_reason"] == "length" or json.loads(found[2]["text"])["a"] in (1, 2)
-    assert found[3]["token_ids"] == found[4]["token_ids"]
-    assert [len(one["logprobs"]) for one in found[5:]] == [2, 2] and "logprobs" not in found[1]
-    assert [found[i]["usage"]["prompt_tokens"] for i in (1, 6)] == [2, 2], "no template around a raw text"
-
-
 def test_what_a_line_begins_with() -> None:
     """A line's own system message takes the place of the shared one; shared turns stay before its own."""
     s, t = ({"role": "system", "content": c} for c in "st")
     q, a, x = ({"role": r, "content": c} for r, c in (("user", "q"), ("assistant", "a"), ("user", "x")))
 
     def asked(line: dict[str, Any], *messages: dict[str, str], raw: bool = False, **variables: Any) -> Asked:
-        prompt = _own(line) if "body" in line else line
-        return _asked(prompt, Asked(messages=messages, variables=variables), raw or "body" in line)
+        return _asked(LINE(line, ""), Asked(messages=messages, variables=variables), raw)
 
     assert asked({"prompt": "x"}, s, q, a).messages == (s, q, a, x)
     for own in ({"prompt": "x", "system": "t"}, {"messages": [t, x]}, {"messages": [x], "system": "t"}):
         assert asked(own, s, q, a).messages == (t, q, a, x)
         assert asked(own, q, a).messages == (t, q, a, x)
         assert asked(own).messages == (t, x)
-    raw = {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "x"}}
-    assert asked(raw).text == asked({"prompt": "x"}, raw=True).text == "x"
-    for line in ({"prompt_ids": [1]}, {"prompt": [1]}, raw):
-        with pytest.raises(UsageError, match="is the whole prompt here"):
-            asked(line, s)
-        with pytest.raises(UsageError, match="no chat template: --template-arg and --think would do nothing"):
-            asked(line, thinking=False)
+    assert asked({"prompt": "x"}, raw=True).text == "x" and asked({"prompt_ids": [1]}).ids == (1,)
+    with pytest.raises(UsageError, match="is the whole prompt here"):
+        asked({"prompt_ids": [1]}, s)
+    with pytest.raises(UsageError, match="no chat template: --template-arg and --think would do nothing"):
+        asked({"prompt_ids": [1]}, thinking=False)
     assert asked({"prompt": "x"}, thinking=False).variables == {"thinking": False}
     with pytest.raises(UsageError, match="is the whole prompt here"):
         asked({"prompt": "x", "system": "t"}, raw=True)

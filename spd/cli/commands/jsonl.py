@@ -1,7 +1,7 @@
 """`spd generate --jsonl`: a prompt a line in, a reply a line out, in the same order.
 
-A line is `{"id", "prompt" | "messages" | "prompt_ids", "system", "params"}` or a line of an OpenAI batch
-(`custom_id` and `body`). What is wrong with a line is said in its place, and the others go on.
+A line is `{"id", "prompt" | "messages" | "prompt_ids", "system", "params"}`. What is wrong with a line is
+said in its place, and the others go on.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from spd.cli.commands.generate import load, say_plan
 from spd.cli.options import GenerateOptions
-from spd.cli.serve.body import OBJECT, TEXT, ApiError, anything, fields, whole
-from spd.cli.serve.wishes import CHAT, IGNORED, SAMPLING, response_format
+from spd.cli.serve.body import TEXT, ApiError, anything, fields, listed, whole
+from spd.cli.serve.wishes import SAMPLING
 from spd.cli.signals import Interrupted
 from spd.cli.text.output import Session, Sink, cannot_write, tell, to_json
 from spd.cli.text.progress import Ticker, clock
@@ -47,14 +47,21 @@ BEGINNINGS = (f'{{"schema": "{SCHEMA}"'.encode(), b'{"id": ')
 """Of an answer, and of a line that says what is wrong."""
 WINDOW = 512
 """Lines that may be begun beyond the first unfinished one: what order costs in memory."""
-OWN_FIELDS = ("id", "messages", "params", "prompt", "prompt_ids", "system")
-OPENAI_PATHS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
-"""What holds the prompt in a line of an OpenAI batch, by its url."""
 SHAPES: tuple[tuple[str, Literal["schema", "regex", "lark"]], ...]
 SHAPES = (("schema", "schema"), ("regex", "regex"), ("grammar", "lark"))
 """What says how the whole reply looks, and how the engine calls it."""
 PARAMETERS = fields(
     {**SAMPLING, "logprobs": whole(0, MAX_LOGPROBS), "schema": anything, "regex": TEXT, "grammar": TEXT}
+)
+LINE = fields(
+    {
+        "id": anything,
+        "prompt": TEXT,
+        "messages": anything,
+        "prompt_ids": listed(whole(0, 2**31 - 1), 1 << 20),
+        "system": TEXT,
+        "params": PARAMETERS,
+    }
 )
 
 
@@ -116,7 +123,7 @@ class Line:
     @property
     def id(self) -> Any:
         """What the line calls itself; its number where it has no name."""
-        name = self.value.get("custom_id", self.value.get("id"))
+        name = self.value.get("id")
         return self.number if name is None else name
 
 
@@ -141,7 +148,7 @@ def _read(number: int, raw: bytes) -> Line:
             value = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
             if not isinstance(value, dict):
                 error = UsageError("not a JSON object", fix=['{"prompt": "Hello"}'])
-            elif isinstance(value.get("custom_id", value.get("id")), (dict, list)):
+            elif isinstance(value.get("id"), (dict, list)):
                 error = UsageError("the line's id is neither a text nor a number")
             else:
                 return Line(number, value)
@@ -159,17 +166,11 @@ def read_shared(options: GenerateOptions) -> Asked:
 
 
 def read_wish(line: Line, settings: Settings, shared: Asked, raw: bool) -> tuple[Request, bool | None]:
-    """What a line asks for, over what the flags say: see `Settings.request`. Raises SpdError."""
+    """What a line asks for, over what the flags say: see `Settings.request`. Raises SpdError and ApiError."""
     if line.error is not None:
         raise line.error
-    value = line.value
-    if "body" in value or "custom_id" in value:
-        value = _own(value)
-        raw = raw or "prompt" in value
-    elif unknown := sorted(value.keys() - set(OWN_FIELDS)):
-        known = [f"known: {', '.join(OWN_FIELDS)}"]
-        raise UsageError(f"the line has an unknown field {unknown[0]!r}", reason=known)
-    values, grammar = PARAMETERS(value.get("params", {}), "params"), settings.grammar
+    value, grammar = LINE(line.value, ""), settings.grammar
+    values = value.get("params", {})
     shapes = [(name, kind, values.pop(name)) for name, kind in SHAPES if name in values]
     if len(shapes) > 1:
         names = " and ".join(f"params.{name}" for name, *_ in shapes)
@@ -185,63 +186,32 @@ def read_wish(line: Line, settings: Settings, shared: Asked, raw: bool) -> tuple
     return settings.request(str(line.number), asked, None, params, grammar)
 
 
-def _asked(prompt: Mapping[str, Any], shared: Asked, raw: bool) -> Asked:
+def _asked(line: Mapping[str, Any], shared: Asked, raw: bool) -> Asked:
     """The prompt of a line behind what every line begins with; its own system message replaces theirs."""
-    kinds = [kind for kind in ("prompt", "messages", "prompt_ids") if prompt.get(kind) is not None]
-    if len(kinds) != 1:
+    kinds = [kind for kind in ("prompt", "messages", "prompt_ids") if kind in line]
+    if len(kinds) != 1 or line.get("prompt_ids") == ():
         raise UsageError("one of prompt, messages and prompt_ids is needed", fix=['{"prompt": "Hello"}'])
-    kind, system, found = kinds[0], prompt.get("system"), prompt[kinds[0]]
-    if not isinstance(system, str | None):
-        raise UsageError("`system` is not a text")
-    if kind == "messages":
-        turns = check_messages(found, "the line")
-        if raw:
-            raise UsageError("--raw uses no chat template, which `messages` need")
-    elif kind == "prompt" and isinstance(found, str):
-        turns = ({"role": "user", "content": check_text(found, "`prompt`")},)
-    elif kind == "prompt" and not isinstance(found, list):
-        raise UsageError("`prompt` is not a text")
-    elif not isinstance(found, list) or not found or not all(type(one) is int for one in found):
-        raise UsageError(f"`{kind}` is not a list of token ids")
-    if kind != "messages" and (raw or isinstance(found, list)):
-        if system is not None or shared.messages:
+    kind, system, common = kinds[0], line.get("system"), shared.messages
+    if kind == "prompt_ids" or (raw and kind == "prompt"):
+        if system is not None or common:
             raise UsageError(f"`{kind}` is the whole prompt here: nothing of a chat can stand before it")
         if shared.variables:
             raise UsageError(f"`{kind}` uses no chat template: --template-arg and --think would do nothing")
-        return Asked(ids=tuple(found)) if isinstance(found, list) else Asked(text=found)
-    own, common = turns[0]["role"] == "system", shared.messages
+        return Asked(ids=line.get("prompt_ids"), text=line.get("prompt"))
+    if raw:
+        raise UsageError("--raw uses no chat template, which `messages` need")
+    if kind == "messages":
+        turns = check_messages(line["messages"], "the line")
+    else:
+        turns = ({"role": "user", "content": check_text(line["prompt"], "`prompt`")},)
+    own = turns[0]["role"] == "system"
+    if own and system is not None:
+        raise UsageError("the system message is given twice: `system` and the first of `messages`")
     if system is not None:
-        if own:
-            raise UsageError("the system message is given twice: `system` and the first of `messages`")
         turns = ({"role": "system", "content": check_text(system, "`system`")}, *turns)
-    if turns[0]["role"] == "system":
+    if own or system is not None:
         turns, common = turns[1:], (turns[0], *(m for m in common if m["role"] != "system"))
     return Asked(messages=(*common, *turns), variables=shared.variables)
-
-
-def _own(value: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of an OpenAI batch as one of ours. Raises UsageError and ApiError."""
-    unread = {*IGNORED, "model", "n", "stream", "max_completion_tokens", "top_logprobs", "response_format"}
-    given = {name: wish for name, wish in OBJECT(value.get("body"), "body").items() if wish is not None}
-    kind, url = "prompt" if "prompt" in given else "messages", value.get("url")
-    if url is not None and OPENAI_PATHS.get(url) != kind:
-        raise UsageError(f"url {url} takes no `{kind}`", reason=[f"known: {', '.join(OPENAI_PATHS)}"])
-    if given.get("stream"):
-        raise UsageError("stream: a batch cannot stream")
-    if given.get("n", 1) != 1:
-        raise UsageError(f"n {given['n']}: one reply a line", fix=["repeat the line with another seed"])
-    params = {name: wish for name, wish in given.items() if name not in unread and name != kind}
-    most = given.get("max_completion_tokens")
-    if most is not None and params.setdefault("max_tokens", most) != most:
-        raise UsageError("the body says twice, and differently, what max_tokens is")
-    if "top_logprobs" in given and given.get("logprobs") is not True:
-        raise UsageError("top_logprobs needs logprobs: true")
-    if isinstance(params.get("logprobs"), bool) and params.pop("logprobs"):
-        params["logprobs"] = given.get("top_logprobs", 0)
-    form = CHAT["response_format"](given.get("response_format", {"type": "text"}), "response_format")
-    if (grammar := response_format({"response_format": form})) is not None:
-        params["schema"] = grammar.text
-    return {kind: given.get(kind), "params": params}
 
 
 # -- what has been answered ----------------------------------------------------------------------
