@@ -265,11 +265,6 @@ class Sink:
         """The current width of its terminal; None if it is not a terminal."""
         return columns_of(sys.stdout) if self.is_terminal else None
 
-    @property
-    def is_unicode(self) -> bool:
-        """Whether it can show every character."""
-        return "utf" in self._encoding.lower()
-
     def open(self) -> int:
         """The descriptor; a file is opened and locked the first time. Raises UsageError and ResourceError."""
         if self._descriptor is None:
