@@ -241,7 +241,9 @@ class GenerateOptions(ReplyOptions):
     logprobs: int | None = printed(None, "N", "With --json: log-probabilities, the N likeliest tokens.")
     trace: Path | None = printed(None, "FILE", "One JSON line a round, for spd explain.")
     resume: bool = printed(False, None, "With --jsonl -o FILE: go on behind what FILE holds.")
-    concurrency: int | None = advanced(None, "N", "Lines of --jsonl that decode together. Default: 8.")
+    concurrency: int | None = advanced(
+        None, "N", "Lines of --jsonl that decode together. Default: 8.", min=1, max=1024
+    )
 
 
 def read_settings(words: Sequence[str], flag: str = "--set") -> dict[str, Any]:

@@ -45,6 +45,7 @@ CUT: Mapping[str, str] = MappingProxyType(
         "--dry-run": "leave it out: spd rm asks before it removes anything",
         "--each": "--prompts FILE",
         "--explain": "spd generate --trace FILE …, then spd explain FILE",
+        "--fail-if-slower": "spd compare A.json B.json exits 6 if a row became slower",
         "--force": "name a new folder",
         "--goodput": "jq .samples of --json, which hold every time",
         "--hide-thinking": "--think hide",

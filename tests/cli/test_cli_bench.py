@@ -7,19 +7,12 @@ from typing import Any
 
 import pytest
 
-from spd.cli.commands.bench import BenchOptions, is_slower, sweep_configs
+from spd.cli.commands.bench import BenchOptions, sweep_configs
 from spd.cli.commands.bench_report import bench_text
 from spd.errors import UsageError
 from spd.runtime.lab.rows import make_rows
 from spd.runtime.lab.sweep import Sweep
 from tests.runtime.measuring.measuring_helpers import DRAFT, PLAIN, make_sample
-
-
-def test_slower_than_plain_fails_where_asked() -> None:
-    row = {"speed_up": {"median": 0.9, "low": 0.85, "high": 0.95}}
-    assert is_slower(row, 0.03) and not is_slower(row, 0.2)
-    assert not is_slower({"speed_up": {"median": 0.9, "low": 0.7, "high": 1.1}}, 0.03)
-    assert not is_slower({"speed_up": None}, 0.03)
 
 
 def test_lists_are_combined_and_lookup_has_no_ranks_of_its_own() -> None:

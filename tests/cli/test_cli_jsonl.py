@@ -221,7 +221,7 @@ def test_resuming_does_not_touch_what_is_no_output(answers: Lines, tmp_path: Pat
 @pytest.mark.parametrize("count", [0, 1025])
 def test_how_many_lines_may_decode_together(answers: Lines, count: int) -> None:
     ran, _ = answers(prompts(1), "--concurrency", count)
-    refused(ran, 2, f"--concurrency {count} is out of range", "valid: 1 to 1024")
+    refused(ran, 2, f"'--concurrency': {count} is not in the range 1<=x<=1024")
     refused(answers([])[0], 2, "no lines to answer", "stdin is empty")
 
 

@@ -86,8 +86,8 @@ def test_settings_held_against_each_other(tmp_path: Path) -> None:
         (("--against", "lag=soon"), 2, "is not a number"),
         (("--against", "lag=7"), 2, "--lag 7 is out of range"),
         (("--against", "adaptive=perhaps"), 2, "neither on nor off"),
-        (("-n", 1), 2, "-n 1 is out of range"),
-        (("--tokens", -4), 2, "--tokens -4 is out of range"),
+        (("-n", 1), 2, "1 is not in the range x>=2"),
+        (("--tokens", -4), 2, "'--tokens': -4 is not in the range x>=0"),
     ],
 )
 def test_refusals(run: Callable[..., Any], words: tuple[str, ...], code: int, said: str) -> None:

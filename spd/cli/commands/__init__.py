@@ -60,9 +60,9 @@ COMMAND_TABLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "bench": (
             "bench",
-            "Measure speculation against plain decoding; exits 6 if texts differ or --fail-if-slower holds.",
+            "Measure speculation against plain decoding; exits 6 if texts differ.",
             "spd bench -m FOLDER --spec draft,ngram --draft-max 2,4,8 --temperature 0 -o today.json",
-            "spd bench --concurrency 1,4,16 --category code --fail-if-slower 3%",
+            "spd bench --concurrency 1,4,16 --category code",
         ),
         "compare": (
             "compare",

@@ -80,7 +80,7 @@ LEGEND = {
 
 
 def table_rows(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells; columns that say the same everywhere, and repeated names, are left out."""
+    """Header and cells; columns of the work that say the same everywhere are left out."""
     several = {name: len({row[name] for row in rows}) > 1 for name in WORK}
     work: list[tuple[str, Callable[[Row], str]]] = [
         ("category", lambda row: str(row["category"])),
@@ -101,13 +101,8 @@ def table_rows(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         *((name.upper(), partial(_latency, f"{name}_ms")) for name in ("ttft", "tpot", "itl")),
         ("by position", _positions),
     ]
-    body: list[list[str]] = []
-    before: list[str] = []
-    for row in rows:
-        named = [cell(row) for _, cell in work]
-        body.append([*([""] * len(work) if named == before else named), *(cell(row) for _, cell in figures)])
-        before = named
-    return [name for name, _ in (*work, *figures)], body
+    cells = (*work, *figures)
+    return [name for name, _ in cells], [[cell(row) for _, cell in cells] for row in rows]
 
 
 def _ratio(ratio: Mapping[str, Any] | None) -> str:
@@ -165,7 +160,7 @@ def _is_imposed(result: Mapping[str, Any]) -> bool:
 
 
 def _advice(rows: Sequence[Row]) -> str | None:
-    """What to type for the speculating row with the highest ratio to plain, over all categories if it can be.
+    """The speculating row with the highest ratio to plain, over all categories if it can be.
 
     A ratio that noise alone would give counts only where no row is faster beyond it.
     """
@@ -177,14 +172,8 @@ def _advice(rows: Sequence[Row]) -> str | None:
     if not paired:
         return None
     best = max(sure or paired, key=lambda row: float(row["speed_up"]["median"]))
-    ratio, judged = f"{best['speed_up']['median']:.2f} × plain", verdict(best["speed_up"])
-    if judged == "slower":
+    ratio = f"{best['speed_up']['median']:.2f} × plain"
+    if verdict(best["speed_up"]) == "slower":
         return f"speculation does not pay here ({ratio} at best): --spec off"
-    flags = f"--spec {best['method']} --draft-max {best['draft_max']}"
-    if best["verify"] != "coupled":
-        flags += f" --verify {best['verify']}"
-    elif not best["adaptive"]:
-        flags += " --no-adaptive"
-    flags += "".join(f" --{name} {value}" for name, value in _settings(best, rows))
-    flags += f" at T {best['temperature']:g}, load {load_label(best, rows)}"
-    return f"best: {flags}, {ratio}" if sure else f"no difference beyond noise: {flags} gives {ratio}"
+    words = f"{method_label(best, rows)} at T {best['temperature']:g}, load {load_label(best, rows)}: {ratio}"
+    return f"best: {words}" if sure else f"no difference beyond noise: {words}"

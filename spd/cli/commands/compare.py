@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from spd.cli.commands.bench_report import SLOWER, load_label, method_label
-from spd.cli.commands.values import parse_share
 from spd.cli.options import CommonOptions, argument, first, printed
 from spd.cli.text.output import Session, Sink
 from spd.cli.text.wrap import table_lines
@@ -33,7 +32,7 @@ def compare(session: Session, options: CompareOptions) -> None:
 
     if len(options.files) < 2:
         raise UsageError("one result has nothing to be compared with", fix=["spd compare A.json B.json"])
-    threshold = parse_share(options.threshold, "--threshold")
+    threshold = parse_share(options.threshold)
     first, *others = options.files
     results = [read_result(path) for path in options.files]
     comparisons = [
@@ -55,6 +54,17 @@ def compare(session: Session, options: CompareOptions) -> None:
             f"{slower} rows are slower by more than {threshold:.3g} and by more than noise",
             fix=["spd explain says what a round's time goes into"],
         )
+
+
+def parse_share(text: str) -> float:
+    """`3%` or `0.03` as 0.03. Raises UsageError."""
+    try:
+        value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise UsageError(f"--threshold {text} is not a share", fix=["--threshold 3%"])
+    return value
 
 
 def _lines(comparison: dict[str, Any], columns: int | None) -> list[str]:

@@ -36,7 +36,9 @@ class ServeOptions(RunOptions):
     api_key: str | None = first(
         None, "KEY", "Clients have to send it. Better in SPD_API_KEY.", envvar="SPD_API_KEY"
     )
-    concurrency: int | None = _server(None, "N", "Requests that decode together. Default: 8.")
+    concurrency: int | None = _server(
+        None, "N", "Requests that decode together. Default: 8.", min=1, max=1024
+    )
     detach: bool = _server(False, None, "Serve in the background; return when ready.")
     idle: float | None = _server(
         None, "TIME", "End after such a time without requests: 15m.", parser=parse_seconds

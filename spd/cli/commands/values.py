@@ -1,8 +1,7 @@
-"""What the commands that measure and judge share: comma lists, shares, bounds, prompts, failed checks."""
+"""What the commands that measure and judge share: comma lists and prompts."""
 
 from __future__ import annotations
 
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -49,24 +48,6 @@ def parse_wish(flag: str, kind: str, text: str) -> Any:
         return int(text) if "int" in kind else text
     except ValueError:
         raise UsageError(f"{flag} {text} is not a number", fix=[f"{flag} 2"]) from None
-
-
-def parse_share(text: str, flag: str) -> float:
-    """`3%` or `0.03` as 0.03. Raises UsageError."""
-    try:
-        value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise UsageError(f"{flag} {text} is not a share", fix=[f"{flag} 3%"])
-    return value
-
-
-def check_least(*given: tuple[str, float | None, int]) -> None:
-    """Raise UsageError for the first (flag, value, least) whose value is less than that, or no number."""
-    for flag, value, least in given:
-        if value is not None and not least <= value < inf:
-            raise UsageError(f"{flag} {value} is out of range", reason=[f"valid: {least} or more"])
 
 
 def chosen_prompts(path: Path | None, category: str | None = None) -> tuple[Prompt, ...]:

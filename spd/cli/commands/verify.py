@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.commands.values import check_least, chosen_prompts, numbers, parse_wish, split
+from spd.cli.commands.values import chosen_prompts, numbers, parse_wish, split
 from spd.cli.options import MODEL, EngineOptions, first, option
 from spd.cli.text.job import engine_config
 from spd.cli.text.output import Session, Sink
@@ -42,9 +42,9 @@ class VerifyOptions(EngineOptions):
     )
     against: str = first("spec=off", "SETTING=…", "The other side: spec=off, lag=0, kernels=torch, slots=1 …")
     temperature: str = first("0,0.8", "T,…", "Sampling temperatures. Default: 0,0.8.")
-    max_tokens: int = first(64, "N", "Tokens a reply at most. Default: 64.", "-n")
-    tokens: int = first(0, "N", "Ask with new seeds until replies could hold N.")
-    concurrency: int = first(1, "N", "Requests at a time. Default: 1.")
+    max_tokens: int = first(64, "N", "Tokens a reply at most. Default: 64.", "-n", min=2)
+    tokens: int = first(0, "N", "Ask with new seeds until replies could hold N.", min=0)
+    concurrency: int = first(1, "N", "Requests at a time. Default: 1.", min=1)
     json: bool = first(False, None, "The certificate on standard output.")
     prompts: Path | None = option(MODEL, None, "FILE", "Your own, as for spd bench.")
 
@@ -53,11 +53,6 @@ def verify(session: Session, options: VerifyOptions) -> None:
     """Replay prompts with two settings and compare every token; exits 6 if speculation changed one."""
     from spd.formats.folder import ModelFolder
 
-    check_least(
-        ("-n", options.max_tokens, 2),
-        ("--concurrency", options.concurrency, 1),
-        ("--tokens", options.tokens, 0),
-    )
     temperatures = numbers(options.temperature, "--temperature", "float", 0, 100)
     config = engine_config(options, ModelFolder.named(options.model))
     candidate = replace(config, slots=options.concurrency)

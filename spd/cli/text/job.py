@@ -176,8 +176,6 @@ def plan_settings(options: ReplyOptions, folder: ModelFolder | None = None) -> S
         logprobs, grammar = options.logprobs, read_grammar(options)
         if options.jsonl:
             slots = CONCURRENCY if options.concurrency is None else options.concurrency
-            if not 1 <= slots <= 1024:
-                raise UsageError(f"--concurrency {slots} is out of range", reason=["valid: 1 to 1024"])
             config = dataclasses.replace(config, slots=slots)
     sampling = resolve_sampling(options, folder.generation, usable, logprobs=logprobs)
     context = model.max_positions if options.ctx is None else min(options.ctx, model.max_positions)
