@@ -6,9 +6,7 @@ name, for one. What a single run is about, and every consent, has to be typed.
 
 from __future__ import annotations
 
-import difflib
 import sys
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +36,23 @@ def read_defaults(command: str, path: Path) -> dict[str, Any]:
     Raises UsageError naming file and key.
     """
     params, loaded = _options_of(command), _load(path)
-    tables = {key: value for key, value in loaded.items() if isinstance(value, dict)}
-    shared = {key: value for key, value in loaded.items() if key not in tables}
-    for key in tables.keys() - set(COMMANDS):
-        raise _fault(path, f"[{key}] is not a command", _close(key, COMMANDS))
-    own = tables.get(command, {})
-    for key in own.keys() - params.keys():
-        raise _fault(path, f"spd {command} has no option --{key}", _close(key, params))
-    if others := shared.keys() - params.keys() - TYPED:
-        known = {option for name in COMMANDS for option in _options_of(name)}
-        for key in sorted(others - known):
-            raise _fault(path, f"no command has an option --{key}", _close(key, known))
-    wanted = {key: value for key, value in (shared | own).items() if key not in others}
-    for key in sorted(wanted.keys() & TYPED):
-        raise _fault(path, f"--{key} has to be typed", [f"leave {key} out"])
-    return {params[key].name: _as_typed(value, params[key]) for key, value in wanted.items()}
+    own = loaded.get(command, {})
+    values: dict[str, Any] = {}
+    for key, value in loaded.items():
+        if isinstance(value, dict):
+            if key not in COMMANDS:
+                raise _fault(path, f"[{key}] is not a command")
+        elif key in params.keys() | TYPED:
+            values[key] = value
+        elif not any(key in _options_of(name) for name in COMMANDS):
+            raise _fault(path, f"no command has an option --{key}", key)
+    for key in own:
+        if key not in params:
+            raise _fault(path, f"spd {command} has no option --{key}", key)
+    values |= own
+    if typed := sorted(values.keys() & TYPED):
+        raise _fault(path, f"--{typed[0]} has to be typed")
+    return {params[key].name: _as_typed(value, params[key]) for key, value in values.items()}
 
 
 def _options_of(name: str) -> dict[str, Any]:
@@ -79,11 +79,6 @@ def _as_typed(value: object, param: Any) -> Any:
     return value if param.is_flag and isinstance(value, bool) else str(value)
 
 
-def _fault(path: Path, words: str, fix: Sequence[str] = ()) -> UsageError:
+def _fault(path: Path, words: str, key: str = "") -> UsageError:
     words = words if len(words) <= 300 else f"{words[:297]}..."
-    return UsageError(f"{path}: {words}", fix=fix or [f"edit {path}"], code="config")
-
-
-def _close(word: str, known: Iterable[str]) -> list[str]:
-    cut = CUT.get(f"--{word}")
-    return [cut] if cut else difflib.get_close_matches(word, list(known), n=1)
+    return UsageError(f"{path}: {words}", fix=[CUT.get(f"--{key}", f"edit {path}")], code="config")

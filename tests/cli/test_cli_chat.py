@@ -140,7 +140,7 @@ def test_parameters_and_the_system_message_change(talk: Callable, saved: Callabl
     params = script.request.params
     assert (params.temperature, params.top_k, params.stop, params.max_tokens) == (0.5, 7, ("END",), 9)
     assert params.seed == derived_seed(3, 0) and ran.code == 0 and saved()[0]["system"] == "be kind"
-    assert "temperature          0.5  (given)" in ran.err and "top_k                20" in ran.err
+    assert "temperature         0.5 (given)" in ran.err and "top k               20 (gen" in ran.err
 
 
 def test_thinking_has_a_budget(talk: Callable, script: Any, model: Path) -> None:
@@ -167,7 +167,7 @@ def test_regen_that_fails_keeps_the_reply(talk: Callable, saved: Callable, scrip
 def test_figures(talk: Callable) -> None:
     ran = talk("Hi", "/stats", "/stats off", "Again", argv=["--stats"])
     assert ran.err.count(" tok/s · first") == 1 and "drafts 3/12 (25%) · ctx 27/128" in ran.err
-    assert "  draft_acceptance_rate      0.25\n" in ran.err
+    assert "draft acceptance rate      0.25\n" in ran.err
 
 
 def test_another_speculation_or_model_leaves_the_drafter_behind_and_finds_it_again(

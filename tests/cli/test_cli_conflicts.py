@@ -52,7 +52,6 @@ def test_refused_alone(
     [
         ("Hi --messages x", "it cannot be joined with a prompt"),
         ("-f x --messages x", "it cannot be joined with a prompt"),
-        ("Hi -qv", "--quiet and --verbose contradict"),
         ("Hi --draft-max 0 --adaptive", "--adaptive fits the number of drafts"),
         ("Hi --think 9 --template-arg enable_thinking=false", "say the same thing twice"),
         ("--jsonl -f x -f y", "--jsonl reads one file of lines"),
@@ -80,7 +79,6 @@ def test_a_model_is_named_once(command: str, spd_run: Callable) -> None:
     ("argv", "words"),
     [
         ("--show-drafts --markdown on", "--show-drafts and --markdown"),
-        ("-qv", "--quiet and --verbose contradict"),
         ("--draft-max 0 --adaptive", "--adaptive fits the number of drafts"),
     ],
 )

@@ -21,8 +21,8 @@ SAID: list[tuple[str, str | tuple[str, ...]]] = [
     (
         "-v --seed 4 --top-p 0.5",
         (
-            *("plan    model=folder", " ctx=128 ", "seed=4 (given)", "top_p=0.5 (given)"),
-            "top_k=20 (generation_config.json)",
+            *("plan              model folder", " ctx 128 ", "seed 4 (given)", "top p 0.5 (given)"),
+            "top k 20 (generation_config.json)",
         ),
     ),
 ]

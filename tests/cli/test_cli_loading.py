@@ -124,7 +124,7 @@ sys.exit(main(["generate", "-m", {str(model)!r}, "Hi"]))
 def test_the_time_to_load_is_part_of_the_statistics(spd_run: Callable, model: Path, script) -> None:
     script.load_ms = 3210.0
     ran = spd_run("generate", "-m", model, "Hi", "--stats", "-v")
-    assert " · load 3.21 s · first 0.01 s · " in ran.err and "load    3.21 s" in ran.err
+    assert " · load 3.21 s · first 0.01 s · " in ran.err and "load              3.21 s" in ran.err
     assert spd_run("generate", "-m", model, "Hi", "--json").json["timings"]["load_ms"] == 3210.0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.chat.conversation import ChatEncoder
@@ -13,9 +13,10 @@ from spd.cli.text.progress import WORDS, loading
 from spd.cli.text.prompt import template_variables
 from spd.cli.text.report import stats_line
 from spd.cli.text.structured import note_thinking
+from spd.cli.text.wrap import Size, fact_lines
 from spd.errors import UsageError
 from spd.runtime.engine.driver import EngineThread
-from spd.runtime.plan.config import METHODS, WEIGHT_WISHES, show_size, split_spec
+from spd.runtime.plan.config import METHODS, WEIGHT_WISHES, split_spec
 
 if TYPE_CHECKING:
     from spd.cli.commands.chat import ChatOptions
@@ -147,32 +148,24 @@ class ChatModel:
         assert self.metrics is not None
         return stats_line(dataclasses.replace(self.metrics, load_ms=0.0))
 
-    def full_stats(self) -> Sequence[str]:
+    def last_stats(self) -> Iterator[str]:
         """What was counted for the last reply, as `spd generate --json` calls it. Raises UsageError."""
         metrics = self.metrics
         if metrics is None:
             raise UsageError("there is no reply yet", fix=["type a message"])
-        told = metrics.timings() | metrics.speculative_decoding(self.plan.spec, self.plan.shape.draft_max)
-        return [f"  {name:<26} {value}" for name, value in told.items()]
+        return fact_lines(
+            metrics.timings() | metrics.speculative_decoding(self.plan.spec, self.plan.shape.draft_max)
+        )
 
-    def sampling_lines(self) -> Sequence[str]:
+    def sampling_lines(self) -> Iterator[str]:
         """How it draws, and where each value comes from."""
-        sampling = self.settings.sampling
-        values, sources = dataclasses.asdict(sampling.params), sampling.sources
-        del values["seed"], values["logprobs"]  # each reply has its own seed, and shows no others
-        return [
-            f"  {name:<20} {value}" + (f"  ({sources[name]})" if name in sources else "")
-            for name, value in values.items()
-        ]
+        words = self.settings.sampling.words()
+        del words["seed"], words["logprobs"]  # each reply has its own seed, and shows no others
+        return fact_lines(words)
 
-    def lines(self) -> Sequence[str]:
+    def lines(self) -> Iterator[str]:
         """The model, what drafts for it, and the memory they take."""
         plan = self.plan.as_dict()
-        parts = {"weights": "weight_bytes", "draft": "draft_weight_bytes", "caches": "cache_bytes"}
-        sizes = " + ".join(f"{name} {show_size(plan[part])}" for name, part in parts.items() if plan[part])
-        return [
-            f"  model  {self.name}",
-            f"  from   {plan['model']}",
-            f"  {self.spec_words().replace(' ', '   ', 1)} ({plan['spec_reason']})",
-            f"  mem    {sizes} · {plan['weights']} on {plan['device']} · ctx {plan['ctx']:,}",
-        ]
+        shown = ("model", "spec", "draft_max", "spec_reason", "device", "weights", "ctx")
+        sizes = ("weight_bytes", "draft_weight_bytes", "cache_bytes")
+        return fact_lines({name: plan[name] for name in shown} | {name: Size(plan[name]) for name in sizes})

@@ -140,7 +140,7 @@ class Commands:
         if rest:
             self._chat.stats = parse_switch("/stats", rest)
         else:
-            self._chat.tell(*self._chat.model.full_stats())
+            self._chat.tell(*self._chat.model.last_stats())
 
     def do_think(self, rest: str) -> None:
         """let the model think: /think on|off|hide, or at most so many tokens: /think N"""

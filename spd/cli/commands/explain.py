@@ -31,15 +31,11 @@ def explain(session: Session, options: ExplainOptions) -> None:
     sink = Sink.stdout()
     traces = [read_trace(path) for path in options.files]
     models = {trace.header.model for trace in traces if trace.header is not None}
-    if len(models) > 1:
-        raise IncompatibleError(
-            "the traces are of different models", reason=sorted(models), fix=["spd explain one at a time"]
-        )
     ways = {_way(trace) for trace in traces if any(record.k for record in trace.rounds)}
-    if len(ways) > 1:
+    if len(models) > 1 or len(ways) > 1:
         raise IncompatibleError(
-            "the traces are of different ways of drafting",
-            reason=sorted(ways),
+            "the traces are of different models or different ways of drafting",
+            reason=sorted(models | ways),
             fix=["spd explain each by itself, with one of plain decoding beside it"],
         )
     found = explain_traces(traces)

@@ -14,6 +14,7 @@ from spd.cli.signals import Interrupted
 from spd.cli.text.conflicts import check_conflicts
 from spd.cli.text.output import Console, Session, Sink, check_writable, tell, to_json, write_error
 from spd.cli.text.progress import loading
+from spd.cli.text.wrap import fact_lines
 from spd.errors import EngineError
 
 if TYPE_CHECKING:
@@ -180,10 +181,9 @@ def say_before(
 
 def say_plan(console: Console, options: GenerateOptions, engine: Engine, settings: Settings) -> None:
     """Notes about what the plan makes of the options, and the plan of a verbose run."""
-    from spd.cli.text.report import plan_lines
     from spd.cli.text.structured import note_thinking
 
-    plan, sampling = engine.plan, settings.sampling
+    plan = engine.plan
     note_thinking(console, options.think, settings.vocabulary)
     if plan.wishes.verify != "coupled" and plan.spec != "off":
         console.note(
@@ -191,6 +191,6 @@ def say_plan(console: Console, options: GenerateOptions, engine: Engine, setting
             f"{plan.shape.draft_max} drafts a round"
         )
     if console.verbose:
-        load_time = f"load    {engine.load_ms / 1000:.2f} s"
-        for line in (*plan_lines(plan.as_dict(), sampling.params, sampling.sources), load_time):
+        told = {"plan": plan.as_dict(), "params": settings.sampling.words()}
+        for line in fact_lines(told | {"load": f"{engine.load_ms / 1000:.2f} s"}):
             console.detail(line)

@@ -74,8 +74,6 @@ def check_chat_conflicts(options: ChatOptions) -> None:
 
 def _check_shared(options: GenerateOptions | ChatOptions) -> None:
     """What all commands that generate refuse."""
-    if options.quiet and options.verbose:
-        raise _refusal("--quiet and --verbose contradict each other")
     if options.adaptive and options.draft_max == 0:
         raise _refusal("--adaptive fits the number of drafts, and --draft-max 0 asks for none")
     thinking = any(words.startswith("enable_thinking=") for words in options.template_arg or ())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from spd.cli.text.structured import parted
 
 if TYPE_CHECKING:
     from spd.formats.tokenizer import Tokenizer
-    from spd.runtime import Engine, EnginePlan, Request, RequestMetrics, SamplingParams
+    from spd.runtime import Engine, EnginePlan, Request, RequestMetrics
     from spd.runtime.engine.request import Gathered, TokenLogprob
 
 SCHEMA = "spd.generate/1"
@@ -118,13 +118,3 @@ def stats_line(metrics: RequestMetrics) -> str:
         share = f"{metrics.draft_acceptance_rate:.0%}"
         parts.append(f"drafts {metrics.draft_n_accepted}/{metrics.draft_n} ({share})")
     return " · ".join(parts)
-
-
-def plan_lines(plan: Mapping[str, Any], params: SamplingParams, sources: Mapping[str, str]) -> Sequence[str]:
-    """What --verbose shows before the first token: the plan, then the parameters with their origin."""
-    shown = [
-        f"{name}={value}" + (f" ({sources[name]})" if name in sources else "")
-        for name, value in dataclasses.asdict(params).items()
-    ]
-    plan_words = "  ".join(f"{name}={value}" for name, value in plan.items())
-    return [f"plan    {plan_words}", "params  " + "  ".join(shown)]

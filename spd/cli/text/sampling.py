@@ -29,6 +29,13 @@ class Resolved:
     params: SamplingParams
     sources: dict[str, str]
 
+    def words(self) -> dict[str, Any]:
+        """Each parameter, and where it comes from."""
+        return {
+            name: f"{value} ({self.sources[name]})" if name in self.sources else value
+            for name, value in vars(self.params).items()
+        }
+
 
 def resolve_sampling(
     options: SamplingOptions, model: GenerationConfig, vocab_size: int, *, logprobs: int | None = None

@@ -11,6 +11,8 @@ from typing import Any
 from spd.runtime.plan.config import show_size
 
 WIDTH = 80
+LABEL = 16
+"""Columns of a name, or as many as the longest needs."""
 LISTED = 8
 """Members of a list that are spelled out."""
 _LABEL = re.compile(r" *(?:\S+ )?\S+ {2,}(?=\S)")
@@ -55,15 +57,16 @@ class Size(int):
         return show_size(int(self))
 
 
-def fact_lines(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+def fact_lines(facts: Mapping[str, Any], indent: str = "", width: int = 0) -> Iterator[str]:
     """A JSON object for people: `name  field value · field value`, and what has fields of its own below it.
 
     What is empty is left out, and the name of the schema.
     """
+    width = width or max(LABEL, *map(len, facts))
     for name, value in facts.items():
         if name == "schema" or _is_empty(value):
             continue
-        label = f"{indent + name.replace('_', ' '):<16}  "
+        label = f"{indent + name.replace('_', ' '):<{width}}  "
         for each in value if _is_nested(value) and not isinstance(value, Mapping) else (value,):
             if not isinstance(each, Mapping):
                 yield label + _words(each)
@@ -71,11 +74,13 @@ def fact_lines(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
             own = {key: one for key, one in each.items() if not (_is_empty(one) or _is_nested(one))}
             fields = " · ".join(f"{key.replace('_', ' ')} {_words(one)}" for key, one in own.items())
             yield (label + fields).rstrip()
-            yield from fact_lines({key: one for key, one in each.items() if key not in own}, indent + "  ")
+            yield from fact_lines(
+                {key: one for key, one in each.items() if key not in own}, indent + "  ", width
+            )
 
 
 def _is_empty(value: Any) -> bool:
-    return value is None or value == "" or value == [] or (isinstance(value, Size) and not value)
+    return value in (None, "", [], (), {}) or (isinstance(value, Size) and not value)
 
 
 def _is_nested(value: Any) -> bool:
