@@ -157,7 +157,7 @@ def test_bytes_in_the_argument_that_are_no_text(spd_run: Callable, model: Path) 
 
 def test_empty_prompts(spd_run: Callable, model: Path, script) -> None:
     spd_run("generate", "-m", model, "--raw", "")
-    assert script.request.prompt_ids == (256,), "the end-of-text token stands for nothing"
+    assert script.request.prompt_ids == (258,), "what ends a text stands for nothing"
     settings = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps(settings | {"bos_token": START}))
     spd_run("generate", "-m", model, "--raw", "")
@@ -174,7 +174,7 @@ def test_special_tokens_in_text_stay_text(spd_run: Callable, model: Path, script
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "is empty"),
+        ("", "not a list of token ids"),
         ("1,x", "not a list of token ids"),
         ("264", "token id 264 is not in the vocabulary"),
         ("-1", "token id -1 is not in the vocabulary"),

@@ -16,7 +16,7 @@ import pytest
 from spd.formats.demo import DEMOS, demo_folder
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPT = r"  prompt_n +(\d+)\n  cache_n +(\d+)\n"
+PROMPT = r"prompt n +(\d+)\ncache n +(\d+)\n"
 RAW = ["generate", "--raw", "--ctx", "512", "-n", "24", "--seed", "7", "def read_lines(path):"]
 
 pytestmark = [

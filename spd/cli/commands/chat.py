@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from spd.cli.options import ReplyOptions, argument, first, model_names, option
-from spd.cli.text.conflicts import check_chat_conflicts
+from spd.cli.text.conflicts import check_shared
 from spd.cli.text.output import Session, Sink, is_terminal
 from spd.errors import NotFoundError, UsageError
 
@@ -30,9 +30,7 @@ class ChatOptions(ReplyOptions):
         None, "[NAME]", "Continue the latest chat, or the one of this name.", "-c", "--continue"
     )
     no_save: bool = option(PANEL, False, None, "Keep this chat in memory only.")
-    markdown: Literal["auto", "on", "off"] = option(
-        PANEL, "auto", "MODE", "auto, on or off. auto: unless drafts are shown."
-    )
+    markdown: Literal["on", "off"] = option(PANEL, "on", "MODE", "on, or off: the text as it is.")
     show_drafts: bool = option(PANEL, False, None, "Colour accepted draft tokens.")
     stats: bool | None = option(
         PANEL, None, None, "Figures after each reply. Default: on a terminal.", "--stats/--no-stats"
@@ -43,7 +41,7 @@ class ChatOptions(ReplyOptions):
 
 def chat(session: Session, options: ChatOptions) -> int:
     """Talk with a model; what is said is saved, and -c continues it."""
-    check_chat_conflicts(options)
+    check_shared(options)
     sink = Sink.stdout()
     interactive = is_terminal(sys.stdin)
     if interactive and not sink.is_terminal:

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from spd.cli.options import GenerateOptions
+from spd.cli.options import GenerateOptions, ReplyOptions
 from spd.errors import UsageError
-
-if TYPE_CHECKING:
-    from spd.cli.commands.chat import ChatOptions
 
 CONFLICTS = (
     ("raw", ["system", "messages", "template_arg", "think"], "--raw uses no chat template"),
@@ -45,7 +42,7 @@ def check_conflicts(options: GenerateOptions) -> None:
     for name, others, why, fix in NEEDS:
         if _is_given(options, name) and not any(_is_given(options, other) for other in others):
             raise _refusal(why, fix)
-    _check_shared(options)
+    check_shared(options)
     if options.messages is not None and not options.jsonl and (options.prompt is not None or options.file):
         fix = "put the prompt into the file as its last user message"
         raise _refusal("--messages is the whole chat; it cannot be joined with a prompt", fix)
@@ -65,14 +62,7 @@ def check_conflicts(options: GenerateOptions) -> None:
                 raise _refusal(words, "another -o FILE")
 
 
-def check_chat_conflicts(options: ChatOptions) -> None:
-    """As `check_conflicts`, for a chat."""
-    _check_shared(options)
-    if options.show_drafts and options.markdown == "on":
-        raise _refusal("--show-drafts and --markdown: drafts are shown in the text as it was drawn")
-
-
-def _check_shared(options: GenerateOptions | ChatOptions) -> None:
+def check_shared(options: ReplyOptions) -> None:
     """What all commands that generate refuse."""
     if options.adaptive and options.draft_max == 0:
         raise _refusal("--adaptive fits the number of drafts, and --draft-max 0 asks for none")

@@ -36,8 +36,6 @@ WISHES = (
 DEFAULT_REPLY = 512
 """Tokens to keep free for a reply where -n does not say how many."""
 
-END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-
 
 @dataclass(frozen=True)
 class Vocabulary:
@@ -152,10 +150,9 @@ def render_asked(asked: Asked, vocabulary: Vocabulary, ids: Sequence[int]) -> st
 
 
 def _first_token(vocabulary: Vocabulary) -> int:
-    """What stands for an empty raw prompt: the first-token id, else the end-of-text id."""
+    """What stands for an empty raw prompt: the first-token id, else one that ends a text."""
     tokenizer, config = vocabulary.need_tokenizer(), vocabulary.config
-    ends = [tokenizer.token_to_id(text) for text in END_OF_TEXT]
-    known = (tokenizer.bos_id, config.bos_token_id, *ends, tokenizer.eos_id, *config.eos_token_ids)
+    known = (tokenizer.bos_id, config.bos_token_id, tokenizer.eos_id, *config.eos_token_ids)
     if (token := next((one for one in known if one is not None), None)) is None:
         words = "the prompt is empty, and there is no beginning-of-text token"
         raise UsageError(words, fix=['spd generate --raw "text"'])

@@ -108,11 +108,7 @@ def _parse_ids(text: str) -> tuple[int, ...]:
     except ValueError:
         ids = ()
     if not ids:
-        words = (
-            f"--prompt-ids {text[:60]} is not a list of token ids"
-            if text.strip(" ,")
-            else "--prompt-ids is empty"
-        )
+        words = f"--prompt-ids {text[:60]} is not a list of token ids"
         raise UsageError(words, fix=["--prompt-ids 1,2,3"])
     return ids
 

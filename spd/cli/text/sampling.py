@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from spd.formats.model_config import GenerationConfig
     from spd.runtime import SamplingParams
 
-BUILT_IN = (("temperature", 0.7), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("repetition_penalty", 1.0))
+BUILT_IN = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""What holds where neither an option nor the model says anything."""
+SAME = ("presence_penalty", "frequency_penalty", "min_tokens", "max_tokens", "ignore_eos")
+"""Options that are parameters by the same names."""
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "0": "\0", "\\": "\\"}
 
 
@@ -44,19 +47,15 @@ def resolve_sampling(
     from spd.runtime import SamplingParams
     from spd.runtime.engine.request import SEED_BITS
 
-    values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    for name, built_in in BUILT_IN:
-        given, suggested = getattr(options, name), getattr(model, name)
-        if name == "temperature" and model.do_sample is False:
-            suggested = 0.0
-        if given is not None:
-            values[name], sources[name] = given, "given"
-        elif suggested is not None:
-            values[name], sources[name] = suggested, "generation_config.json"
-        else:
-            values[name], sources[name] = built_in, "default"
-    sources["seed"] = "given" if options.seed is not None else "drawn"
+    suggested = {name: getattr(model, name) for name in BUILT_IN}
+    if model.do_sample is False:
+        suggested["temperature"] = 0.0
+    values: dict[str, Any] = {name: getattr(options, name) for name in SAME}
+    sources = {"seed": "given" if options.seed is not None else "drawn"}
+    for name, built_in in BUILT_IN.items():
+        asked = ("given", getattr(options, name)), ("generation_config.json", suggested[name])
+        found = (each for each in (*asked, ("default", built_in)) if each[1] is not None)
+        sources[name], values[name] = next(found)
     stop_ids = tuple(options.stop_token_id or ())
     bias = tuple(parse_logit_bias(text) for text in options.logit_bias or ())
     check_ids(stop_ids, vocab_size, "stop_token_id")
@@ -64,14 +63,9 @@ def resolve_sampling(
     try:
         params = SamplingParams(
             **values,
-            presence_penalty=options.presence_penalty,
-            frequency_penalty=options.frequency_penalty,
             logit_bias=bias,
-            min_tokens=options.min_tokens,
-            max_tokens=options.max_tokens,
             stop_token_ids=stop_ids,
             stop=tuple(unescape(text) for text in options.stop or ()),
-            ignore_eos=options.ignore_eos,
             seed=secrets.randbits(SEED_BITS) if options.seed is None else options.seed,
             logprobs=logprobs,
         )
