@@ -156,12 +156,8 @@ def test_nothing_is_overwritten_by_accident(spd_run: Callable, original: Path, t
     before = {path: path.read_bytes() for path in original.iterdir()}
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "empty")
-    for destination, words in (
-        (original, "is there"),
-        (tmp_path, "is there"),
-        (tmp_path / "link", "is a link"),
-    ):
-        refused(spd_run("convert-mtp", original, destination), 2, words)
+    for destination in (original, tmp_path, tmp_path / "link"):
+        refused(spd_run("convert-mtp", original, destination), 2, "is there")
     assert spd_run("convert-mtp", original, tmp_path / "empty").code == 0
     refused(spd_run("convert-mtp", original, tmp_path / "empty"), 2, "is there", "a new folder")
     assert before == {path: path.read_bytes() for path in original.iterdir()}

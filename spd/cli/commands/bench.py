@@ -192,7 +192,7 @@ def _combinations(options: BenchOptions, names: Sequence[str]) -> Iterator[dict[
 
 def _deliver(options: BenchOptions, result: dict[str, Any], sink: Sink) -> None:
     """Print what has been measured, and write it to the file that was named."""
-    sink.answer(options.json, result, bench_text(result, sink.columns))
+    sink.answer(options.json, result, bench_text(result))
     if options.output is not None:
         with closing(Sink(options.output)) as file:
             file.write(to_json(result) + "\n")

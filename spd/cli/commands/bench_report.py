@@ -13,13 +13,11 @@ SLOWER = "▼"
 Row = Mapping[str, Any]
 
 
-def bench_text(result: Mapping[str, Any], columns: int | None) -> list[str]:
-    """Lines about a result; its table fits a terminal's columns, or 80."""
+def bench_text(result: Mapping[str, Any]) -> list[str]:
+    """Lines about a result."""
     if not result["rows"]:
         return ["nothing was measured"]
-    table = table_lines(*table_rows(result["rows"]), expendable=EXPENDABLE, columns=columns)
-    legend = " · ".join(f"{name}: {words}" for name, words in LEGEND.items() if name in table[0])
-    return [_headline(result), *table, *_summary(result), legend]
+    return [_headline(result), *table_lines(*table_rows(result["rows"])), *_summary(result), LEGEND]
 
 
 def _headline(result: Mapping[str, Any]) -> str:
@@ -69,14 +67,7 @@ def load_label(row: Row, rows: Sequence[Row]) -> str:
 
 
 WORK = ("prompt_tokens_asked", "concurrency", "rate")
-EXPENDABLE = 5
-"""Columns that a narrow terminal does without, from the right."""
-LEGEND = {
-    "±": "95 % interval for a second run's median",
-    "len": "tokens a round",
-    "TTFT": "ms",
-    "by position": "% of the first, second, … drafts that were accepted",
-}
+LEGEND = "±: 95 % interval for a second run's median · len: tokens a round · TTFT, TPOT: ms"
 
 
 def table_rows(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -98,8 +89,7 @@ def table_rows(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         ("±", lambda row: _percent(row["speed_up"])),
         ("len", lambda row: f"{row['acceptance_length']:.2f}"),
         ("acc", lambda row: "" if row["acceptance_rate"] is None else f"{row['acceptance_rate']:.0%}"),
-        *((name.upper(), partial(_latency, f"{name}_ms")) for name in ("ttft", "tpot", "itl")),
-        ("by position", _positions),
+        *((name.upper(), partial(_latency, f"{name}_ms")) for name in ("ttft", "tpot")),
     ]
     cells = (*work, *figures)
     return [name for name, _ in cells], [[cell(row) for _, cell in cells] for row in rows]
@@ -127,11 +117,6 @@ def _latency(name: str, row: Row) -> str:
         return ""
     ms = row[name]["median"]
     return f"{ms:.0f}" if ms >= 99.5 else f"{ms:.3g}"
-
-
-def _positions(row: Row) -> str:
-    pairs = zip(row["accepted_per_position"], row["drafted_per_position"], strict=True)
-    return " ".join(f"{100 * accepted / of:.0f}" for accepted, of in pairs if of)
 
 
 def _summary(result: Mapping[str, Any]) -> list[str]:

@@ -47,7 +47,7 @@ def compare(session: Session, options: CompareOptions) -> None:
         )
     sink = Sink.stdout()
     shown = {"schema": SCHEMA, "threshold": threshold, "comparisons": comparisons}
-    sink.answer(options.json, shown, [line for each in comparisons for line in _lines(each, sink.columns)])
+    sink.answer(options.json, shown, [line for each in comparisons for line in _lines(each)])
     slower = sum(change["regressed"] for comparison in comparisons for change in comparison["changes"])
     if slower:
         raise CheckFailedError(
@@ -67,7 +67,7 @@ def parse_share(text: str) -> float:
     return value
 
 
-def _lines(comparison: dict[str, Any], columns: int | None) -> list[str]:
+def _lines(comparison: dict[str, Any]) -> list[str]:
     rows = comparison["changes"]
     body = [
         [
@@ -85,7 +85,7 @@ def _lines(comparison: dict[str, Any], columns: int | None) -> list[str]:
     header = ["category", "T", "load", "method", "before", "after", "change", "verdict"]
     lines = [f"{Path(comparison['before']).name} → {Path(comparison['after']).name}"]
     lines += [f"not under the same conditions: {each}" for each in comparison["conditions"]]
-    lines += table_lines(header, body, columns=columns) if body else []
+    lines += table_lines(header, body) if body else []
     only = ((comparison["only_before"], "first"), (comparison["only_after"], "second"))
     return [*lines, *(f"{count} rows only in the {where}" for count, where in only if count)]
 

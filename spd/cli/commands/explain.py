@@ -39,7 +39,7 @@ def explain(session: Session, options: ExplainOptions) -> None:
             fix=["spd explain each by itself, with one of plain decoding beside it"],
         )
     found = explain_traces(traces)
-    sink.answer(options.json, found.as_dict(), explanation_lines(found, sink.columns))
+    sink.answer(options.json, found.as_dict(), explanation_lines(found))
 
 
 def _way(trace: Trace) -> str:
@@ -52,8 +52,8 @@ def _way(trace: Trace) -> str:
     return ", ".join(map(str, words))
 
 
-def explanation_lines(found: Explanation, columns: int | None) -> list[str]:
-    """The table of prospects, acceptance by position, and the paragraph, for a terminal or for none."""
+def explanation_lines(found: Explanation) -> list[str]:
+    """The table of prospects, acceptance by position, and the paragraph."""
     from spd.runtime.lab import paragraph
 
     best, now = ((each.method, each.k) for each in (found.best, found.now))
@@ -72,8 +72,8 @@ def explanation_lines(found: Explanation, columns: int | None) -> list[str]:
     ]
     header = ["", "ms/round", "tok/round", "pays from", "tok/s", "× plain", ""]
     measured = " ".join(f"{n}:{ms:.2f}" for n, ms in found.costs.verify.items())
-    lines = [*table_lines(header, rows, columns=columns), f"verify ms by rows, measured: {measured}"]
+    lines = [*table_lines(header, rows), f"verify ms by rows, measured: {measured}"]
     if found.acceptance.survival:
         shares = " ".join(f"{share:.0%}" for share in found.acceptance.survival)
         lines.append(f"accepted by position: {shares}")
-    return [*lines, *textwrap.wrap(paragraph(found), min(columns or WIDTH, WIDTH))]
+    return [*lines, *textwrap.wrap(paragraph(found), WIDTH)]

@@ -328,15 +328,12 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse early what could not be written after minutes of work; touches nothing. Raises UsageError."""
+    """Refuse early what could not be written after minutes of work; leaves no file. Raises UsageError."""
     try:
-        os.stat(path.parent)
-        if os.path.isdir(path):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if _is_there(path):
-            os.close(open_output(path, append=True))  # is it being written?
-        elif not os.access(path.parent, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        is_new = not os.path.lexists(path)
+        os.close(open_output(path, append=True))
+        if is_new:
+            path.unlink()
     except OSError as error:
         raise cannot_write(path, error) from None
 
@@ -344,23 +341,14 @@ def check_writable(path: Path) -> None:
 def check_new_folder(path: Path) -> None:
     """Refuse early a folder that holds something, or that cannot be made. Raises UsageError."""
     try:
-        if path.is_symlink():
-            raise UsageError(f"{path}: is a link", fix=["name a new folder"])
-        existing = next(folder for folder in (path, *path.absolute().parents) if _is_there(folder))
-        if any(existing.iterdir()) and existing == path:
-            raise UsageError(f"{path}: is there", fix=["name a new folder"])
+        with suppress(FileNotFoundError):
+            if path.is_symlink() or any(path.iterdir()):
+                raise UsageError(f"{path}: is there", fix=["name a new folder"])
+        existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         if not os.access(existing, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise cannot_write(path, error) from None
-
-
-def _is_there(path: Path) -> bool:
-    """Whether there is such a file or folder. Raises OSError where there can be none of this name."""
-    try:
-        return bool(os.stat(path))
-    except FileNotFoundError:
-        return False
 
 
 def cannot_write(path: Path | str, error: OSError, *, opened: bool = False) -> SpdError:

@@ -97,24 +97,10 @@ def _words(value: Any) -> str:
     return f"{value:,}" if type(value) is int else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def table_lines(
-    header: Sequence[str], rows: Sequence[Sequence[str]], *, expendable: int = 0, columns: int | None = None
-) -> list[str]:
-    """Words to the left, numbers to the right, in a terminal's columns, or in 80 where they can be.
-
-    What is too wide goes without up to `expendable` of its last columns, and may then be too wide still.
-    """
-    lines: list[str] = []
-    for kept in range(len(header), len(header) - expendable - 1, -1):
-        lines = _aligned([row[:kept] for row in (header, *rows)])
-        if max(map(cells, lines)) <= (columns or WIDTH):
-            break
-    return lines
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Words to the left, numbers to the right."""
     turned = []
-    for column in zip(*rows, strict=True):
+    for column in zip(header, *rows, strict=True):
         numbers = any(cell[:1].isdigit() and " " not in cell for cell in column[1:])
         width = max(map(len, column))
         turned.append([cell.rjust(width) if numbers else cell.ljust(width) for cell in column])
