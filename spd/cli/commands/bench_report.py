@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from spd.cli.text.output import shortened
@@ -17,7 +16,7 @@ def bench_text(result: Mapping[str, Any]) -> list[str]:
     """Lines about a result."""
     if not result["rows"]:
         return ["nothing was measured"]
-    return [_headline(result), *table_lines(*table_rows(result["rows"])), *_summary(result), LEGEND]
+    return [_headline(result), *row_table(result["rows"], FIGURES), *_summary(result), LEGEND]
 
 
 def _headline(result: Mapping[str, Any]) -> str:
@@ -35,64 +34,54 @@ def _headline(result: Mapping[str, Any]) -> str:
     return " · ".join(parts)
 
 
-def method_label(row: Row, rows: Sequence[Row]) -> str:
-    """`draft k≤4`, with whatever else differs between rows."""
-    label = str(row["method"])
-    if label != "plain":
-        label += f" k{'≤' if row['adaptive'] else '='}{row['draft_max']}"
-        label += "" if row["verify"] == "coupled" else f" {row['verify']}"
-    settings = [
-        (name, value) for name, value in _settings(row, rows) if (label, name) != ("plain", "draft-tp")
-    ]
-    return label + "".join(f" {name} {value}" for name, value in settings)
+def _method(row: Row) -> str:
+    """`draft k≤4`, with the rule of verification if it is not the usual one."""
+    if row["method"] == "plain":
+        return "plain"
+    rule = "" if row["verify"] == "coupled" else f" {row['verify']}"
+    return f"{row['method']} k{'≤' if row['adaptive'] else '='}{row['draft_max']}{rule}"
 
 
-def _settings(row: Row, rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Options of the machine that differ between rows, with the row's values."""
-    found = []
-    for name in ("lag", "graphs", "tp", "draft_tp"):
-        if len({other[name] for other in rows}) > 1:
-            value = row[name]
-            words = ("on" if value else "off") if isinstance(value, bool) else str(value)
-            found.append((name.replace("_", "-"), words))
-    return found
+def _load(row: Row) -> str:
+    """`4` requests at a time, or `2/s ≤4`."""
+    count = str(row["concurrency"])
+    return count if row["rate"] is None else f"{row['rate']:g}/s ≤{count}"
 
 
-def load_label(row: Row, rows: Sequence[Row]) -> str:
-    """`4` requests at a time, or `2/s`, or `2/s ≤4` where rows differ in how many may run together."""
-    if row["rate"] is None:
-        return str(row["concurrency"])
-    several = len({other["concurrency"] for other in rows}) > 1
-    return f"{row['rate']:g}/s" + (f" ≤{row['concurrency']}" if several else "")
-
-
-WORK = ("prompt_tokens_asked", "concurrency", "rate")
+Columns = Sequence[tuple[str, Callable[[Row], str]]]
+NAMES: Columns = (
+    ("category", lambda row: str(row["category"])),
+    ("T", lambda row: f"{row['temperature']:g}"),
+    ("tokens", lambda row: str(row["prompt_tokens_asked"] or "own")),
+    ("load", _load),
+    ("method", _method),
+    ("lag", lambda row: str(row["lag"])),
+    ("graphs", lambda row: "on" if row["graphs"] else "off"),
+    ("tp", lambda row: str(row["tp"])),
+    ("draft-tp", lambda row: str(row["draft_tp"])),
+)
+"""What tells rows apart."""
+ALWAYS = ("category", "T", "method")
 LEGEND = "±: 95 % interval for a second run's median · len: tokens a round · TTFT, TPOT: ms"
 
 
-def table_rows(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells; columns of the work that say the same everywhere are left out."""
-    several = {name: len({row[name] for row in rows}) > 1 for name in WORK}
-    work: list[tuple[str, Callable[[Row], str]]] = [
-        ("category", lambda row: str(row["category"])),
-        ("T", lambda row: f"{row['temperature']:g}"),
-    ]
-    if several["prompt_tokens_asked"]:
-        work.append(("tokens", lambda row: str(row["prompt_tokens_asked"] or "own")))
-    if several["concurrency"] or several["rate"]:
-        work.append(("load", lambda row: load_label(row, rows)))
-    figures: list[tuple[str, Callable[[Row], str]]] = [
-        ("method", lambda row: method_label(row, rows)),
-        ("tok/s", lambda row: f"{row['tokens_per_second']['median']:.1f}"),
-        ("±", lambda row: _percent(row["tokens_per_second"])),
-        ("×plain", lambda row: _ratio(row["speed_up"])),
-        ("±", lambda row: _percent(row["speed_up"])),
-        ("len", lambda row: f"{row['acceptance_length']:.2f}"),
-        ("acc", lambda row: "" if row["acceptance_rate"] is None else f"{row['acceptance_rate']:.0%}"),
-        *((name.upper(), partial(_latency, f"{name}_ms")) for name in ("ttft", "tpot")),
-    ]
-    cells = (*work, *figures)
-    return [name for name, _ in cells], [[cell(row) for _, cell in cells] for row in rows]
+def row_table(rows: Sequence[Row], figures: Columns) -> list[str]:
+    """What tells rows apart, but for what is the same everywhere, and figures of each."""
+    named = [(name, cell) for name, cell in NAMES if name in ALWAYS or len(set(map(cell, rows))) > 1]
+    columns = (*named, *figures)
+    return table_lines([name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows])
+
+
+FIGURES: Columns = (
+    ("tok/s", lambda row: f"{row['tokens_per_second']['median']:.1f}"),
+    ("±", lambda row: _percent(row["tokens_per_second"])),
+    ("×plain", lambda row: _ratio(row["speed_up"])),
+    ("±", lambda row: _percent(row["speed_up"])),
+    ("len", lambda row: f"{row['acceptance_length']:.2f}"),
+    ("acc", lambda row: "" if row["acceptance_rate"] is None else f"{row['acceptance_rate']:.0%}"),
+    ("TTFT", lambda row: _latency(row["ttft_ms"])),
+    ("TPOT", lambda row: _latency(row["tpot_ms"])),
+)
 
 
 def _ratio(ratio: Mapping[str, Any] | None) -> str:
@@ -112,15 +101,15 @@ def _percent(spread: Mapping[str, Any] | None) -> str:
     return ">99%" if share >= 0.995 else f"{share:.0%}" if share >= 0.095 else f"{share:.1%}"
 
 
-def _latency(name: str, row: Row) -> str:
-    if row[name] is None:
+def _latency(spread: Mapping[str, Any] | None) -> str:
+    if spread is None:
         return ""
-    ms = row[name]["median"]
+    ms = spread["median"]
     return f"{ms:.0f}" if ms >= 99.5 else f"{ms:.3g}"
 
 
 def _summary(result: Mapping[str, Any]) -> list[str]:
-    """What stands below a table: equality, the best way of decoding."""
+    """What stands below a table: whether texts are equal, and whether all of them are there."""
     lines = []
     equality = result["equality"]
     if equality["differences"]:
@@ -135,30 +124,8 @@ def _summary(result: Mapping[str, Any]) -> list[str]:
         lines.append(f"equal: every text is that of plain decoding ({equality['tokens']:,} tokens compared)")
     if result["interrupted"]:
         lines.append("interrupted: whole repetitions are counted, and of a first one what was done")
-    if advice := _advice(result["rows"]):
-        lines.append(advice)
     return lines
 
 
 def _is_imposed(result: Mapping[str, Any]) -> bool:
     return any(row["acceptance"] == "imposed" for row in result["rows"])
-
-
-def _advice(rows: Sequence[Row]) -> str | None:
-    """The speculating row with the highest ratio to plain, over all categories if it can be.
-
-    A ratio that noise alone would give counts only where no row is faster beyond it.
-    """
-    from spd.runtime.lab import verdict
-
-    whole = [row for row in rows if row["category"] == "all"] or rows
-    paired = [row for row in whole if row["speed_up"] is not None]
-    sure = [row for row in paired if verdict(row["speed_up"]) == "faster"]
-    if not paired:
-        return None
-    best = max(sure or paired, key=lambda row: float(row["speed_up"]["median"]))
-    ratio = f"{best['speed_up']['median']:.2f} × plain"
-    if verdict(best["speed_up"]) == "slower":
-        return f"speculation does not pay here ({ratio} at best): --spec off"
-    words = f"{method_label(best, rows)} at T {best['temperature']:g}, load {load_label(best, rows)}: {ratio}"
-    return f"best: {words}" if sure else f"no difference beyond noise: {words}"

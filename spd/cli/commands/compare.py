@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spd.cli.commands.bench_report import SLOWER, load_label, method_label
-from spd.cli.options import CommonOptions, argument, first, printed
+from spd.cli.commands.bench_report import SLOWER, Columns, row_table
+from spd.cli.options import JsonOptions, argument, first
 from spd.cli.text.output import Session, Sink
-from spd.cli.text.wrap import table_lines
 from spd.errors import CheckFailedError, UsageError
 from spd.formats.files import read_input
 
@@ -18,12 +17,13 @@ SCHEMA, READ = "spd.compare/1", "spd.bench/1"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class CompareOptions(CommonOptions):
+class CompareOptions(JsonOptions):
     """Everything `spd compare` takes."""
 
     files: list[Path] = argument("A.json B.json …", "Results of spd bench, the oldest first.")
-    threshold: str = first("3%", "3%", "Slower by more than this, and more than noise, is a regression.")
-    json: bool = printed(False, None, "One JSON object.")
+    threshold: float = first(
+        0.03, "SHARE", "Slower by more than this, and more than noise, is a regression. Default: 0.03.", min=0
+    )
 
 
 def compare(session: Session, options: CompareOptions) -> None:
@@ -32,11 +32,10 @@ def compare(session: Session, options: CompareOptions) -> None:
 
     if len(options.files) < 2:
         raise UsageError("one result has nothing to be compared with", fix=["spd compare A.json B.json"])
-    threshold = parse_share(options.threshold)
     first, *others = options.files
     results = [read_result(path) for path in options.files]
     comparisons = [
-        {"before": str(first), "after": str(path), **compare_results(results[0], result, threshold)}
+        {"before": str(first), "after": str(path), **compare_results(results[0], result, options.threshold)}
         for path, result in zip(others, results[1:], strict=True)
     ]
     if not any(comparison["changes"] for comparison in comparisons):
@@ -46,46 +45,26 @@ def compare(session: Session, options: CompareOptions) -> None:
             fix=["measure with the same options: spd bench --help"],
         )
     sink = Sink.stdout()
-    shown = {"schema": SCHEMA, "threshold": threshold, "comparisons": comparisons}
+    shown = {"schema": SCHEMA, "threshold": options.threshold, "comparisons": comparisons}
     sink.answer(options.json, shown, [line for each in comparisons for line in _lines(each)])
     slower = sum(change["regressed"] for comparison in comparisons for change in comparison["changes"])
     if slower:
         raise CheckFailedError(
-            f"{slower} rows are slower by more than {threshold:.3g} and by more than noise",
+            f"{slower} rows are slower by more than {options.threshold:.3g} and by more than noise",
             fix=["spd explain says what a round's time goes into"],
         )
 
 
-def parse_share(text: str) -> float:
-    """`3%` or `0.03` as 0.03. Raises UsageError."""
-    try:
-        value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise UsageError(f"--threshold {text} is not a share", fix=["--threshold 3%"])
-    return value
-
-
 def _lines(comparison: dict[str, Any]) -> list[str]:
-    rows = comparison["changes"]
-    body = [
-        [
-            row["category"],
-            f"{row['temperature']:g}",
-            load_label(row, rows),
-            method_label(row, rows),
-            f"{row['before']:.1f}",
-            f"{row['after']:.1f}",
-            f"{row['change']:+.1%}",
-            row["verdict"] + (f" {SLOWER}" if row["regressed"] else ""),
-        ]
-        for row in rows
-    ]
-    header = ["category", "T", "load", "method", "before", "after", "change", "verdict"]
+    figures: Columns = (
+        ("before", lambda row: f"{row['before']:.1f}"),
+        ("after", lambda row: f"{row['after']:.1f}"),
+        ("change", lambda row: f"{row['change']:+.1%}"),
+        ("verdict", lambda row: row["verdict"] + (f" {SLOWER}" if row["regressed"] else "")),
+    )
     lines = [f"{Path(comparison['before']).name} → {Path(comparison['after']).name}"]
     lines += [f"not under the same conditions: {each}" for each in comparison["conditions"]]
-    lines += table_lines(header, body) if body else []
+    lines += row_table(comparison["changes"], figures) if comparison["changes"] else []
     only = ((comparison["only_before"], "first"), (comparison["only_after"], "second"))
     return [*lines, *(f"{count} rows only in the {where}" for count, where in only if count)]
 
