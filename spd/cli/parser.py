@@ -37,6 +37,7 @@ FOREIGN: Mapping[str, str] = MappingProxyType(
 CUT: Mapping[str, str] = MappingProxyType(
     {
         "-p": 'spd generate "your prompt"',
+        "--attach": "spd generate -m TARGET --spec mtp --mtp HEAD -v",
         "--bug-report": "spd doctor --json",
         "--config": "SPD_CONFIG=FILE spd …",
         "--csv": "--json | jq -r '.rows[] | [.method, .tokens_per_second.median] | @csv'",

@@ -90,7 +90,7 @@ COMMAND_TABLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "convert_mtp",
             "Cut a checkpoint's MTP head into a small folder, for targets that lost theirs.",
             "spd convert-mtp deepseek-ai/DeepSeek-V3.1 --dry-run",
-            "spd convert-mtp deepseek-ai/DeepSeek-V3.1 v31-mtp --attach my/DeepSeek-V3.1-AWQ",
+            "spd convert-mtp deepseek-ai/DeepSeek-V3.1 v31-mtp",
             'spd generate -m my/DeepSeek-V3.1-AWQ --spec mtp --mtp v31-mtp "Hello"',
         ),
         "quantize": (

@@ -1,4 +1,4 @@
-"""`spd convert-mtp`: cut an MTP head out of a checkpoint into a small folder, or see whether one fits.
+"""`spd convert-mtp`: cut an MTP head out of a checkpoint into a small folder.
 
 Reads headers, then the head's own bytes a piece at a time, without torch.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.options import CommonOptions, argument, model_names, printed
+from spd.cli.options import JsonOptions, argument, printed
 from spd.cli.text.output import Session, Sink, check_new_folder
 from spd.cli.text.progress import writing
 from spd.cli.text.wrap import Size, fact_lines
@@ -19,17 +19,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class ConvertOptions(CommonOptions):
+class ConvertOptions(JsonOptions):
     """Everything `spd convert-mtp` takes."""
 
-    source: str = argument(
-        "SRC", "A folder or org/name with MTP layers, or a head.", autocompletion=model_names
-    )
+    source: str = argument("SRC", "A folder or org/name with MTP layers, or a head.")
     destination: Path | None = argument("[DST]", "Folder to write. Default: NAME-mtp here.", None)
-    attach: str | None = printed(None, "TARGET", "Check that the head fits it.", autocompletion=model_names)
-    revision: str | None = printed(None, "REV", "Branch, tag or commit in the cache.")
     dry_run: bool = printed(False, None, "Read headers, write nothing.")
-    json: bool = printed(False, None, "One JSON object: every tensor by name.")
 
 
 def convert_mtp(session: Session, options: ConvertOptions) -> None:
@@ -38,33 +33,15 @@ def convert_mtp(session: Session, options: ConvertOptions) -> None:
     from spd.formats.mtp import plan_head
     from spd.runtime import check_source
 
-    source, destination = ModelFolder.named(options.source, options.revision), options.destination
-    if destination is None and options.attach is None:  # else the head's fit is all that is asked
-        destination = Path(f"{Path(options.source).resolve().name}-mtp")
-    if destination is not None:
-        destination = destination.expanduser().absolute()
-        check_new_folder(destination)
+    source = ModelFolder.named(options.source)
+    destination = options.destination or Path(f"{Path(options.source).resolve().name}-mtp")
+    destination = destination.expanduser().absolute()
+    check_new_folder(destination)
     plan = plan_head(source, options.source, check_source)
     with plan.checkpoint:
-        attached = None if options.attach is None else _attach(plan, options.attach)
-        own: list[str] | None = None
-        if destination is not None and not options.dry_run:
-            own = _write(session, plan, destination)
-    shown = _facts(plan, options, destination, attached, own)
+        own = None if options.dry_run else _write(session, plan, destination)
+    shown = _facts(plan, options.source, destination, own)
     Sink.stdout().answer(options.json, shown, fact_lines(shown | {"mapped": len(plan.tensors)}))
-
-
-def _attach(plan: HeadPlan, name: str) -> dict[str, Any]:
-    """Whether the head fits a target, and was made for it. Raises IncompatibleError naming what differs."""
-    from spd.formats.checkpoint import Checkpoint
-    from spd.formats.folder import ModelFolder
-    from spd.formats.mtp import FINAL_NORM, check_fits, verifier_hash
-
-    target = ModelFolder.named(name)
-    check_fits(plan.head, target.config, target.path)
-    with Checkpoint.open(target.path, wanted=lambda shards: (FINAL_NORM,)) as checkpoint:
-        digest = verifier_hash(checkpoint)
-    return {"target": name, "sha256": digest, "same_verifier": digest == plan.head.verifier_sha256}
 
 
 def _write(session: Session, plan: HeadPlan, destination: Path) -> list[str]:
@@ -81,26 +58,19 @@ def _write(session: Session, plan: HeadPlan, destination: Path) -> list[str]:
     return [tensor.name for tensor in own]
 
 
-def _facts(
-    plan: HeadPlan,
-    options: ConvertOptions,
-    destination: Path | None,
-    attached: dict[str, Any] | None,
-    own: list[str] | None,
-) -> dict[str, Any]:
+def _facts(plan: HeadPlan, source: str, destination: Path, own: list[str] | None) -> dict[str, Any]:
     """The one JSON object: every tensor by name. `own`: tables unlike the target's; None: not written."""
     return {
         "schema": "spd.convert-mtp/1",
-        "source": options.source,
+        "source": source,
         "family": plan.head.layout.family.name,
         "modules": plan.head.layout.modules,
         "declared_modules": plan.declared,
         "found": plan.head.layout.words(),
-        "destination": None if destination is None else str(destination),
+        "destination": str(destination),
         "written": own is not None,
         "bytes": Size(sum(tensor.nbytes for tensor in plan.tensors)),
         "verifier": {"name_or_path": plan.head.verifier, "sha256": plan.head.verifier_sha256},
-        "attached": attached,
         "mapped": [
             {"name": each.name, "shard": each.shard.name, "shape": list(each.shape), "dtype": each.dtype}
             for each in plan.tensors
