@@ -141,7 +141,6 @@ def _session(command: str, guard: SignalGuard, rendezvous: int | None) -> Sessio
     """What a command gets."""
     console = Console(
         color=wants_color(sys.stderr, os.environ),
-        debug=os.environ.get("SPD_DEBUG", "0") not in ("", "0"),
         help=f"spd {command} --help" if command in COMMANDS else "spd --help",
     )
     state = _folder("XDG_STATE_HOME", "~/.local/state/spd")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal
 
 import typer
 
@@ -22,18 +22,37 @@ from spd.errors import UsageError
 from spd.runtime.plan.config import ARBITRATED, METHODS
 
 MODEL = "Model and drafts"
+MODELS = ("MODEL", "MODEL…", "HEAD", "SRC")
+"""Values that are models: TAB completes them."""
+
+
+def model_names(incomplete: str) -> list[str]:
+    """What TAB offers for a model: the demos and what the local cache holds; never an error."""
+    from spd.formats.demo import DEMOS
+
+    try:
+        from spd.formats.hub import list_cached_models
+
+        return sorted({*DEMOS, *list_cached_models()})
+    except Exception:
+        return list(DEMOS)
+
+
+def _shown(metavar: str | None, help: str, more: dict[str, Any]) -> dict[str, Any]:
+    """What Typer is told of a parameter; TAB completes what is called by one of MODELS."""
+    completed = {"autocompletion": model_names} if metavar in MODELS else {}
+    return {**completed, **more, "metavar": metavar, "help": help, "show_default": False}
 
 
 def option(panel: str, default: Any, metavar: str | None, help: str, *names: str, **more: Any) -> Any:
     """A field that is an option, called as its field unless `names` hold a long one; no metavar: a flag."""
-    shown = {**more, "metavar": metavar, "help": help, "rich_help_panel": panel, "show_default": False}
+    shown = {**_shown(metavar, help, more), "rich_help_panel": panel}
     return dataclasses.field(default=default, metadata={"names": names, "option": shown})
 
 
 def argument(metavar: str, help: str, default: Any = dataclasses.MISSING, **more: Any) -> Any:
     """A field that is an argument; without a default it has to be given."""
-    shown = {**more, "metavar": metavar, "help": help, "show_default": False}
-    return dataclasses.field(default=default, metadata={"names": None, "option": shown})
+    return dataclasses.field(default=default, metadata={"names": None, "option": _shown(metavar, help, more)})
 
 
 first, inputs, printed, advanced = (partial(option, panel) for panel in (FIRST, IN, OTHER, LAST))
@@ -69,25 +88,6 @@ def parse_size(text: str) -> int:
     return int(match[1]) * (1024 if match[2] else 1)
 
 
-def model_names(incomplete: str) -> list[str]:
-    """What TAB offers for a model: the demos and what the local cache holds; never an error."""
-    from spd.formats.demo import DEMOS
-
-    try:
-        from spd.formats.hub import list_cached_models
-
-        return sorted({*DEMOS, *list_cached_models()})
-    except Exception:
-        return list(DEMOS)
-
-
-def cached_names(incomplete: str) -> list[str]:
-    """What TAB offers for a model to remove."""
-    from spd.formats.demo import DEMOS
-
-    return [name for name in model_names(incomplete) if name not in DEMOS]
-
-
 def parse_think(text: str, name: str = "--think") -> str:
     """The value of --think, or of /think: a word, or tokens at most. Raises UsageError."""
     if text not in ("auto", "on", "off", "hide") and not re.fullmatch("[0-9]{1,9}", text):
@@ -105,17 +105,26 @@ class CommonOptions:
     verbose: int = printed(0, None, "Plan, seed and parameters on stderr; -vv: tracebacks.", "-v", count=True)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class JsonOptions(CommonOptions):
+    """What commands with one result share."""
+
+    json: bool = printed(False, None, "One JSON object.")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
+class ModelArgument:
+    """The model in the place of --model."""
+
+    model_argument: str | None = argument("MODEL", "A folder, org/name, demo or demo-hybrid.", None)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
 class ModelOptions(CommonOptions):
     """Which model, and where it runs."""
 
     model: str = first(
-        "demo",
-        "MODEL",
-        "A folder, cached org/name, demo or demo-hybrid.",
-        "-m",
-        envvar="SPD_MODEL",
-        autocompletion=model_names,
+        "demo", "MODEL", "A folder, cached org/name, demo or demo-hybrid.", "-m", envvar="SPD_MODEL"
     )
     device: str = _model("auto", "DEVICE", "auto, cpu, cuda or cuda:N.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = _model(
@@ -144,13 +153,10 @@ class EngineOptions(ModelOptions):
         autocompletion=spec_names,
     )
     draft_model: str | None = first(
-        None,
-        "MODEL",
-        "A smaller model of the same vocabulary, or an EAGLE-3 head.",
-        autocompletion=model_names,
+        None, "MODEL", "A smaller model of the same vocabulary, or an EAGLE-3 head."
     )
     draft_max: int | None = first(None, "K", "Draft tokens a round at most.")
-    mtp: str | None = _model(None, "HEAD", "A folder with an MTP head.", autocompletion=model_names)
+    mtp: str | None = _model(None, "HEAD", "A folder with an MTP head.")
     adaptive: bool | None = _model(
         None, None, "Fit K to what is accepted, down to 0.", "--adaptive/--no-adaptive"
     )
@@ -260,23 +266,30 @@ def read_settings(words: Sequence[str], flag: str = "--set") -> dict[str, Any]:
 
 
 def _setting(name: str, text: str, flag: str) -> Any:
-    """A sampling option's value from text, by the option's own type. Raises UsageError."""
-    hints = get_type_hints(SamplingOptions)
-    known = sorted(hints.keys() - {"set"})
-    if name not in known:
-        raise UsageError(f"{flag} {name}: there is no such parameter", fix=[f"one of {', '.join(known)}"])
+    """A sampling option's value from text. Raises UsageError."""
+    kinds = {each.name: str(each.type) for each in dataclasses.fields(SamplingOptions) if each.name != "set"}
+    if name not in kinds:
+        fix = [f"one of {', '.join(sorted(kinds))}"]
+        raise UsageError(f"{flag} {name}: there is no such parameter", fix=fix)
     if text in ("", "auto", "default"):
         return getattr(SamplingOptions, name)
-    kinds = get_args(hints[name]) or (hints[name],)
-    if list[str] in kinds:
-        return [text]
-    if bool in kinds:
-        return parse_switch(f"{flag} {name}", text)
-    kind = float if float in kinds else int
+    value = parse_as(f"{flag} {name}", kinds[name], text)
+    return [value] if "list" in kinds[name] else value
+
+
+def parse_as(what: str, kind: str, text: str) -> Any:
+    """Text as a field whose annotation is `kind`; `auto` is None where that may be. Raises UsageError."""
+    if "None" in kind and text == "auto":
+        return None
+    match = re.search(r"\b(bool|float|int)\b", kind)
+    if match is None:
+        return text
+    if match[1] == "bool":
+        return parse_switch(what, text)
     try:
-        return [kind(text)] if list[int] in kinds else kind(text)
+        return float(text) if match[1] == "float" else int(text)
     except ValueError:
-        raise UsageError(f"{flag} {name}={text}: is not a number", fix=[f"{flag} {name}=1"]) from None
+        raise UsageError(f"{what}: {text} is not a number", fix=[f"{what} 1"]) from None
 
 
 def parse_switch(what: str, text: str) -> bool:

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from spd.cli.commands.bench_report import bench_text
-from spd.cli.commands.values import chosen_prompts, numbers, parse_wish, split
+from spd.cli.commands.values import chosen_prompts, numbers, split
 from spd.cli.options import (
+    ModelArgument,
     ModelOptions,
     advanced,
-    argument,
     first,
     in_order,
-    model_names,
     option,
+    parse_as,
     parse_size,
     printed,
 )
@@ -44,20 +44,17 @@ _sweep, _work = partial(option, "What is compared"), partial(option, "What is as
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class BenchOptions(ModelOptions):
+class BenchOptions(ModelArgument, ModelOptions):
     """Everything `spd bench` takes. The axes of the sweep are comma lists."""
 
-    model_argument: str | None = argument("MODEL", "As --model.", None, autocompletion=model_names)
     spec: str = first("auto", "METHODS", f"{', '.join(METHODS)}; mtp+ngram. Plain is always measured.")
-    draft_model: str | None = first(
-        None, "MODEL", "A smaller model, or an EAGLE-3 head.", autocompletion=model_names
-    )
+    draft_model: str | None = first(None, "MODEL", "A smaller model, or an EAGLE-3 head.")
     draft_max: str = first("auto", "K,…", "Draft tokens a round; a list of them is held fixed.")
     temperature: str = first("0,0.8", "T,…", "Sampling temperatures. Default: 0,0.8.")
     max_tokens: int = first(64, "N", "Tokens a reply at most. Default: 64.", "-n", min=2)
     concurrency: str = first("1", "N,…", "Requests at a time; with --rate, slots at most. Default: 1.")
     json: bool = first(False, None, "One JSON object with every sample.")
-    mtp: str | None = _sweep(None, "HEAD", "A folder with an MTP head.", autocompletion=model_names)
+    mtp: str | None = _sweep(None, "HEAD", "A folder with an MTP head.")
     adaptive: bool | None = _sweep(
         None, None, "Fit K to what is accepted, or hold it.", "--adaptive/--no-adaptive"
     )
@@ -186,7 +183,7 @@ def _combinations(options: BenchOptions, names: Sequence[str]) -> Iterator[dict[
     axes = []
     for name in names:
         flag = "--" + name.replace("_", "-")
-        axes.append([parse_wish(flag, kinds[name], word) for word in split(getattr(options, name), flag)])
+        axes.append([parse_as(flag, kinds[name], word) for word in split(getattr(options, name), flag)])
     return (dict(zip(names, values, strict=True)) for values in product(*axes))
 
 

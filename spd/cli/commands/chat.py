@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from spd.cli.options import ReplyOptions, argument, first, model_names, option
+from spd.cli.options import ModelArgument, ReplyOptions, first, option
 from spd.cli.text.conflicts import check_shared
 from spd.cli.text.output import Session, Sink, is_terminal
 from spd.errors import NotFoundError, UsageError
@@ -19,12 +19,9 @@ PANEL = "Chat"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class ChatOptions(ReplyOptions):
+class ChatOptions(ModelArgument, ReplyOptions):
     """Everything `spd chat` takes."""
 
-    model_argument: str | None = argument(
-        "MODEL", "A folder, org/name, or demo. Default: demo.", None, autocompletion=model_names
-    )
     file: list[str] | None = first(None, "FILE", "Goes with the first message. Repeatable.", "-f")
     continue_: str | None = first(
         None, "[NAME]", "Continue the latest chat, or the one of this name.", "-c", "--continue"

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.options import CommonOptions, printed
+from spd.cli.options import JsonOptions, printed
 from spd.cli.text.output import Session, Sink, to_json
 from spd.cli.text.progress import loading
 
@@ -16,11 +16,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class DoctorOptions(CommonOptions):
+class DoctorOptions(JsonOptions):
     """Everything `spd doctor` takes."""
 
     quick: bool = printed(False, None, "Look only: compile and generate nothing.")
-    json: bool = printed(False, None, "One JSON object: every check with its facts.")
 
 
 def doctor(session: Session, options: DoctorOptions) -> int:

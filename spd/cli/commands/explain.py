@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spd.cli.options import CommonOptions, argument, printed
+from spd.cli.options import JsonOptions, argument
 from spd.cli.text.output import Session, Sink
 from spd.cli.text.wrap import WIDTH, table_lines
 from spd.errors import IncompatibleError
@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class ExplainOptions(CommonOptions):
+class ExplainOptions(JsonOptions):
     """Everything `spd explain` takes."""
 
     files: list[Path] = argument("TRACE …", "Files of --trace, all of one model.")
-    json: bool = printed(False, None, "One JSON object.")
 
 
 def explain(session: Session, options: ExplainOptions) -> None:

@@ -155,12 +155,14 @@ def _outcome(session: Session, options: GenerateOptions, reply: Gathered, held: 
 
 def _finish(session: Session, options: GenerateOptions, delivery: Delivery) -> None:
     """Print what remains to be printed: the end of the text or the object, and what is said about it."""
-    from spd.cli.text.report import early_end, reply_fields, reply_object, stats_line
+    from spd.cli.text.report import early_end, reply_fields, stats_line, versions
 
     engine, request, reply = delivery.engine, delivery.request, delivery.reply
     fields = reply_fields(reply, delivery.metrics, engine, request, delivery.inside)
     if options.json:
-        delivery.sink.write(to_json(reply_object(fields, engine.plan, request, options.model)) + "\n")
+        shown = {"schema": "spd.generate/1", "model": options.model, **fields}
+        shown |= {"params": vars(request.params), "plan": engine.plan.as_dict(), "versions": versions()}
+        delivery.sink.write(to_json(shown) + "\n")
     else:
         delivery.finish_text()
     if early := early_end(fields, reply.error, request):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
-from spd.cli.options import CommonOptions, argument, model_names, printed
+from spd.cli.options import JsonOptions, ModelArgument, printed
 from spd.cli.text.output import Session, Sink
 from spd.cli.text.wrap import Size
 from spd.errors import SpdError
@@ -31,25 +31,15 @@ Facts = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class InspectOptions(CommonOptions):
+class InspectOptions(ModelArgument, JsonOptions):
     """Everything `spd inspect` takes."""
 
-    model_argument: str | None = argument(
-        "MODEL", "A folder, org/name, demo or demo-hybrid.", None, autocompletion=model_names
-    )
-    model: str = printed(
-        "demo", "MODEL", "As the argument.", "-m", envvar="SPD_MODEL", autocompletion=model_names
-    )
-    draft: str | None = printed(
-        None, "MODEL", "Check it as a draft model.", "--draft", "--draft-model", autocompletion=model_names
-    )
-    revision: str | None = printed(None, "REV", "Branch, tag or commit in the cache.")
+    model: str = printed("demo", "MODEL", "As the argument.", "-m", envvar="SPD_MODEL")
+    draft: str | None = printed(None, "MODEL", "Check it as a draft model.", "--draft", "--draft-model")
     quantize: Literal["none", "int8", "int4"] = printed(
         "none", "FORM", "Count what it needs with --quantize int8 or int4."
     )
     tp: int = printed(1, "N", "Tell the memory of one of N ranks.")
-    draft_tp: int | None = printed(None, "N", "Ranks that share the drafter.")
-    json: bool = printed(False, None, "One JSON object.")
 
 
 def inspect(session: Session, options: InspectOptions) -> None:
@@ -57,7 +47,7 @@ def inspect(session: Session, options: InspectOptions) -> None:
     from spd.formats.folder import ModelFolder
 
     sink, draft, name = Sink.stdout(), None, options.model
-    folder = ModelFolder.named(name, options.revision)
+    folder = ModelFolder.named(name)
     # It has a process of its own, which may start meanwhile.
     threading.Thread(target=template_state, args=(folder,), daemon=True).start()
     target = describe(name, folder)
@@ -74,7 +64,7 @@ def inspect(session: Session, options: InspectOptions) -> None:
     if target["eagle3"] is None:  # a head by itself runs nothing
         shown["speculation"] = speculation(choice, folder, draft)
         config = EngineConfig(model=folder, draft_model=draft, quantize=options.quantize, tp=options.tp)
-        shown["needs"] = needs(replace(config, draft_tp=options.draft_tp), choice)
+        shown["needs"] = needs(config, choice)
     if refusal is None or not options.json:  # else the one object on standard output is the error's
         sink.answer(options.json, shown)
     if refusal is not None:
@@ -192,18 +182,17 @@ def _choose(folder: ModelFolder, draft: ModelFolder | None, method: str = "auto"
 
 
 def speculation(choice: Drafter | SpdError, folder: ModelFolder, draft: ModelFolder | None) -> Facts:
-    """What `--spec auto` takes, and whether the other methods would run, with the draft model or without."""
+    """What `--spec auto` takes, and whether each method would run, with the draft model if it takes one."""
     found: Facts = {"method": None, "reason": None, "draft_max": None, "methods": {}}
     if isinstance(choice, SpdError):
         found["reason"] = choice.message
     else:
         reason = choice.reason if draft is None else "it is given with --draft"
         found |= {"method": choice.method, "reason": reason, "draft_max": METHODS[choice.method].draft_max}
-    for name in METHODS:
+    for name, method in METHODS.items():
         if name not in ("auto", "off"):
-            tried = [_choose(folder, given, name) for given in ((None,) if draft is None else (draft, None))]
-            errors = [each.message for each in tried if isinstance(each, SpdError)]
-            why = None if name == found["method"] or len(errors) < len(tried) else errors[0]
+            tried = _choose(folder, draft if "draft_model" in method.weights else None, name)
+            why = tried.message if isinstance(tried, SpdError) else None
             found["methods"][name] = {"possible": why is None, "why": why}
     return found
 
@@ -218,9 +207,7 @@ def needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
 
     machine = foreseen_machine()
     if isinstance(choice, SpdError):
-        config = replace(config, draft_model=None, draft_tp=None)
-    elif choice.source() is None:
-        config = replace(config, draft_tp=None)
+        config = replace(config, draft_model=None)
     plan = outline(config, machine)
     whole, free = plan.shape, machine.free // machine.beside(plan.shape.tp)
     try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.options import CommonOptions, RunOptions, argument, cached_names, printed
+from spd.cli.options import CommonOptions, JsonOptions, RunOptions, argument, printed
 from spd.cli.text.output import Session, Sink, as_line, is_terminal, tell, write_stderr
 from spd.cli.text.progress import loading
 from spd.cli.text.wrap import table_lines
@@ -23,27 +23,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class PullOptions(CommonOptions):
+class PullOptions(JsonOptions):
     """Everything `spd pull` takes."""
 
     name: str = argument("NAME", "org/name on the Hugging Face hub.")
     revision: str | None = printed(None, "REV", "Branch, tag or commit.")
     dry_run: bool = printed(False, None, "List the files; download none of the weights.")
-    json: bool = printed(False, None, "One JSON object.")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class ListOptions(CommonOptions):
-    """Everything `spd ls` takes."""
-
-    json: bool = printed(False, None, "One JSON object.")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class RemoveOptions(CommonOptions):
     """Everything `spd rm` takes."""
 
-    names: list[str] = argument("NAME…", "org/name in the cache.", autocompletion=cached_names)
+    names: list[str] = argument("MODEL…", "org/name in the cache.")
     yes: bool = printed(False, None, "Do not ask.", "-y")
 
 
@@ -112,7 +104,7 @@ def _download(session: Session, model: RemoteModel) -> Path:
         return download(model, report)
 
 
-def ls(session: Session, options: ListOptions) -> None:
+def ls(session: Session, options: JsonOptions) -> None:
     """List the models in the Hugging Face cache: size, type, architecture, and whether they run."""
     from spd.formats.hub import list_cached_models
 

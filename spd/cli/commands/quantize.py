@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from spd.cli.options import CommonOptions, argument, model_names, printed
+from spd.cli.options import JsonOptions, argument, printed
 from spd.cli.text.output import Session, Sink, check_new_folder
 from spd.cli.text.progress import writing
 from spd.cli.text.wrap import Size
@@ -19,15 +19,13 @@ COPIED = (".json", ".jinja", ".txt", ".model")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class QuantizeOptions(CommonOptions):
+class QuantizeOptions(JsonOptions):
     """Everything `spd quantize` takes."""
 
-    model: str = argument("MODEL", "A folder, or org/name in the cache.", autocompletion=model_names)
+    model: str = argument("MODEL", "A folder, or org/name in the cache.")
     destination: Path = argument("DIR", "Folder to write.")
-    revision: str | None = printed(None, "REV", "Branch, tag or commit in the cache.")
     mtp_too: bool = printed(False, None, "Round MTP layers too. Default: they stay as they are.")
     dry_run: bool = printed(False, None, "Read headers, write nothing.")
-    json: bool = printed(False, None, "One JSON object.")
 
 
 def quantize(session: Session, options: QuantizeOptions) -> None:
@@ -36,7 +34,7 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
     from spd.formats.writer import open_stage, write_json, write_tensors
     from spd.runtime import quantization_config, rounded_names, rounded_outputs
 
-    source, destination = ModelFolder.named(options.model, options.revision), options.destination.expanduser()
+    source, destination = ModelFolder.named(options.model), options.destination.expanduser()
     check_new_folder(destination)
     with source.checkpoint as checkpoint:
         rounded = set(rounded_names(source, options.mtp_too))

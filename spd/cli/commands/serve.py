@@ -9,7 +9,7 @@ from functools import partial
 
 import typer
 
-from spd.cli.options import GenerateOptions, RunOptions, argument, first, model_names, option
+from spd.cli.options import GenerateOptions, ModelArgument, RunOptions, first, option
 from spd.cli.text.output import Session
 
 _server = partial(option, "Server")
@@ -25,12 +25,9 @@ def parse_seconds(text: str) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class ServeOptions(RunOptions):
+class ServeOptions(ModelArgument, RunOptions):
     """Everything `spd serve` takes."""
 
-    model_argument: str | None = argument(
-        "MODEL", "A folder, org/name, or demo. Default: demo.", None, autocompletion=model_names
-    )
     host: str = first("127.0.0.1", "HOST", "Listen there; beyond this machine with a key only.")
     port: int = first(PORT, "PORT", f"0: a free one. Default: {PORT}.")
     api_key: str | None = first(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+from spd.cli.options import parse_as
 from spd.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,28 +27,11 @@ def numbers(text: str, flag: str, kind: Literal["int", "float"], low: float, hig
     """A comma list of numbers within bounds. Raises UsageError naming the one that is not."""
     found = []
     for member in split(text, flag):
-        try:
-            value = float(int(member)) if kind == "int" else float(member)
-        except ValueError:
-            raise UsageError(f"{flag} {member} is not a number", fix=[f"{flag} 1,2"]) from None
+        value = float(parse_as(flag, kind, member))
         if not low <= value <= high:
             raise UsageError(f"{flag} {member} is out of range", reason=[f"valid: {low:g} to {high:g}"])
         found.append(value)
     return list(dict.fromkeys(found))
-
-
-def parse_wish(flag: str, kind: str, text: str) -> Any:
-    """A member of a list as a field of EngineConfig whose type is `kind`. Raises UsageError."""
-    if "None" in kind and text == "auto":
-        return None
-    if "bool" in kind:
-        if text not in ("on", "off"):
-            raise UsageError(f"{flag} {text} is neither on nor off", fix=[f"{flag} on"])
-        return text == "on"
-    try:
-        return int(text) if "int" in kind else text
-    except ValueError:
-        raise UsageError(f"{flag} {text} is not a number", fix=[f"{flag} 2"]) from None
 
 
 def chosen_prompts(path: Path | None, category: str | None = None) -> tuple[Prompt, ...]:

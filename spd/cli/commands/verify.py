@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.commands.values import chosen_prompts, numbers, parse_wish, split
-from spd.cli.options import MODEL, EngineOptions, first, option
+from spd.cli.commands.values import chosen_prompts, numbers, split
+from spd.cli.options import MODEL, EngineOptions, first, option, parse_as
 from spd.cli.text.job import engine_config
 from spd.cli.text.output import Session, Sink
 from spd.cli.text.progress import Ticker
@@ -92,7 +92,7 @@ def apply_settings(config: EngineConfig, text: str) -> EngineConfig:
                 reason=[f"there are: {', '.join(SETTINGS).replace('_', '-')}"],
                 fix=["--against spec=off", "--against lag=0"],
             )
-        changes[name] = parse_wish(f"--against {name}", kinds[name], value)
+        changes[name] = parse_as(f"--against {name}", kinds[name], value)
     method = METHODS.get(changes.get("spec", ""))
     if method is not None and not method.weights:
         changes = {**dict.fromkeys(WEIGHT_WISHES), **changes}

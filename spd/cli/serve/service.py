@@ -79,7 +79,7 @@ class Service:
         """The requests of a call. Raises what encoding and compiling a grammar raise."""
         prepared: list[Prepared] = []
         for asked in wish.prompts:
-            ids = self.settings.fit(asked, wish.params)
+            ids = self.settings.fit(asked)
             for choice in range(wish.n):
                 seed = derived_seed(wish.params.seed, choice) if choice else wish.params.seed
                 params = dataclasses.replace(wish.params, seed=seed)

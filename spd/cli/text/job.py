@@ -33,8 +33,6 @@ WISHES = (
     *("ctx", "memory_fraction", "threads", "tp", "draft_tp", "rendezvous"),
 )
 """Options that are the engine's own, by the same names."""
-DEFAULT_REPLY = 512
-"""Tokens to keep free for a reply where -n does not say how many."""
 
 
 @dataclass(frozen=True)
@@ -81,17 +79,16 @@ class Settings:
     grammar: GrammarText | None
     think: str
 
-    def fit(self, asked: Asked, params: SamplingParams) -> list[int]:
+    def fit(self, asked: Asked) -> list[int]:
         """The ids of what is asked. Raises IncompatibleError if they leave no room for a reply."""
         ids, context = encode_asked(asked, self.vocabulary, self.context), self.context
         if len(ids) < context:
             return ids
-        reply = min(DEFAULT_REPLY, context // 2) if params.max_tokens is None else params.max_tokens
-        larger = [f"--ctx {-(-(len(ids) + reply) // 1024)}k"]
+        most = self.vocabulary.config.max_positions
         raise IncompatibleError(
             f"prompt is {len(ids):,} tokens but the context is {context:,}",
             reason=["A reply needs room too: at most one token less than the context."],
-            fix=[*larger * (len(ids) + reply <= self.vocabulary.config.max_positions), "a shorter prompt"],
+            fix=[*[f"--ctx N, up to {most:,}"] * (len(ids) < most), "a shorter prompt"],
             code="context_overflow",
         )
 
@@ -111,7 +108,7 @@ class Settings:
 
         if params is None:
             params, shape = self.sampling.params, self.grammar
-        ids = self.fit(asked, params) if ids is None else ids
+        ids = self.fit(asked) if ids is None else ids
         tokenizer, inside = self.vocabulary.tokenizer, None
         if tokenizer is not None and asked.messages:  # else there is no text, or it is not a chat's
             inside = opens_thinking(tokenizer.decode(ids[-TAIL:], skip_special=False))

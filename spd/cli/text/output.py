@@ -90,7 +90,7 @@ class Session:
             color=color,
             quiet=values["quiet"],
             verbose=values["verbose"] > 0,
-            debug=self.console.debug or values["verbose"] > 1,
+            debug=values["verbose"] > 1,
         )
         for line in self.told:
             self.console.detail(f"config  {line}")

@@ -5,7 +5,6 @@ The names in the JSON object are the ones other tools already read; its schema i
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import platform
 from collections.abc import Mapping
@@ -16,22 +15,8 @@ from spd.cli.text.structured import parted
 
 if TYPE_CHECKING:
     from spd.formats.tokenizer import Tokenizer
-    from spd.runtime import Engine, EnginePlan, Request, RequestMetrics
+    from spd.runtime import Engine, Request, RequestMetrics
     from spd.runtime.engine.request import Gathered, TokenLogprob
-
-SCHEMA = "spd.generate/1"
-
-
-def reply_object(fields: Mapping[str, Any], plan: EnginePlan, request: Request, model: str) -> dict[str, Any]:
-    """The object of `spd generate --json`."""
-    return {
-        "schema": SCHEMA,
-        "model": model,
-        **fields,
-        "params": dataclasses.asdict(request.params),
-        "plan": plan.as_dict(),
-        "versions": versions(),
-    }
 
 
 def reply_fields(
@@ -103,17 +88,14 @@ def stats_line(metrics: RequestMetrics) -> str:
     The first token takes `first` when the model is loaded, and `load` more when it is not. A chat shows the
     same and how much of the context is used.
     """
-    parts = [f"{metrics.completion_tokens} tok"]
-    if metrics.decode_tokens_per_second:
-        parts.append(f"{metrics.decode_tokens_per_second:.1f} tok/s")
-    if metrics.load_ms:
-        parts.append(f"load {metrics.load_ms / 1000:.2f} s")
-    if metrics.queue_ms >= 100.0:  # behind others of a server
-        parts.append(f"queued {metrics.queue_ms / 1000:.2f} s")
-    if metrics.first_token_ms:
-        parts.append(f"first {metrics.first_token_ms / 1000:.2f} s")
-    if metrics.rounds:
-        parts.append(f"{metrics.tokens_per_round:.2f} tok/round")
+    facts = (
+        (metrics.decode_tokens_per_second, "{:.1f} tok/s"),
+        (metrics.load_ms / 1000, "load {:.2f} s"),
+        (metrics.queue_ms / 1000 if metrics.queue_ms >= 100.0 else 0, "queued {:.2f} s"),  # on a server
+        (metrics.first_token_ms / 1000, "first {:.2f} s"),
+        (metrics.rounds and metrics.tokens_per_round, "{:.2f} tok/round"),
+    )
+    parts = [f"{metrics.completion_tokens} tok", *(form.format(fact) for fact, form in facts if fact)]
     if metrics.draft_n:
         share = f"{metrics.draft_acceptance_rate:.0%}"
         parts.append(f"drafts {metrics.draft_n_accepted}/{metrics.draft_n} ({share})")

@@ -8,8 +8,6 @@ import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from spd.runtime.plan.config import show_size
-
 WIDTH = 80
 LABEL = 16
 """Columns of a name, or as many as the longest needs."""
@@ -54,6 +52,8 @@ class Size(int):
     """Bytes: a number in JSON, and in the unit that suits them for people."""
 
     def __str__(self) -> str:
+        from spd.runtime.plan.config import show_size
+
         return show_size(int(self))
 
 
