@@ -208,6 +208,23 @@ class FakeEngine:
         self.closed = True
 
 
+def program(script: str, *, setup: str = "") -> str:
+    """Code of a process of its own that runs spd over a fake engine.
+
+    `script` holds the arguments of `Script`, `setup` what they need.
+    """
+    return f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import spd.errors, spd.runtime
+from tests.cli.conftest import FakeEngine, Script
+{setup}
+vars(spd.runtime)["Engine"] = lambda config, progress=None: FakeEngine(config, Script({script}), progress)
+from spd.cli.app import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     """Puts the fake engine in the place of the real one, which is then never imported."""
@@ -260,7 +277,7 @@ def spd_run(
     """`spd_run("generate", "Hi", stdin=b"...")` runs the command line here; no stdin is a terminal."""
     from spd.cli.app import main
 
-    for name in ("SPD_MODEL", "SPD_DEBUG", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "_SPD_COMPLETE"):
+    for name in ("SPD_MODEL", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "_SPD_COMPLETE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where logs of unexpected errors go

@@ -6,18 +6,17 @@ import re
 
 from rich.cells import cell_len
 
-_SEQUENCE = re.compile(r"\x1b(?:\[([0-9;?]*)([A-Za-z])|([78]))")
+_SEQUENCE = re.compile(r"\x1b\[([0-9;]*)([AMm])")
 
 
 class Screen:
-    """Rows of cells, a cursor and a saved one. Knows SGR, erase to the end, up, left, save, restore."""
+    """Rows of cells and a cursor. Knows SGR, up, and the deletion of rows."""
 
     def __init__(self, columns: int = 80) -> None:
         self.columns = columns
         self.rows: list[list[str]] = [[]]
         self.styles: list[list[str]] = [[]]
         self.row = self.column = 0
-        self.saved = (0, 0)
         self.style = ""
         self.redrawn: list[int] = []
         """Rows that were written to after a later row existed."""
@@ -29,7 +28,7 @@ class Screen:
             if text[position] == "\x1b":
                 match = _SEQUENCE.match(text, position)
                 assert match, repr(text[position : position + 12])
-                self._control(match[1] or "", match[2] or match[3])
+                self._control(match[1], match[2])
                 position = match.end()
                 continue
             self._put(text[position])
@@ -38,25 +37,12 @@ class Screen:
     def _control(self, values: str, kind: str) -> None:
         if kind == "m":
             self.style = "" if values in ("", "0") else values
-        elif kind == "K":
-            del self.rows[self.row][self.column :], self.styles[self.row][self.column :]
         elif kind == "M":
             del self.rows[self.row : self.row + int(values or 1)]
             del self.styles[self.row : self.row + int(values or 1)]
-        elif kind == "J":
-            del self.rows[self.row + 1 :], self.styles[self.row + 1 :]
-            del self.rows[self.row][self.column :], self.styles[self.row][self.column :]
-        elif kind == "A":
+        else:
             self.row -= int(values or 1)
             assert self.row >= 0
-        elif kind == "D":
-            self.column = max(0, self.column - int(values or 1))
-        elif kind == "7":
-            self.saved = (self.row, self.column)
-        elif kind == "8":
-            self.row, self.column = self.saved
-        else:
-            raise AssertionError(f"CSI {values}{kind} is not expected here")
 
     def _put(self, character: str) -> None:
         if character == "\n":

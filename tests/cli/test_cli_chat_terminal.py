@@ -20,37 +20,25 @@ from typing import Any
 
 import pytest
 
+from tests.cli.conftest import program
+
 Start = Callable[..., "Terminal"]
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND = 60.0
 """Seconds after which a terminal that says nothing counts as hung; no measurement."""
 COLOURS = re.compile(rb"\x1b\[(?:[0-9;]*;)?(?:3[0-8]|4[0-8]|9[0-7])(?:;[0-9;]*)?m")
-PROGRAM = """
-import sys, time
-sys.path.insert(0, {root!r})
-import spd.errors, spd.runtime
-from tests.cli.conftest import FakeEngine, Script
-def build(config, progress=None):
-    time.sleep({loading})
-    if {broken}:
-        raise spd.errors.ResourceError("no room for it", fix=["less"])
-    return FakeEngine(config, Script(pieces={pieces!r}, on_step=lambda step: time.sleep({pause}), ctx=90000))
-vars(spd.runtime)["Engine"] = build
-from spd.cli.app import main
-sys.exit(main(["chat", {model!r}, *{argv!r}]))
-"""
 
 
 class Terminal:
     """One `spd chat` behind a pseudo-terminal; `seen` is all that it wrote."""
 
-    def __init__(self, code: str, environment: dict[str, str]) -> None:
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self.descriptor, other = pty.openpty()
         self.size(24, 80)
         self.before = termios.tcgetattr(other)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code],
+            command,
             stdin=other,
             stdout=other,
             stderr=other,
@@ -132,19 +120,18 @@ def terminal(model: Path, tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
         **more: str,
     ) -> Terminal:
         said = ["Hello", " wörld", "!"] if pieces is None else pieces
-        code = PROGRAM.format(
-            root=str(ROOT),
-            model=str(model),
-            pieces=said,
-            pause=pause,
-            loading=loading,
-            broken=broken,
-            argv=list(argv),
-        )
+        setup = f"""
+def load(progress):
+    time.sleep({loading})
+    if {broken}:
+        raise spd.errors.ResourceError("no room for it", fix=["less"])
+"""
+        script = f"pieces={said!r}, on_load=load, on_step=lambda step: time.sleep({pause}), ctx=90000"
+        code = program(script, setup=setup)
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
         environment = kept | {"PYTHONUTF8": "1", "TERM": "xterm-256color"}
         environment |= {"XDG_STATE_HOME": str(tmp_path / "state"), **more}
-        opened.append(Terminal(code, environment))
+        opened.append(Terminal([sys.executable, "-c", code, "chat", str(model), *argv], environment))
         opened[-1].wait("›")
         return opened[-1]
 

@@ -158,10 +158,7 @@ WRONG: list[tuple[Callable[[Path], None], str]] = [
     (tensors(lambda held: held["d2t"].add_(300)), "tensor d2t: does not lead to"),
     (tensors(lambda held: held.update({"fc.weight": torch.zeros(64, 64)})), "'fc.weight'"),
     (pickled, "spd.cli.unpickle"),
-    (keys(num_hidden_layers=2), "num_hidden_layers"),
-    (keys(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state"),
     (keys(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 5]}), "behind 1, 6 layers"),
-    (keys(eagle_aux_hidden_state_layer_ids="three"), "eagle_aux_hidden_state_layer_ids"),
     (keys(vocab_size=512), "vocabulary size: head 512, target 320"),
     (keys(**QWEN3), "model_type"),
 ]

@@ -176,7 +176,7 @@ def test_a_folder_without_tokenizer_or_a_template_that_renders(spd_run: Callable
     assert "  vocabulary      size 264\n" in spd_run("inspect", whole).text
 
 
-def test_sixty_shards_in_half_a_second_without_torch(model: Path) -> None:
+def test_sixty_shards_without_torch(model: Path) -> None:
     config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 60}
     (model / "config.json").write_text(json.dumps(config))
     shards: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -188,15 +188,11 @@ def test_sixty_shards_in_half_a_second_without_torch(model: Path) -> None:
     weight_map = {name: shard for shard, shapes in shards.items() for name in shapes}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     code = (
-        "import sys, time; import spd.cli.app as app; began = time.perf_counter();"
-        f"code = app.main(['inspect', {str(model)!r}]);"
-        "heavy = {'torch', 'numpy', 'transformers'} & set(sys.modules);"
-        "print(code, time.perf_counter() - began, sorted(heavy))"
+        f"import sys, spd.cli.app; code = spd.cli.app.main(['inspect', {str(model)!r}]);"
+        "print(code, sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    last = done.stdout.splitlines()[-1].split(maxsplit=2)
-    assert "shards 60" in done.stdout and last[0] == "0" and last[2] == "[]"
-    assert float(last[1]) < 5.0, "half a second on an idle machine; a wide margin for a busy one"
+    assert "shards 60" in done.stdout and done.stdout.endswith("\n0 []\n")
 
 
 def test_states_of_recurrent_layers_are_told(spd_run: Callable, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from spd.cli.text import progress as module
 from spd.cli.text.output import Console
 from spd.cli.text.progress import Ticker, loading
 from spd.runtime.load.progress import LoadProgress, Phase
-from tests.cli.conftest import refused
+from tests.cli.conftest import program, refused
 from tests.cli.test_cli_terminal import on_terminal
 
 
@@ -98,21 +98,15 @@ def test_a_long_prompt_is_seen_while_it_is_read(
 
 def test_a_real_terminal(model: Path) -> None:
     """In a process of its own, with the real delay."""
-    code = f"""
-import sys, time
-import spd.runtime
-from tests.cli.conftest import FakeEngine, Script
+    setup = """
 from spd.runtime.load.progress import LoadProgress
 def load(progress):
     for n in range(12):
         progress(LoadProgress("read", n, 12))
         time.sleep(0.1)
-build = lambda config, progress=None: FakeEngine(config, Script(on_load=load), progress)
-vars(spd.runtime)["Engine"] = build
-from spd.cli.app import main
-sys.exit(main(["generate", "-m", {str(model)!r}, "Hi"]))
 """
-    status, text = on_terminal(code=code, TERM="xterm")
+    code = program("on_load=load", setup=setup)
+    status, text = on_terminal("generate", "-m", model, "Hi", code=code, TERM="xterm")
     lines = [line.strip() for line in re.split(r"[\r\n]", text) if line.strip()]
     assert status == 0 and lines[-1] == "Hello wörld!"
     assert any(line.startswith("reading weights") for line in lines)

@@ -87,6 +87,16 @@ def test_the_table_says_what_a_command_says(name: str) -> None:
     assert inspect.getdoc(load_command(name)) == COMMAND_TABLE[name][1]
 
 
+def test_a_missing_numpy_is_no_news() -> None:
+    """A torch without it warns on import, and spd does not pass it on."""
+    code = (
+        "import warnings; from spd.cli.app import main; main(['completions', 'bash']); "
+        "warnings.warn('Failed to initialize NumPy: No module named numpy'); warnings.warn('other news')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert "NumPy" not in done.stderr and "other news" in done.stderr
+
+
 def test_version_in_other_places(spd_run: Callable) -> None:
     assert spd_run("--version").text == spd_run("-V", "generate").text == f"spd {spd.__version__}\n"
 

@@ -16,27 +16,20 @@ from pathlib import Path
 import pytest
 
 from spd.cli.text.wrap import cells, fit_lines, table_lines
+from tests.cli.conftest import program
 from tests.recipes.tiny_dense import write_dense
 
 ROOT = Path(__file__).resolve().parents[2]
 STYLE = re.compile(r"\x1b\[([0-9;]*)m")
 COLOUR = re.compile(r"(?:^|;)(?:3[0-8]|4[0-8]|9[0-7])(?:;|$)")
-GENERATE = """
-import sys
-import spd.runtime
-from tests.cli.conftest import FakeEngine, Script
-pieces = ["A reply of words that goes on beyond", " the edge of a narrow terminal without a break."]
-vars(spd.runtime)["Engine"] = lambda config, progress=None: FakeEngine(config, Script(pieces=pieces))
-from spd.cli.app import main
-sys.exit(main(sys.argv[1:]))
-"""
+PIECES = ["A reply of words that goes on beyond", " the edge of a narrow terminal without a break."]
 
 
 def on_terminal(*argv: object, columns: int = 80, code: str = "", **more: str) -> tuple[int, str]:
     """Exit status and everything that a command wrote to a terminal of its own."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    unset = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "COLUMNS", "SPD_MODEL", "SPD_DEBUG")
+    unset = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "COLUMNS", "SPD_MODEL")
     kept = {name: value for name, value in os.environ.items() if name not in unset}
     process = subprocess.Popen(
         [sys.executable, *(("-c", code) if code else ("-m", "spd")), *map(str, argv)],
@@ -123,10 +116,10 @@ def test_an_error_at_forty_columns() -> None:
 
 def test_a_streamed_reply_is_left_to_the_terminal_and_its_figures_are_not(model: Path) -> None:
     argv = ["generate", "-m", model, "--stats", "Hi"]
-    status, text = on_terminal(*argv, columns=40, code=GENERATE, NO_COLOR="1")
+    status, text = on_terminal(*argv, columns=40, code=program(f"pieces={PIECES!r}"), NO_COLOR="1")
     reply, *figures = plain(text).rstrip("\n").split("\n")
     assert status == 0
-    assert reply == ("A reply of words that goes on beyond the edge of a narrow terminal without a break.")
+    assert reply == "".join(PIECES)
     assert " ".join(" ".join(figures).split()).startswith("4 tok · ")
     assert len(figures) > 1 and max(map(len, figures)) < 40
 

@@ -14,8 +14,9 @@ import pytest
 from spd.cli.parser import CUT
 from spd.cli.text.structured import ThinkingSplitter, parted
 from spd.runtime.engine.request import ThinkingBudget
-from tests.cli.conftest import SPECIALS, TEMPLATE, refused, write_tokenizer
-from tests.cli.test_cli_signals import finish, program, start
+from tests.cli.conftest import SPECIALS, TEMPLATE, program, refused, write_tokenizer
+from tests.cli.test_cli_signals import finish, start
+from tests.cli.test_cli_signals import program as slow_program
 from tests.cli.test_cli_terminal import on_terminal
 
 OPENED = TEMPLATE.replace("assistant\\n'", "assistant\\n<think>\\n'")
@@ -79,15 +80,7 @@ def test_a_pipe_gets_the_answer(
         assert ran.text == answer + "\n" * (not answer.endswith("\n"))
 
 
-THINKING = """
-import sys
-import spd.runtime
-from tests.cli.conftest import FakeEngine, Script
-pieces = ["<thi", "nk>", "h\\x1b[2Jm\\n", "so", "</th", "ink>", "\\n\\nYes"]
-vars(spd.runtime)["Engine"] = lambda config, progress=None: FakeEngine(config, Script(pieces=pieces))
-from spd.cli.app import main
-sys.exit(main(sys.argv[1:]))
-"""
+THINKING = program("""pieces=["<thi", "nk>", "h\\x1b[2Jm\\n", "so", "</th", "ink>", "\\n\\nYes"]""")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +104,7 @@ def test_a_terminal_gets_thinking_dimmed(
 def test_a_reader_that_leaves_while_it_thinks(model: Path) -> None:
     """Nothing is written meanwhile, so nothing but the pipe itself can tell."""
     set_template(model, OPENED)
-    process = start(program(model, pieces=10**6))
+    process = start(slow_program(model, pieces=10**6))
     assert process.stdout is not None
     process.stdout.close()
     process.stdout = None
@@ -124,7 +117,7 @@ def test_a_reader_that_leaves_while_it_thinks(model: Path) -> None:
 
 def test_a_signal_while_it_thinks(model: Path) -> None:
     set_template(model, OPENED)
-    process = start(program(model, "--json", at="hang"))
+    process = start(slow_program(model, "--json", at="hang"))
     assert process.stderr is not None and process.stderr.readline() == b"hanging\n"
     process.send_signal(signal.SIGINT)
     code, out, err = finish(process)

@@ -85,7 +85,7 @@ def test_settings_held_against_each_other(tmp_path: Path) -> None:
         (("--against", "lag"), 2, "is not a setting"),
         (("--against", "lag=soon"), 2, "is not a number"),
         (("--against", "lag=7"), 2, "--lag 7 is out of range"),
-        (("--against", "adaptive=perhaps"), 2, "neither on nor off"),
+        (("--against", "adaptive=perhaps"), 2, "is not on or off"),
         (("-n", 1), 2, "1 is not in the range x>=2"),
         (("--tokens", -4), 2, "'--tokens': -4 is not in the range x>=0"),
     ],
