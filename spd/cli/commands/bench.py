@@ -98,7 +98,7 @@ def bench(session: Session, options: BenchOptions) -> None:
     sweep = Sweep(configs, questions, settings, check=session.guard.check)
     try:
         with Ticker(session.console) as ticker:
-            sweep.report = ticker.show
+            sweep.report = partial(ticker.count, amount="{:,} passes".format)
             sweep.run()
     except Interrupted:
         _deliver(options, bench_result(options, sweep, interrupted=True), sink)

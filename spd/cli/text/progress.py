@@ -16,7 +16,6 @@ from spd.runtime.plan.config import show_size
 
 if TYPE_CHECKING:
     from spd.runtime import LoadProgress
-    from spd.runtime.lab import SweepProgress
 
 DELAY = 0.5
 """Seconds before a bar is worth its while."""
@@ -38,14 +37,6 @@ class Ticker:
 
     def __exit__(self, *_: Any) -> None:
         self.write("")
-
-    def show(self, progress: SweepProgress) -> None:
-        """How far it has come: `128 of 400 · 0:41 left · code`."""
-        if progress.total:
-            left = "" if progress.left is None else f" · {clock(progress.left)} left"
-            self.write(f"{progress.done} of {progress.total}{left} · {progress.label}")
-        else:
-            self.write(progress.label)
 
     def count(self, what: str, done: int, total: int, amount: Callable[[int], str]) -> None:
         """A bar: `reading the prompt [####......] 8,192 tok of 20,000 tok · 4,100 tok/s · 0:03 left`."""

@@ -13,7 +13,7 @@ _NAMES = {
     "prompt_set": ("OWN", "Prompt", "choose", "encode_questions", "read_prompts"),
     "replay": ("Watch", "make_requests", "promised_equal", "replay_requests"),
     "rows": ("compare_results", "make_rows", "verdict"),
-    "sweep": ("Settings", "Sweep", "SweepProgress"),
+    "sweep": ("Settings", "Sweep"),
 }
 
 

@@ -48,16 +48,6 @@ class Settings:
     """Requests of a pass where several are together, at least, as a multiple of those that are."""
 
 
-@dataclass(frozen=True)
-class SweepProgress:
-    """How far a sweep has come: passes done and to do, and the seconds that are left, once known."""
-
-    done: int
-    total: int
-    left: float | None
-    label: str
-
-
 class Sweep:
     """Runs it; `samples` holds what has been measured so far, also after an interrupt."""
 
@@ -71,7 +61,8 @@ class Sweep:
     ) -> None:
         self.configs, self.questions, self.settings = tuple(configs), tuple(questions), settings
         self._watch: Callable[[int], None] = lambda ended: check()
-        self.report: Callable[[SweepProgress], None] = lambda progress: None
+        self.report: Callable[[str, int, int], object] = lambda what, done, total: None
+        """What hears how far it has come: passes done, and to do."""
         self.samples: list[Sample] = []
         self.plans: list[dict[str, Any]] = []
         """One a configuration; of the first load."""
@@ -95,7 +86,7 @@ class Sweep:
         units = list(self._units(load))
         for index, engine in enumerate(engines):
             run_pass(engine, self._requests(*units[0], "warming up"), watch=self._watch)
-            self.report(SweepProgress(0, 0, None, f"warming up {index + 1} of {len(engines)}"))
+            self.report("warming up", index + 1, len(engines))
         began, done, each = time.perf_counter(), 0, len(units) * len(engines)
         planned, repetition = self.settings.repetitions, 0
         while planned is None or repetition < planned:
@@ -106,8 +97,7 @@ class Sweep:
                 for index in (*order[turn:], *order[:turn]):
                     ran[index] = self._pass(index, engines[index], work, asked, repetition)
                     done += 1
-                    left = (time.perf_counter() - began) / done * ((planned or LEAST) * each - done)
-                    self.report(SweepProgress(done, (planned or LEAST) * each, left, work.category))
+                    self.report("measuring", done, (planned or LEAST) * each)
                 self._compare(work, asked, ran)
             repetition += 1
             if planned is None:
