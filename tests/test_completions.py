@@ -36,12 +36,6 @@ def test_the_files_parse(shell: str) -> None:
     subprocess.run(check, check=True)
 
 
-def test_powershell_has_a_script_too() -> None:
-    command = [sys.executable, "-m", "spd", "completions", "powershell"]
-    printed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout
-    assert "Register-ArgumentCompleter -Native -CommandName spd" in printed
-
-
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     """In which `spd` is this one, and the cache holds two models."""

@@ -30,7 +30,7 @@ def test_the_wheel_holds_the_package_and_the_demos_only(wheel: Path) -> None:
         "spd/formats/demo/model.safetensors",
         "spd/formats/demo/tokenizer.json",
         "spd/runtime/lab/prompts.jsonl",
-        *(f"spd/cli/completions/{name}" for name in ("spd.bash", "_spd", "spd.fish", "spd.ps1")),
+        *(f"spd/cli/completions/{name}" for name in ("spd.bash", "_spd", "spd.fish")),
         *(str(path.relative_to(ROOT)) for path in SCHEMAS.glob("*.json")),
         "spd/formats/demo/draft/model.safetensors",
         "spd/formats/demo-hybrid/model.safetensors",

@@ -87,7 +87,7 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
     try:
         if os.environ.get(COMPLETION_VARIABLE):
             typed = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
-            return complete(build_app(typed.split(), completing=True), COMPLETION_VARIABLE)
+            return complete(build_app(typed.split()), COMPLETION_VARIABLE)
         if rank:
             from spd.cli.rank import stand_by
 

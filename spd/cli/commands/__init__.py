@@ -133,16 +133,13 @@ COMMAND_TABLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
 COMMANDS = tuple(COMMAND_TABLE)
 
 
-def build_app(loaded: Collection[str] = COMMANDS, *, completing: bool = False) -> typer.Typer:
-    """The Typer application: the commands in `loaded` have their options, the others only name and help.
-
-    `completing` registers the shells with Typer.
-    """
+def build_app(loaded: Collection[str] = COMMANDS) -> typer.Typer:
+    """The Typer application: the commands in `loaded` have their options, the others only name and help."""
     app = typer.Typer(
         name="spd",
         help=ROOT_HELP,
         epilog=_examples(ROOT_EXAMPLES),
-        add_completion=completing,
+        add_completion=False,  # its installer edits people's start-up files
         rich_markup_mode=None,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
@@ -156,15 +153,12 @@ def build_app(loaded: Collection[str] = COMMANDS, *, completing: bool = False) -
 
 
 def complete(app: typer.Typer, variable: str) -> int:
-    """Answer a shell's question from the environment and end.
+    """Answer a shell's question from the environment and end."""
+    from typer.completion import completion_init
 
-    Typer says what fits; its own installer, which edits people's start-up files, stays hidden.
-    """
-    command = get_command(app)
-    hidden = ("install_completion", "show_completion")
-    command.params[:] = [param for param in command.params if param.name not in hidden]
+    completion_init()
     try:
-        command(args=[], prog_name="spd", complete_var=variable, standalone_mode=False)
+        get_command(app)(args=[], prog_name="spd", complete_var=variable, standalone_mode=False)
     except SystemExit as stop:
         return int(stop.code or 0)
     except Exception:  # a broken answer must never spill into a shell's prompt

@@ -9,16 +9,14 @@ from typing import Literal
 from spd.cli.options import CommonOptions, argument
 from spd.cli.text.output import Session, Sink
 
-FILES = {"bash": "spd.bash", "zsh": "_spd", "fish": "spd.fish", "powershell": "spd.ps1"}
+FILES = {"bash": "spd.bash", "zsh": "_spd", "fish": "spd.fish"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class CompletionOptions(CommonOptions):
     """Everything `spd completions` takes."""
 
-    shell: Literal["bash", "zsh", "fish", "powershell"] = argument(
-        "SHELL", "The shell whose script is printed."
-    )
+    shell: Literal["bash", "zsh", "fish"] = argument("SHELL", "The shell whose script is printed.")
 
 
 def completions(session: Session, options: CompletionOptions) -> None:
