@@ -197,26 +197,17 @@ def test_revisions_that_are_none(revision: str, hub: Hub, cache: Path, spd_run: 
 SIBLING = {"rfilename": "config.json", "size": 1, "blobId": "0"}
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        *(b"<html>Please log in</html>", b"", b"\xff\xfe", b"[" * 100_000),
-        *(json.dumps(value).encode() for value in ([], [1], None, "text", {}, {"id": NAME})),
-        *(json.dumps({"id": NAME, "sha": sha}).encode() for sha in (None, "../../x", 7)),
-        *(
-            json.dumps({"id": NAME, "sha": COMMIT, "siblings": files}).encode()
-            for files in (
-                *("text", [1], [{}], {"a": 1}),
-                *([SIBLING | {"rfilename": value}] for value in (3, None)),
-                *(
-                    [SIBLING | change]
-                    for change in ({"size": "much"}, {"lfs": "text"}, {"lfs": {"sha256": "x"}})
-                ),
-            )
-        ),
-    ],
-    ids=lambda answer: answer[:60].decode("latin-1"),
-)
+ANSWERS = [
+    *(b"<html>Please log in</html>", b"", b"\xff\xfe", b"[" * 100_000),
+    *(json.dumps(value).encode() for value in ([1], None, {"id": NAME, "sha": "../../x"})),
+    *(
+        json.dumps({"id": NAME, "sha": COMMIT, "siblings": files}).encode()
+        for files in ("text", [{}], [SIBLING | {"rfilename": 3}], [SIBLING | {"lfs": {"sha256": "x"}}])
+    ),
+]
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer[:60].decode("latin-1"))
 def test_answers_that_are_none(answer: bytes, hub: Hub, spd_run: Callable) -> None:
     hub.answer = answer
     refused(spd_run("pull", NAME), 8, f"cannot download {NAME}: the hub gave a wrong answer", hub.url)

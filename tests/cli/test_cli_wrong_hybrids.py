@@ -44,31 +44,18 @@ def shaped(ending: str, *shape: int) -> Spoil:
     return lambda entries: [(n, d, shape if n.endswith(ending) else s) for n, d, s in entries]
 
 
-def stored_as(ending: str, dtype: str) -> Spoil:
-    return lambda entries: [(n, dtype if n.endswith(ending) else d, s) for n, d, s in entries]
-
-
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "a kind of layer": ({"layer_types": ["mamba"] * 4}, "layer_types: 'mamba' is not supported"),
-    "a kind that slides": ({"layer_types": ["sliding_attention"] * 4}, "layer_types: 'sliding_attention'"),
     "too many layers": ({"layer_types": ["full_attention"] * 5}, "layer_types: is not a list of 4 names"),
-    "no list": ({"layer_types": "linear_attention"}, "layer_types: is not a list of 4 names"),
-    "layers that are numbers": ({"layer_types": [1, 2, 3, 4]}, "layer_types: 1 is not a string"),
     "only recurrent": ({"layer_types": ["linear_attention"] * 4}, "layer_types: no layer is full_attention"),
     "no interval": ({"layer_types": None, "full_attention_interval": 0}, "full_attention_interval: 0 is not"),
     "key heads": ({"linear_num_key_heads": 12}, "linear_num_key_heads: 12 does not divide 32 value heads"),
-    "more key heads": ({"linear_num_key_heads": 64}, "linear_num_key_heads: 64 does not divide 32"),
     "no value heads": ({"linear_num_value_heads": 0}, "linear_num_value_heads: 0 is not a whole number"),
-    "heads in words": ({"linear_num_key_heads": "16"}, "linear_num_key_heads: '16' is not a whole number"),
     "a wide head": ({"linear_value_head_dim": 100_000}, "linear_value_head_dim: 100000 is not a whole"),
-    "many taps": ({"linear_conv_kernel_dim": 1 << 40}, "linear_conv_kernel_dim: 1099511627776 is not"),
     "another gate": ({"output_gate_type": "sigmoid"}, "output_gate_type: 'sigmoid' is not supported"),
     "no gate": ({"attn_output_gate": False}, "attn_output_gate: false: attention without gates"),
-    "attention heads": ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide 2"),
     "nothing turns": ({ROPE: {"partial_rotary_factor": 0.0}}, "partial_rotary_factor: 0 of 256 is no even"),
     "more than all turns": ({ROPE: {"partial_rotary_factor": 1.5}}, "partial_rotary_factor: 1.5 is not"),
-    "an odd part turns": ({ROPE: {"partial_rotary_factor": 0.02}}, "partial_rotary_factor: 0.02 of 256"),
-    "a part in words": ({ROPE: {"partial_rotary_factor": "half"}}, "partial_rotary_factor: 'half' is not"),
     "another rotation": ({ROPE: {"rope_type": "mrope"}}, "rope_type: 'mrope' is not supported"),
     "no base": ({ROPE: {"rope_theta": 0}}, "rope_theta: 0 is not"),
     "no rotation": ({ROPE: [0.25]}, "rope_parameters: "),
@@ -95,9 +82,7 @@ TENSORS: dict[str, tuple[Release, Spoil, str]] = {
         DENSE, without("layers.0.linear_attn.A_log"), "model.layers.0.linear_attn.A_log: is missing",
     ),
     "no taps": (DENSE, without(f"layers.0.{CONV}"), f"{CONV}: is missing"),
-    "taps of another kind": (DENSE, shaped(CONV, 8192, 4), f"{CONV}{IN_FILE}shape is [8192, 4]"),
     "fewer decays": (DENSE, shaped("A_log", 16), f"A_log{IN_FILE}shape is [16], expected [32]"),
-    "a decay in bytes": (DENSE, stored_as("A_log", "F8_E4M3"), f"A_log{IN_FILE}dtype F8_E4M3"),
     "projections of the other generation": (
         DENSE,
         lambda entries: [(n.replace("in_proj_qkv.", "in_proj_qkvz."), d, s) for n, d, s in entries],
@@ -108,8 +93,6 @@ TENSORS: dict[str, tuple[Release, Spoil, str]] = {
         f"self_attn.q_proj.weight{IN_FILE}shape is [512, 64], expected [1024, 64]",
     ),
     "half the experts": (SPARSE, without(DOWN), f"{EXPERT}0.down_proj.weight: is missing"),
-    "fewer experts": (SPARSE, shaped(DOWN, 3, 64, 32), f"{EXPERT}3.down_proj.weight: is missing"),
-    "an odd number of rows": (SPARSE, shaped(GATE_UP, 4, 63, 64), LACKS_GATE),
     "experts that are one matrix": (SPARSE, shaped(GATE_UP, 256, 64), LACKS_GATE),
     "narrow experts": (
         SPARSE, shaped(GATE_UP, 4, 64, 32),
@@ -144,7 +127,6 @@ def test_a_wrong_tensor_is_named(fault: str, tmp_path: Path, spd_run: Callable) 
 FC, EXPERTS = "mtp.fc.weight", "mtp.layers.0.mlp.experts."
 HEADS: dict[str, tuple[Release, Spoil, str]] = {
     "another width": (DENSE, shaped(FC, 32, 64), f"{FC}{IN_FILE}shape is [32, 64]"),
-    "one half of the projection": (DENSE, shaped(FC, 64, 64), f"{FC}{IN_FILE}shape is [64, 64]"),
     "no norm": (DENSE, without("mtp.norm.weight"), "mtp.norm.weight: is missing"),
     "a recurrent layer": (
         DENSE, lambda entries: [*entries, ("mtp.layers.0.linear_attn.A_log", "BF16", (32,))],
