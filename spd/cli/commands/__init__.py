@@ -40,7 +40,6 @@ COMMAND_TABLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "chat": (
             "chat",
             "Talk with a model; what is said is saved, and -c continues it.",
-            "spd chat",
             'spd chat Qwen/Qwen3-4B -s "Be terse"',
             "spd chat demo < messages.txt",
         ),
@@ -49,12 +48,10 @@ COMMAND_TABLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "Answer one prompt, for pipes and scripts; the text is the same with and without speculation.",
             'spd generate --stats "What does os.path.join do?"',
             'cat notes.md | spd generate -s "Be terse" "Summarise"',
-            'spd generate --json "Hello" | jq .metrics.speculative_decoding',
         ),
         "serve": (
             "serve",
             "Serve a model over HTTP on this machine, and keep it warm for spd generate and chat.",
-            "spd serve",
             "spd serve Qwen/Qwen3-4B --detach --idle 15m",
             "spd serve --status",
         ),
@@ -83,13 +80,11 @@ COMMAND_TABLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "inspect": (
             "inspect",
             "Show what a model is and needs, and whether a draft model fits it; loads no weights.",
-            "spd inspect demo",
             "spd inspect Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --json",
         ),
         "convert-mtp": (
             "convert_mtp",
             "Cut a checkpoint's MTP head into a small folder, for targets that lost theirs.",
-            "spd convert-mtp deepseek-ai/DeepSeek-V3.1 --dry-run",
             "spd convert-mtp deepseek-ai/DeepSeek-V3.1 v31-mtp",
             'spd generate -m my/DeepSeek-V3.1-AWQ --spec mtp --mtp v31-mtp "Hello"',
         ),
@@ -101,7 +96,6 @@ COMMAND_TABLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "pull": (
             "models",
             "Download a model's safetensors, configuration and tokenizer into the Hugging Face cache.",
-            "spd pull Qwen/Qwen3-0.6B",
             "spd pull Qwen/Qwen3-8B --dry-run",
         ),
         "ls": (
@@ -112,13 +106,11 @@ COMMAND_TABLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "rm": (
             "models",
             "Remove models from the Hugging Face cache, every revision of each, after asking.",
-            "spd rm Qwen/Qwen3-0.6B",
             "spd rm -y org/one org/two",
         ),
         "doctor": (
             "doctor",
             "Check this machine and try it out: compile, generate, compare; exits 1 if a check failed.",
-            "spd doctor",
             "spd doctor --quick --json",
         ),
         "completions": (
@@ -154,7 +146,7 @@ def build_app(loaded: Collection[str] = COMMANDS) -> typer.Typer:
 
 def complete(app: typer.Typer, variable: str) -> int:
     """Answer a shell's question from the environment and end."""
-    from typer.completion import completion_init
+    from typer.completion import completion_init  # type: ignore[attr-defined]
 
     completion_init()
     try:
