@@ -55,7 +55,7 @@ def test_what_cannot_be_swept_is_refused(given: dict[str, Any], said: str) -> No
         sweep_configs(BenchOptions(**given))
 
 
-def test_the_table() -> None:
+def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     drafted = {"drafted_per_position": [10, 8], "accepted_per_position": [7, 2]}
     samples = [make_sample(0, 0, 1.0), make_sample(1, 0, 0.5, **drafted)]
     result: dict[str, Any] = {
@@ -68,9 +68,13 @@ def test_the_table() -> None:
         "equality": {"tokens": 11, "differences": []},
         "interrupted": False,
     }
-    lines = bench_text(result)
     header = "category T method tok/s ± ×plain ± len acc TTFT TPOT"
-    assert lines[1].split() == header.split() and max(map(len, lines[1:4])) <= 80
+    for columns, more in (("80", ""), ("100", "ITL by position")):
+        monkeypatch.setenv("COLUMNS", columns)
+        lines = bench_text(result)
+        assert lines[1].split() == [*header.split(), *more.split()]
+        assert max(map(len, lines[1:4])) <= int(columns)
+    assert lines[3].endswith("70/25")
     assert "equal: every text is that of plain decoding (11 tokens compared)" in lines
 
 

@@ -100,7 +100,7 @@ def test_a_message_is_not_lost_with_the_terminal(
             ["Hi", "/clear", "Other", "/load t", "More", "/load"],
             [],
             ["Hi", "More"],
-            "saved, the latest first: t",
+            "  t  Hi",
         ),
         (["/help"], [], [], "\n".join(Commands.names())),
     ],

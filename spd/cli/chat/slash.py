@@ -22,7 +22,7 @@ from spd.cli.options import (
 )
 from spd.cli.text.output import shortened
 from spd.cli.text.prompt import read_text
-from spd.errors import UsageError
+from spd.errors import SpdError, UsageError
 
 if TYPE_CHECKING:
     from spd.cli.chat.conversation import Turn
@@ -160,13 +160,23 @@ class Commands:
         if rest:
             self._chat.load(rest)
             return
-        self._chat.tell(f"saved, the latest first: {', '.join(self._chat.store.names()) or 'none'}")
+        names = self._chat.store.names()
+        self._chat.tell(
+            *(f"  {name}  {self._first_words(name)}" for name in names) if names else ["no chat is saved"]
+        )
 
     def _last(self) -> Turn:
         turns = self._chat.conversation.turns
         if not turns:
             raise UsageError("nothing has been said yet", fix=["type a message"])
         return turns[-1]
+
+    def _first_words(self, name: str) -> str:
+        try:
+            turns = self._chat.store.load(name).turns
+        except SpdError as error:
+            return error.message
+        return shortened(turns[0].user, 60) if turns else ""
 
 
 def _words(line: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,8 @@ def bench_text(result: Mapping[str, Any]) -> list[str]:
     """Lines about a result."""
     if not result["rows"]:
         return ["nothing was measured"]
-    return [_headline(result), *row_table(result["rows"], FIGURES), *_summary(result), LEGEND]
+    figures = FIGURES if shutil.get_terminal_size((120, 0)).columns < 100 else (*FIGURES, *WIDE)
+    return [_headline(result), *row_table(result["rows"], figures), *_summary(result), LEGEND]
 
 
 def _headline(result: Mapping[str, Any]) -> str:
@@ -62,7 +64,7 @@ NAMES: Columns = (
 )
 """What tells rows apart."""
 ALWAYS = ("category", "T", "method")
-LEGEND = "±: 95 % interval for a second run's median · len: tokens a round · TTFT, TPOT: ms"
+LEGEND = "±: 95 % interval for a second run's median · len: tokens a round · TTFT, TPOT, ITL: ms"
 
 
 def row_table(rows: Sequence[Row], figures: Columns) -> list[str]:
@@ -82,6 +84,17 @@ FIGURES: Columns = (
     ("TTFT", lambda row: _latency(row["ttft_ms"])),
     ("TPOT", lambda row: _latency(row["tpot_ms"])),
 )
+WIDE: Columns = (
+    ("ITL", lambda row: _latency(row["itl_ms"])),
+    ("by position", lambda row: _positions(row)),
+)
+"""Figures for terminals of 100 columns or more, and for files."""
+
+
+def _positions(row: Row) -> str:
+    """Per cent of the first, second, … drafts that were accepted, of four at most."""
+    pairs = zip(row["accepted_per_position"], row["drafted_per_position"], strict=True)
+    return "/".join(f"{100 * accepted / drafted:.0f}" for accepted, drafted in list(pairs)[:4] if drafted)
 
 
 def _ratio(ratio: Mapping[str, Any] | None) -> str:
@@ -124,7 +137,24 @@ def _summary(result: Mapping[str, Any]) -> list[str]:
         lines.append(f"equal: every text is that of plain decoding ({equality['tokens']:,} tokens compared)")
     if result["interrupted"]:
         lines.append("interrupted: whole repetitions are counted, and of a first one what was done")
-    return lines
+    return [*lines, *_advice(result["rows"])]
+
+
+def _advice(rows: Sequence[Row]) -> list[str]:
+    """The speculating row with the highest ratio to plain, those first that are faster beyond noise."""
+    from spd.runtime.lab import verdict
+
+    paired = [row for row in rows if row["speed_up"] is not None]
+    if not paired:
+        return []
+    told = [
+        (verdict(row["speed_up"]) == "faster", row["speed_up"]["median"], i) for i, row in enumerate(paired)
+    ]
+    sure, ratio, index = max(told)
+    words = f"{_method(paired[index])} ({paired[index]['category']}, T {paired[index]['temperature']:g})"
+    if verdict(paired[index]["speed_up"]) == "slower":
+        return [f"speculation does not pay here ({ratio:.2f} × plain at best): --spec off"]
+    return [f"{'best' if sure else 'no difference beyond noise'}: {words}, {ratio:.2f} × plain"]
 
 
 def _is_imposed(result: Mapping[str, Any]) -> bool:
