@@ -1,21 +1,27 @@
-"""What `config.json` says of sliding windows, latent attention, routed experts, and weights in FP8 blocks.
+"""What `config.json` says of sliding windows, latent attention, recurrent layers and routed experts.
 
-Each family has its own keys for the same facts; `model_config` says what an absent one counts as. Source:
-the configurations of `deepseek_v3`, `qwen3_moe`, `ernie4_5_moe` and others in Hugging Face transformers 5.
+Families have keys of their own for the same facts; `model_config` says which, and what an absent one counts
+as. Source: the configurations of `deepseek_v3`, `qwen3_moe`, `ernie4_5_moe`, `lfm2`, `granitemoehybrid`,
+`nemotron_h` and others in Hugging Face transformers 5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Container
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from spd.formats.json_file import Fields
+from spd.formats.json_file import Fields, keyed
 
 MAX_POSITIONS = 1 << 27
 MAX_PERIOD, MAX_RANK, MAX_EXPERTS, MAX_WIDTH = 1024, 1 << 16, 1 << 14, 1 << 20
 KINDS = ("full_attention", "sliding_attention")
 LINEAR = "linear_attention"
+RECURRENT, CONVOLVING = (KINDS[0], LINEAR), (KINDS[0], "conv")
+SINGLE = (*RECURRENT, "mlp", "moe")
+"""Kinds of layers: of those that recur, and of those with a single block."""
+_OLDER = {"mamba": LINEAR, "attention": KINDS[0], "M": LINEAR, "*": KINDS[0], "-": "mlp", "E": "moe"}
+"""What kinds are called in older files, and the letters of Nemotron-H."""
 MAX_TAPS, MAX_DELTA_DIM = 16, 256
 """What the C kernels have room for: inputs of a convolution, elements of a head."""
 
@@ -23,15 +29,12 @@ MAX_TAPS, MAX_DELTA_DIM = 16, 256
 @dataclass(frozen=True)
 class Scales:
     """What embeddings, the sums of blocks, scores (None: as the head's size says) and logits are
-    multiplied by."""
+    multiplied by; logits are also divided."""
 
-    embedding: float = 1.0
-    residual: float = 1.0
-    scores: float | None = None
-    logits: float = 1.0
-
-
-PLAIN = Scales()
+    embedding: float = field(default=1.0, metadata=keyed("embedding_multiplier", 1e-6, 1e6))
+    residual: float = field(default=1.0, metadata=keyed("residual_multiplier", 1e-6, 1e6))
+    scores: float | None = field(default=None, metadata=keyed("attention_multiplier", 1e-6, 1e6))
+    logits: float = field(default=1.0, metadata=keyed("logit_scale", 1e-6, 1e6))
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,15 @@ class Gemma4Config:
 
     head_dim: int  # of layers that see everything, and their key heads
     kv_heads: int
-    key_is_value: bool  # there values are made of what keys are made of
-    shared: int  # the last layers, which read the cache of an earlier one of their kind
-    double_wide: bool  # the MLPs of these are twice as wide
-    per_layer: int  # width of each layer's own embedding of a token; 0: there is none
-    per_layer_vocab: int
+    shared: int = field(metadata=keyed("num_kv_shared_layers", 0, MAX_PERIOD))
+    """The last layers, which read the cache of an earlier one of their kind."""
+    key_is_value: bool = field(default=False, metadata=keyed("attention_k_eq_v"))
+    """Whether layers that see everything make values of what keys are made of."""
+    double_wide: bool = field(default=False, metadata=keyed("use_double_wide_mlp"))
+    """Whether the MLPs of the layers that share are twice as wide."""
+    per_layer: int = field(default=256, metadata=keyed("hidden_size_per_layer_input", 0, MAX_RANK))
+    """Width of each layer's own embedding of a token; 0: there is none."""
+    per_layer_vocab: int = field(default=262_144, metadata=keyed("vocab_size_per_layer_input", 1, 1 << 24))
 
 
 @dataclass(frozen=True)
@@ -55,29 +62,40 @@ class LatentConfig:
     part of a key is one for all heads.
     """
 
-    query_rank: int | None  # None: queries come straight from the hidden state
-    rank: int
-    nope_dim: int
+    query_rank: int | None = field(metadata=keyed("q_lora_rank", 1, MAX_RANK))
+    """None: queries come straight from the hidden state."""
+    rank: int = field(metadata=keyed("kv_lora_rank", 1, MAX_RANK))
+    nope_dim: int = field(metadata=keyed("qk_nope_head_dim", 1, 1024))
     rope_dim: int
-    value_dim: int
-    interleaved: bool
+    value_dim: int = field(metadata=keyed("v_head_dim", 1, 1024))
+    interleaved: bool = field(default=True, metadata=keyed("rope_interleave"))
 
 
 @dataclass(frozen=True)
 class DeltaConfig:
     """Gated DeltaNet layers, or Mamba-2's: sizes of heads, and which layers they are."""
 
-    kernel: int  # inputs that the convolution sees
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
+    kernel: int = field(metadata=keyed("linear_conv_kernel_dim", 2, MAX_TAPS))
+    """Inputs that the convolution sees."""
+    key_heads: int = field(metadata=keyed("linear_num_key_heads", 1, MAX_RANK))
+    value_heads: int = field(metadata=keyed("linear_num_value_heads", 1, MAX_RANK))
+    key_dim: int = field(metadata=keyed("linear_key_head_dim", 1, MAX_DELTA_DIM))
+    value_dim: int = field(metadata=keyed("linear_value_head_dim", 1, MAX_DELTA_DIM))
     layers: tuple[bool, ...]
     interleaved: bool = False  # projections are fused, key head by key head (Qwen3-Next)
     corrects: bool = True  # else Mamba-2, whose heads share keys by groups
-    conv_bias: bool = False
+    conv_bias: bool = field(default=False, metadata=keyed("mamba_conv_bias"))
     single: tuple[str, ...] = ()
     """The kind of each layer's one block; empty where layers have two."""
+
+
+@dataclass(frozen=True)
+class ConvConfig:
+    """Short convolutions between two gates, and which layers they are."""
+
+    kernel: int = field(metadata=keyed("conv_L_cache", 2, MAX_TAPS))
+    """Inputs that the convolution sees."""
+    layers: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
@@ -116,24 +134,18 @@ class ExpertsConfig:
     shared_gated: bool = False  # what the shared one gives is scaled by the sigmoid of a gate of its own
 
 
-@dataclass(frozen=True)
-class ExpertKeys:
-    """Where a family's configuration says what of its experts."""
-
-    count: tuple[str, ...]  # keys that say how many there are
-    per_token: str = "num_experts_per_tok"
-    width: str = "moe_intermediate_size"
-    shared_count: str | None = None  # of shared experts, each as wide as a routed one
-    shared_width: int | None = None  # what an absent width of one shared expert counts as
-    shared_name: str = "shared_expert"  # its name where it has a width; a gate of its own has this one alone
-    normalised: bool | None = None  # what an absent `norm_topk_prob` counts as; None: always normalised
-    switch: str | None = None  # a key without which there are no experts
-    sparse: Callable[[Fields, int], list[bool]] | None = None  # which layers have experts; None: all
-    router: RouterConfig = RouterConfig(0, sigmoid=False, corrected=False, normalised=True)
-    correction: str = ExpertsConfig.correction
-    grouped: bool = False  # whether experts may be chosen by groups, as DeepSeek's are
-    clamped: bool = False
-    plain: bool = False
+_SOFTMAX = RouterConfig(0, sigmoid=False, corrected=False, normalised=True)
+ROUTED = ExpertsConfig(0, 0, 0, (), _SOFTMAX)
+"""What of experts no key says, by family. The softmax of the chosen logits alone is that of all, divided by
+its sum, which is why Mixtral and Granite are among these."""
+SIGMOID = replace(ROUTED, router=RouterConfig(0, sigmoid=True, corrected=True, normalised=True, group_best=2))
+SHARED = replace(ROUTED, shared_name="shared_expert", shared_gated=True)
+LFM2 = replace(SIGMOID, correction="expert_bias")
+NEMOTRON = replace(SIGMOID, plain=True)
+GRANITE = replace(ROUTED, shared_name="shared_mlp")
+GPT_OSS = replace(ROUTED, clamped=(7.0, 1.702))
+ERNIE = replace(ROUTED, router=replace(_SOFTMAX, corrected=True))
+ERNIE = replace(ERNIE, correction="moe_statics.e_score_correction_bias")
 
 
 def read_sliding(fields: Fields, num_layers: int, known: Container[str]) -> tuple[int | None, ...]:
@@ -143,25 +155,23 @@ def read_sliding(fields: Fields, num_layers: int, known: Container[str]) -> tupl
     that are unknown, and for lists that contradict the rest.
     """
     slides = "sliding_window" in known
-    listed = listed_kinds(fields, num_layers, KINDS if slides else KINDS[:1])
+    kinds = layer_kinds(fields, num_layers, KINDS if slides else KINDS[:1])
+    slide = [kind == KINDS[1] for kind in kinds or ()]
     switched = "use_sliding_window" in (known if slides else fields)
     window = fields.optional_integer("sliding_window", 0 if switched else 1, MAX_POSITIONS)
     if switched and not fields.boolean("use_sliding_window", False):
         window = None  # transformers writes 0 for a window that is switched off
     fields.require(slides or window is None, "sliding_window", f"{window}: sliding windows are not supported")
-    if listed is None or not (switched or "sliding_window_pattern" in fields):
+    if kinds is None or not (switched or "sliding_window_pattern" in fields):
         first = fields.integer("max_window_layers", 0, MAX_PERIOD, 0)
         period = fields.optional_integer("sliding_window_pattern", 1, MAX_PERIOD) or num_layers + 1
         layers = range(1, num_layers + 1)
         usual = [bool(window) and layer > first and layer % period != 0 for layer in layers]
-        fields.require(listed in (None, usual), "layer_types", "is not what this architecture does")
-        listed = usual
-    fields.require(
-        bool(window) or not any(listed),
-        "layer_types",
-        "names sliding_attention, but there is no sliding_window",
-    )
-    return tuple(window if slide else None for slide in listed) if any(listed) else ()
+        fields.require(kinds is None or slide == usual, "layer_types", "is not what this architecture does")
+        slide = usual
+    why = f"names {KINDS[1]}, but there is no sliding_window"
+    fields.require(bool(window) or not any(slide), "layer_types", why)
+    return tuple(window if slides else None for slides in slide) if any(slide) else ()
 
 
 def read_still(fields: Fields, num_layers: int) -> tuple[bool, ...]:
@@ -175,225 +185,160 @@ def read_still(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     return tuple(not turn for turn in turns[:num_layers])
 
 
-def read_scales(fields: Fields) -> Scales:
-    """In the keys of `granite`, which divides its logits, and of `cohere2`, which multiplies them."""
-    number = partial(fields.number, low=1e-6, high=1e6, default=1.0)
-    return Scales(
-        number("embedding_multiplier"),
-        number("residual_multiplier"),
-        fields.optional_number("attention_multiplier", 1e-6, 1e6),
-        number("logit_scale") / number("logits_scaling"),
-    )
-
-
-def listed_kinds(
-    fields: Fields, num_layers: int, kinds: tuple[str, ...], key: str = "layer_types"
-) -> list[bool] | None:
-    """Whether each layer's kind is another than the first; None where the key is absent."""
-    names = fields.get(key)
-    if names is None:
+def layer_kinds(
+    fields: Fields, num_layers: int | None, known: tuple[str, ...], key: str = "layer_types"
+) -> list[str] | None:
+    """Each layer's kind, older names as newer ones; None where the key is absent."""
+    if key not in fields:
         return None
-    if not isinstance(names, list) or len(names) != num_layers:
-        raise fields.refused(key, f"is not a list of {num_layers} names, one a layer")
-    each = (Fields(fields.where, {key: name}) for name in names)
-    return [kind.choice(key, kinds) != kinds[0] for kind in each]
+    names = [_OLDER[name] if _OLDER.get(name) in known else name for name in fields.texts(key)]
+    right = num_layers in (None, len(names))
+    fields.require(right, key, f"is not a list of {num_layers} names, one a layer")
+    for name in dict.fromkeys(names):
+        fields.among(key, name, known)
+    return names
 
 
-def read_latent(fields: Fields) -> LatentConfig:
-    """Of `deepseek_v2` and `deepseek_v3`. Raises `CheckpointError` naming the field."""
-    rope_dim = fields.integer("qk_rope_head_dim", 2, 1024)
-    fields.require(rope_dim % 2 == 0, "qk_rope_head_dim", f"{rope_dim} is odd: rotary embedding needs pairs")
-    return LatentConfig(
-        fields.optional_integer("q_lora_rank", 1, MAX_RANK),
-        fields.integer("kv_lora_rank", 1, MAX_RANK),
-        fields.integer("qk_nope_head_dim", 1, 1024),
-        rope_dim,
-        fields.integer("v_head_dim", 1, 1024),
-        fields.boolean("rope_interleave", True),
-    )
+def read_recurrent(
+    fields: Fields, num_layers: int, kinds: tuple[str, ...], **facts: Any
+) -> DeltaConfig | ConvConfig:
+    """Layers of the second of the `kinds`: by name, or all but some that are numbered, or but every few.
+
+    facts: what no key says of them. Raises CheckpointError, also where no layer is of one of the first two.
+    """
+    keys = ("layer_types", "full_attn_idxs", "full_attention_interval")
+    key = next((key for key in keys if key in fields), keys[0])
+    each, layers = layer_kinds(fields, num_layers, kinds), range(num_layers)
+    if each is None and key == "full_attn_idxs":
+        attending = fields.integers(key, 0, num_layers - 1)
+        each = [kinds[layer not in attending] for layer in layers]
+    elif each is None:
+        every = fields.integer(key, 1, MAX_PERIOD)
+        each = [kinds[bool((layer + 1) % every)] for layer in layers]
+    for needed in kinds[:2]:
+        fields.require(needed in each, key, f"no layer is {needed}: a model without is not supported")
+    recurs = tuple(kind == kinds[1] for kind in each)
+    if kinds == CONVOLVING:
+        return fields.facts(ConvConfig, layers=recurs)
+    found = fields.facts(DeltaConfig, layers=recurs, single=tuple(each) if kinds == SINGLE else (), **facts)
+    why = f"{found.key_heads} does not divide {found.value_heads} heads"
+    fields.require(found.value_heads % found.key_heads == 0, "linear_num_key_heads", why)
+    return found
 
 
-def read_delta(fields: Fields, num_layers: int, *, interleaved: bool = False) -> DeltaConfig:
-    """Of `qwen3_next` and `qwen3_5`, in both spellings of the list of layers."""
-    fields.choice("output_gate_type", ("silu", "swish"), "silu")
-    gated = fields.boolean("attn_output_gate", True)
-    fields.require(gated, "attn_output_gate", "false: attention without gates is not supported here")
-    key = next((key for key in ("layer_types", "layers_block_type") if key in fields), "layer_types")
-    linear = listed_kinds(fields, num_layers, (KINDS[0], LINEAR), key)
-    if linear is None:
-        interval = fields.integer("full_attention_interval", 1, MAX_PERIOD, 4)
-        linear = [bool((layer + 1) % interval) for layer in range(num_layers)]
-    why = f"no layer is {KINDS[0]}: a model of recurrent layers alone is not supported"
-    fields.require(not all(linear), key, why)
-    key_heads = fields.integer("linear_num_key_heads", 1, MAX_RANK, 16)
-    value_heads = fields.integer("linear_num_value_heads", 1, MAX_RANK, 32)
-    why = f"{key_heads} does not divide {value_heads} value heads"
-    fields.require(value_heads % key_heads == 0, "linear_num_key_heads", why)
-    return DeltaConfig(
-        fields.integer("linear_conv_kernel_dim", 2, MAX_TAPS, 4),
-        key_heads,
-        value_heads,
-        fields.integer("linear_key_head_dim", 1, MAX_DELTA_DIM, 128),
-        fields.integer("linear_value_head_dim", 1, MAX_DELTA_DIM, 128),
-        tuple(linear),
-        interleaved,
-    )
-
-
-def read_experts(fields: Fields, num_layers: int, keys: ExpertKeys) -> ExpertsConfig | None:
-    """The experts of a family; None where the configuration has none. Raises CheckpointError."""
-    if keys.switch is not None and not fields.get(keys.switch):
-        return None
-    named = [key for key in keys.count if key in fields] or [keys.count[0]]
-    count, other = (fields.integer(key, 1, MAX_EXPERTS) for key in (named[0], named[-1]))
-    fields.require(other == count, named[-1], f"{other} disagrees with {named[0]} {count}")
-    width, shared = fields.integer(keys.width, 1, MAX_WIDTH), 0
-    if keys.shared_count is not None:
-        shared = width * fields.integer(keys.shared_count, 0, 1024, 0)
-    elif keys.shared_width is not None:
-        shared = fields.integer("shared_expert_intermediate_size", 0, MAX_WIDTH, keys.shared_width)
-    router = replace(keys.router, per_token=fields.integer(keys.per_token, 1, count))
-    if keys.normalised is not None:
-        router = replace(router, normalised=fields.boolean("norm_topk_prob", keys.normalised))
-    if keys.grouped:
-        router = _deepseek_router(fields, count, router)
-    limits = fields.number("swiglu_limit", 1e-3, 1e6, 7.0), fields.number("swiglu_alpha", 1e-3, 1e3, 1.702)
-    alone = None if keys.shared_width is None else keys.shared_name
-    return ExpertsConfig(
-        count,
-        width,
-        shared,
-        tuple(keys.sparse(fields, num_layers) if keys.sparse else [True] * num_layers),
-        router,
-        keys.correction,
-        alone or "shared_experts",
-        limits if keys.clamped else None,
-        keys.plain,
-        alone == "shared_expert",
-    )
-
-
-def _deepseek_router(fields: Fields, count: int, router: RouterConfig) -> RouterConfig:
-    """Experts are chosen of all, or of the groups with the best one (DeepSeek-V2) or two experts (V3)."""
-    scoring, methods = "softmax", ["greedy", "group_limited_greedy"]
-    if router.corrected:
-        scoring, methods = "sigmoid", ["noaux_tc"]
-    fields.choice("scoring_func", (scoring,), scoring)
+def read_experts(fields: Fields, num_layers: int, made: ExpertsConfig) -> ExpertsConfig:
+    """The experts of a family; made: what no key says of them. Raises CheckpointError."""
+    count, own = fields.integer("num_experts", 1, MAX_EXPERTS), "moe_intermediate_size"
+    width = fields.integer(own if own in fields else "intermediate_size", 1, MAX_WIDTH)
+    shared = width * fields.integer("n_shared_experts", 0, 1024, 0)
+    taken, router = fields.integer("num_experts_per_tok", 1, count), made.router
+    methods = ("noaux_tc",) if router.sigmoid else ("greedy", "group_limited_greedy")
+    scoring = "sigmoid" if router.sigmoid else "softmax"
+    fields.only({"scoring_func": (scoring,), "topk_method": methods})
     groups = kept = 1
-    if fields.choice("topk_method", methods, methods[0]) != "greedy":
+    if fields.get("topk_method") != "greedy":  # else of all, whatever is said of groups
         groups = fields.integer("n_group", 1, count, 1)
         kept = fields.integer("topk_group", 1, groups, 1)
-        fields.require(count % groups == 0, "n_group", f"{groups} does not divide {count} experts")
-        enough = kept * (count // groups) >= router.per_token
-        fields.require(enough, "topk_group", f"{kept} groups hold fewer than {router.per_token} experts")
-    why = f"{groups} groups of {count} experts hold one each, two are needed"
-    fields.require(not router.corrected or count // groups >= 2, "n_group", why)
-    why = "true: no DeepSeek-V2 divides by the sum, and codes disagree"
-    fields.require(router.corrected or not router.normalised, "norm_topk_prob", why)
-    scale = fields.number("routed_scaling_factor", 0.0, 1e6, 1.0)
-    return replace(router, scale=scale, groups=groups, groups_kept=kept)
+    size = count // groups
+    fields.require(count % groups == 0, "n_group", f"{groups} does not divide {count} experts")
+    fields.require(kept * size >= taken, "topk_group", f"{kept} groups hold fewer than {taken} experts")
+    why = f"{groups} groups of {count} experts hold {size} each, {router.group_best} are needed"
+    fields.require(size >= router.group_best, "n_group", why)
+    router = replace(
+        router,
+        per_token=taken,
+        normalised=fields.boolean("norm_topk_prob", router.normalised),
+        scale=fields.number("routed_scaling_factor", 0.0, 1e6, 1.0),
+        groups=groups,
+        groups_kept=kept,
+    )
+    limits = fields.number("swiglu_limit", 1e-3, 1e6, 7.0), fields.number("swiglu_alpha", 1e-3, 1e3, 1.702)
+    return replace(
+        made,
+        num_experts=count,
+        intermediate_size=width,
+        shared_size=fields.integer("shared_expert_intermediate_size", 0, MAX_WIDTH, shared),
+        sparse_layers=tuple(_sparse_layers(fields, num_layers)),
+        router=router,
+        clamped=made.clamped and limits,
+    )
 
 
-def _deepseek_sparse(fields: Fields, num_layers: int) -> list[bool]:
-    if (listed := listed_kinds(fields, num_layers, ("dense", "sparse"), "mlp_layer_types")) is not None:
-        return listed
-    first = fields.integer("first_k_dense_replace", 0, 1 << 16, 0)
-    every = fields.integer("moe_layer_freq", 1, 1 << 16, 1)
-    return [layer >= first and layer % every == 0 for layer in range(num_layers)]
-
-
-def _qwen_sparse(fields: Fields, num_layers: int) -> list[bool]:
-    step, key = fields.integer("decoder_sparse_step", 1, 1 << 16, 1), "mlp_only_layers"
-    dense = fields.integers(key, 0, 1 << 16) if key in fields else []
-    return [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
-
-
-def _lfm2_sparse(fields: Fields, num_layers: int) -> list[bool]:
-    corrected = fields.boolean("use_expert_bias", True)
-    fields.require(corrected, "use_expert_bias", "false is not supported")
-    first = fields.integer("num_dense_layers", 0, 1 << 16, 2)
-    return [layer >= first for layer in range(num_layers)]
-
-
-def _ernie_sparse(fields: Fields, num_layers: int) -> list[bool]:
-    fields.require(not fields.boolean("use_bias", False), "use_bias", "true: experts have no biases here")
-    first = fields.integer("moe_layer_start_index", 0, 1 << 16, 1)
-    last = fields.integer("moe_layer_end_index", -1, 1 << 16, -1)
-    every = fields.integer("moe_layer_interval", 1, 1 << 16, 1)
+def _sparse_layers(fields: Fields, num_layers: int) -> list[bool]:
+    """Which layers have experts: by name, or from one to another by steps, but for those listed."""
+    listed = layer_kinds(fields, num_layers, ("dense", "sparse"), "mlp_layer_types")
+    if listed is not None:
+        return [kind == "sparse" for kind in listed]
+    first = fields.integer("first_k_dense_replace", 0, MAX_RANK, 0)
+    last = fields.integer("moe_layer_end_index", -1, MAX_RANK, -1)
+    every, step = (fields.integer(key, 1, MAX_RANK, 1) for key in ("moe_layer_freq", "decoder_sparse_step"))
+    dense = fields.integers("mlp_only_layers", 0, MAX_RANK) if "mlp_only_layers" in fields else []
     layers = range(first, num_layers if last == -1 else last + 1)
-    return [layer in layers and (layer + 1) % every == 0 for layer in range(num_layers)]
+    return [
+        layer in layers and layer % every == 0 and (layer + 1) % step == 0 and layer not in dense
+        for layer in range(num_layers)
+    ]
 
 
-_ROUTED = "n_routed_experts"
-DEEPSEEK2 = ExpertKeys(
-    (_ROUTED,),
-    shared_count="n_shared_experts",
-    normalised=False,
-    switch=_ROUTED,
-    sparse=_deepseek_sparse,
-    grouped=True,
-)
-_SIGMOID = RouterConfig(0, sigmoid=True, corrected=True, normalised=True, group_best=2)
-DEEPSEEK3 = replace(DEEPSEEK2, normalised=True, switch=None, router=_SIGMOID)
-QWEN3 = ExpertKeys(("num_experts", "num_local_experts"), normalised=False, sparse=_qwen_sparse)
-QWEN2 = replace(QWEN3, shared_width=5632)
-HYBRID = replace(QWEN3, shared_width=512, normalised=True)
-MIXTRAL = ExpertKeys(("num_local_experts", "num_experts"), width="intermediate_size")
-"""Of `granitemoe`, too: the softmax of the chosen logits alone is that of all, divided by its sum."""
-LFM2 = ExpertKeys(
-    ("num_experts",),
-    normalised=True,
-    sparse=_lfm2_sparse,
-    router=_SIGMOID,
-    correction="expert_bias",
-    grouped=True,
-)
-NEMOTRON = replace(
-    DEEPSEEK3,
-    shared_count=None,
-    shared_width=7688,
-    shared_name="shared_experts",
-    switch=_ROUTED,
-    sparse=lambda fields, num_layers: [True] * num_layers,
-    plain=True,
-)
-GRANITE = replace(MIXTRAL, switch="num_local_experts", shared_width=1024, shared_name="shared_mlp")
-GPT_OSS = replace(MIXTRAL, clamped=True)
-GEMMA4 = ExpertKeys(("num_experts",), "top_k_experts", switch="enable_moe_block")
-ERNIE = ExpertKeys(
-    ("moe_num_experts",),
-    "moe_k",
-    shared_count="moe_num_shared_experts",
-    sparse=_ernie_sparse,
-    router=RouterConfig(0, sigmoid=False, corrected=True, normalised=True),
-    correction="moe_statics.e_score_correction_bias",
-)
+def ernie_keys(fields: Fields) -> dict[str, object]:
+    """What `ernie4_5` says of all its biases at once."""
+    return dict.fromkeys(("attention_bias", "mlp_bias"), fields.boolean("use_bias", False))
+
+
+def lfm2_keys(fields: Fields) -> dict[str, object]:
+    """What `lfm2` says in keys of its own: a width of which the MLP is made, and tables that are one."""
+    inner = fields.integer("block_ff_dim" if "block_ff_dim" in fields else "intermediate_size", 1, MAX_WIDTH)
+    if fields.boolean("block_auto_adjust_ff_dim", False):
+        step = fields.integer("block_multiple_of", 1, MAX_WIDTH, 256)
+        inner = int(fields.number("block_ffn_dim_multiplier", 1e-3, 1e3, 1.0) * int(2 * inner / 3))
+        inner = -(-inner // step) * step
+    tied = fields.boolean("tie_embedding", fields.boolean("tie_word_embeddings"))
+    return {"intermediate_size": inner, "tie_word_embeddings": tied}
+
+
+def granite_keys(fields: Fields) -> dict[str, object]:
+    """What `granitemoehybrid` says in its own way: the width without experts, a head's, what turns."""
+    found: dict[str, object] = {}
+    if not fields.get("num_experts"):
+        found["intermediate_size"] = fields.get("shared_expert_intermediate_size")
+    if fields.get("linear_value_head_dim") in (None, "auto"):
+        inner = fields.integer("mamba_expand", 1, 64, 2) * fields.integer("hidden_size", 1, MAX_WIDTH)
+        found["linear_value_head_dim"] = inner // fields.integer("linear_num_value_heads", 1, MAX_RANK)
+    if fields.choice("position_embedding_type", ("rope", "nope"), "nope") == "nope":
+        found["no_rope_layers"] = [0] * fields.integer("num_hidden_layers", 1, MAX_PERIOD)
+    return found
+
+
+def nemotron_keys(fields: Fields) -> dict[str, object]:
+    """What `nemotron_h` says in its own way: a letter a layer; no experts without such layers; none turns."""
+    pattern, key = "hybrid_override_pattern", "layer_types"
+    if pattern in fields:
+        fields = fields.having({key: list(fields.text(pattern))}, {key: pattern})
+    kinds = layer_kinds(fields, None, SINGLE)
+    if kinds is None:
+        raise fields.refused(key, "is missing")
+    found = {key: kinds, "num_hidden_layers": len(kinds), "no_rope_layers": [0] * len(kinds)}
+    if "moe" in kinds:
+        fields.integer("num_experts", 1, MAX_EXPERTS)
+        return found
+    return {**found, "num_experts": None}
 
 
 def read_gemma4(fields: Fields, layers: int, heads: int, sliding: tuple[int | None, ...]) -> Gemma4Config:
     """Of `gemma4_text`. Raises CheckpointError, also where a shared layer has none to read from."""
     kinds = sliding or (None,) * layers
-    key_is_value = fields.boolean("attention_k_eq_v", False)
     own = fields.integer("num_key_value_heads", 1, heads, heads)
     wide = _of_wide_layers(fields, kinds)
-    kv_heads = wide.integer("num_key_value_heads", 1, heads, own) if key_is_value else own
-    fields.require(heads % kv_heads == 0, "num_global_key_value_heads", f"does not divide {heads} heads")
-    size = wide.integer("head_dim", 2, 1024, 512)
-    fields.require(size % 2 == 0, "global_head_dim", f"{size} is odd: rotary embedding needs pairs")
-    shared = fields.integer("num_kv_shared_layers", 0, layers - 1, 0)
+    found = fields.facts(Gemma4Config, head_dim=wide.even("head_dim", 1024, 512), kv_heads=own)
+    if found.key_is_value:
+        found = replace(found, kv_heads=wide.integer("num_key_value_heads", 1, heads, own))
+    wide.require(heads % found.kv_heads == 0, "num_key_value_heads", f"does not divide {heads} heads")
     why = "a layer that shares has none of its kind before it"
-    fields.require(set(kinds) == set(kinds[: layers - shared]), "num_kv_shared_layers", why)
+    before = kinds[: max(0, layers - found.shared)]
+    fields.require(set(kinds) == set(before), "num_kv_shared_layers", why)
     fields.require(kinds[-1] is None, "layer_types", "the last layer is not full_attention")
     fields.require("rope_parameters" in fields, "rope_parameters", "is missing")
-    return Gemma4Config(
-        size,
-        kv_heads,
-        key_is_value,
-        shared,
-        fields.boolean("use_double_wide_mlp", False),
-        fields.integer("hidden_size_per_layer_input", 0, 1 << 16, 256),
-        fields.integer("vocab_size_per_layer_input", 1, 1 << 24, 262_144),
-    )
+    return found
 
 
 def _of_wide_layers(fields: Fields, kinds: tuple[int | None, ...]) -> Fields:
@@ -401,31 +346,9 @@ def _of_wide_layers(fields: Fields, kinds: tuple[int | None, ...]) -> Fields:
     each = fields.fields("per_layer_config")
     if each is None:
         keys = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-        return Fields(fields.where, {key: fields.get(old) for key, old in keys.items()})
+        return fields.having({key: fields.get(own) for key, own in keys.items()}, keys)
     wide = [str(layer) for layer, window in enumerate(kinds) if window is None]
     alike = all(each.values.get(layer) == each.values.get(wide[0]) for layer in wide)
     why = "differs among layers of a kind, which is not supported"
     fields.require(alike and set(each.values) == set(wide), "per_layer_config", why)
     return each.nested(wide[0])
-
-
-_FP8 = {"fmt": ("e4m3", "float8_e4m3fn"), "activation_scheme": ("dynamic",), "scale_fmt": ("float", "ue8m0")}
-"""What else is said of FP8 blocks, the first where nothing is."""
-
-
-def is_fp8_blocks(quantization: Fields) -> bool:
-    """Whether a `quantization_config` speaks of FP8 blocks as DeepSeek stores them."""
-    return quantization.get("quant_method") == "fp8" and "weight_block_size" in quantization
-
-
-def read_fp8_block(fields: Fields) -> tuple[int, int] | None:
-    """Rows and columns of the blocks that share a scale; None where weights are not stored so."""
-    old = "compression_config"
-    fields.require(old not in fields, old, "quantized weights are not supported in this form")
-    inner = fields.fields("quantization_config")
-    if inner is None or not is_fp8_blocks(inner):
-        return None
-    for key, known in _FP8.items():
-        inner.choice(key, known, known[0])
-    rows, columns = inner.integers("weight_block_size", 1, MAX_RANK, 2)
-    return rows, columns

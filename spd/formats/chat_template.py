@@ -83,12 +83,11 @@ class ChatTemplate:
         known = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         values = {**known, "tools": None, "documents": None, **self._special_tokens, **variables}
         reply = self._process.render(tool_use or self.default, values)
-        if "error" not in reply:
-            return str(reply["text"])
-        line = f": line {reply['line']}" if reply.get("line") else ""
-        if reply["error"] == "refused":
-            raise IncompatibleError(f"the chat template refuses these messages: {one_line(reply['message'])}")
-        raise CheckpointError(f"{self._where}{line}: {one_line(reply['message'])}")
+        if "text" in reply:
+            return reply["text"]
+        if "refused" in reply:
+            raise IncompatibleError(f"the chat template refuses these messages: {one_line(reply['refused'])}")
+        raise CheckpointError(f"{self._where}: {one_line(next(iter(reply.values())))}")
 
 
 @dataclass(frozen=True)
@@ -187,13 +186,13 @@ class TemplateProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def render(self, source: str, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """The worker's answer (see `template_worker.render`), or {"error": "limit"} where a limit ended it.
+    def render(self, source: str, variables: Mapping[str, Any]) -> dict[str, str]:
+        """The worker's answer (see `template_worker.render`), or {"limit": ...} where a limit ended it.
 
         Raises `EngineError` when the worker cannot be started, `UsageError` for what is not JSON.
         """
         request = _as_json({"source": source, "variables": dict(variables)}).encode()
-        reply: dict[str, Any] | None = None
+        reply: dict[str, str] | None = None
         with self._lock:
             process = self._process
             if process is None or process.poll() is not None:
@@ -206,11 +205,11 @@ class TemplateProcess:
                     reply = json.loads(process.stdout.readline(REPLY_LIMIT))
             finally:
                 # Also where an interrupt came: the answer still to come must not meet another question.
-                if reply is None or reply.get("error") == "memory":
+                if reply is None or "memory" in reply:
                     _end(process)
         if reply is None and process.returncode > 0:
             raise EngineError(f"the chat template worker ended with status {process.returncode}")
-        return reply or {"error": "limit", "message": "takes too much time or memory", "line": None}
+        return reply or {"limit": "takes too much time or memory"}
 
     def _start(self) -> subprocess.Popen[bytes]:
         try:

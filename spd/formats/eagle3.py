@@ -25,10 +25,10 @@ heads' configurations and the forward passes of the EAGLE repository, vLLM and S
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from spd.errors import CheckpointError
-from spd.formats.json_file import Fields, shown
+from spd.formats.json_file import Fields, keyed, shown
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
@@ -38,12 +38,9 @@ MOST_AUX = 16
 LAYER_PREFIXES = ("midlayer.", "layers.0.")
 """What stands before the names of the head's layer; the first that is there counts."""
 OFFSETS = "d2t"
-_SWITCHES = {
-    "use_aux_hidden_state": True,
-    "use_input_layernorm_in_first_layer": True,
-    "use_last_layernorm": True,
-    "use_mtp_layernorm": False,
-    "parallel_draft_step": 1,
+_BUILT = {
+    **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer"), (True,)),
+    **{"use_last_layernorm": (True,), "use_mtp_layernorm": (False,), "parallel_draft_step": (1,)},
 }
 """Keys of eagle_config that change the forward pass, and the value that is built."""
 EMBEDDING, HEAD, FINAL_NORM, FUSE = "embed_tokens.weight", "lm_head.weight", "norm.weight", "fc.weight"
@@ -53,14 +50,14 @@ EMBEDDING, HEAD, FINAL_NORM, FUSE = "embed_tokens.weight", "lm_head.weight", "no
 class Eagle3Config:
     """What a head's configuration says beyond a decoder's."""
 
-    target_hidden_size: int
+    target_hidden_size: int = field(metadata=keyed("target_hidden_size", 1, 1 << 20))
     draft_vocab_size: int | None  # ids that the head knows; None: all of the target's, in their order
     listed_layers: tuple[int, ...] | None
     num_aux: int
-    norm_before_residual: bool
-    norm_before_fc: bool
-    fc_norm: bool
-    norm_output: bool
+    norm_before_residual: bool = field(metadata=keyed("norm_before_residual"))
+    norm_before_fc: bool = field(metadata=keyed("norm_before_fc"))
+    fc_norm: bool = field(metadata=keyed("fc_norm"))
+    norm_output: bool = field(metadata=keyed("norm_output"))
 
     def aux_layers(self, target_layers: int) -> tuple[int, ...]:
         """Layers that each stream has passed which the head reads. Raises CheckpointError beyond them."""
@@ -80,37 +77,29 @@ def read_eagle3(fields: Fields) -> tuple[Eagle3Config, Fields] | None:
     speculators, layer = fields.get("speculators_model_type") == MODEL_TYPE, fields
     if speculators:
         layer = fields.nested("transformer_layer_config")
-        kind = layer.text("model_type", "llama")
-        why = f"{shown(kind)}: EAGLE-3 heads with llama's layer are supported"
-        layer.require(kind == "llama", "model_type", why)
+        layer.only({"model_type": ("llama",)})
     else:  # whatever model_type says: trainers write the target's there
         names = fields.get("architectures")
         named = isinstance(names, list) and any(name in ARCHITECTURES for name in names)
         if not named and (names != ["LlamaForCausalLM"] or "draft_vocab_size" not in fields):
             return None
-    one = layer.integer("num_hidden_layers", 1, 1024, 1) == 1
-    layer.require(one, "num_hidden_layers", "EAGLE-3 heads of one layer are supported")
+    layer.only({"num_hidden_layers": (1,)})
     nested = fields.fields("eagle_config") or Fields(f"{fields.where}: eagle_config", {})
-    for key, built in _SWITCHES.items():
-        why = f"{shown(nested.get(key))} is not supported ({shown(built)} is)"
-        nested.require(nested.get(key) in (None, built), key, why)
-    vocab_size = layer.integer("vocab_size", 1, 1 << 24)
-    hidden_size = layer.integer("hidden_size", 1, 1 << 20)
+    nested.only(_BUILT)
     listed = _listed(fields, IDS, 0) or _listed(fields, OTHER_IDS, 0) or _listed(nested, IDS, 1)
-    sizes = fields if "target_hidden_size" in fields else layer
-    facts = Eagle3Config(
-        target_hidden_size=sizes.integer("target_hidden_size", 1, 1 << 20, hidden_size),
-        draft_vocab_size=fields.optional_integer("draft_vocab_size", 1, vocab_size),
+    absent = {"target_hidden_size": layer.get("target_hidden_size") or layer.get("hidden_size")}
+    absent |= {"norm_before_fc": nested.get("norm_before_fc") or False, "norm_before_residual": speculators}
+    said = {key: value for key, value in fields.values.items() if value is not None}
+    facts = Fields(fields.where, {"fc_norm": False, "norm_output": False, **absent, **said}).facts(
+        Eagle3Config,
+        draft_vocab_size=fields.optional_integer(
+            "draft_vocab_size", 1, layer.integer("vocab_size", 1, 1 << 24)
+        ),
         listed_layers=listed,
         num_aux=len(listed) if listed else 3,
-        norm_before_residual=fields.boolean("norm_before_residual", speculators),
-        norm_before_fc=fields.boolean("norm_before_fc", nested.boolean("norm_before_fc", False)),
-        fc_norm=fields.boolean("fc_norm", False),
-        norm_output=fields.boolean("norm_output", False),
     )
     stored = [each.get(key) for each in (layer, fields) for key in ("dtype", "torch_dtype")]
     llama = {
-        **layer.values,
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "num_hidden_layers": 1,
@@ -119,7 +108,7 @@ def read_eagle3(fields: Fields) -> tuple[Eagle3Config, Fields] | None:
         "torch_dtype": None,
         **dict.fromkeys(("bos_token_id", "eos_token_id")),  # the target's, and often another one's
     }
-    return facts, Fields(layer.where, llama)
+    return facts, layer.having(llama)
 
 
 def _listed(fields: Fields, key: str, added: int) -> tuple[int, ...] | None:

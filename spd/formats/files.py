@@ -26,7 +26,7 @@ def read_input(name: Path | str, fix: str, limit: int = INPUT_LIMIT) -> bytes:
             with open(name, "rb") as file:
                 data = file.read(limit + 1)
     except FileNotFoundError:
-        raise NotFoundError(f"no file {shown}", fix=[fix], code="no_file") from None
+        raise NotFoundError(f"no file {shown}", fix=[fix]) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"cannot read {shown}: {why}", fix=[fix]) from None

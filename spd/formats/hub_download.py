@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from tqdm.std import tqdm
 
 from spd import errors
 from spd.errors import IncompatibleError, NetworkError, NotFoundError, ResourceError
-from spd.formats.checkpoint import INDEX_NAME, SHARD_NAME, SINGLE_NAME, read_weight_map
+from spd.formats.checkpoint import INDEX_NAME, SINGLE_NAME, read_weight_map
 from spd.formats.files import write_whole
 from spd.formats.hub import cache_folder, cached_folder, check_repository_name
 from spd.formats.json_file import one_line, shown
@@ -44,7 +44,6 @@ class RemoteModel:
     revision: str | None
     commit: str
     files: tuple[RepoSibling, ...]
-    total_bytes: int
     missing_bytes: int  # of the files that are not in the cache yet
 
 
@@ -60,17 +59,13 @@ def look_up(name: str, revision: str | None = None) -> RemoteModel:
         commit, every = str(info.sha), {file.rfilename: file for file in info.siblings or ()}
         if not _COMMIT.fullmatch(commit):
             raise ValueError("it names no commit")
-        offered = {file: every[file] for file in every if file in SMALL_FILES or SHARD_NAME.fullmatch(file)}
-        sizes = {file: int(entry.size or 0) for file, entry in offered.items()}
-        if "config.json" not in offered:
+        if "config.json" not in every:
             raise IncompatibleError(f"{name}: the repository has no config.json, so it is no model folder")
-        wanted = [file for file in offered.values() if file.rfilename in SMALL_FILES]
-        wanted += _weights(name, commit, offered, list(every))
+        wanted = [file for file in every.values() if file.rfilename in SMALL_FILES]
+        wanted += _weights(name, commit, every)
         there = cached_folder(name) / "snapshots" / commit
-        names = [file.rfilename for file in wanted]
-        total = sum(sizes[file] for file in names)
-        missing = sum(sizes[file] for file in names if not (there / file).is_file())
-        return RemoteModel(name, revision, commit, tuple(wanted), total, missing)
+        missing = sum(int(file.size or 0) for file in wanted if not (there / file.rfilename).is_file())
+        return RemoteModel(name, revision, commit, tuple(wanted), missing)
 
 
 def download(model: RemoteModel, report: Callable[[int], None]) -> Path:
@@ -83,12 +78,9 @@ def download(model: RemoteModel, report: Callable[[int], None]) -> Path:
     there = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
     free = shutil.disk_usage(there).free
     if free < model.missing_bytes * SPARE_SHARE:
-        raise ResourceError(
-            f"not enough disk space for {model.name}: {model.missing_bytes:,} bytes to come, {free:,} free",
-            reason=[f"The cache is {cache}."],
-            fix=[_MAKE_ROOM, "HF_HOME=/another/disk spd pull …"],
-            code="disk_full",
-        )
+        why = f"{model.missing_bytes:,} bytes to come, {free:,} free in {cache}"
+        fix = [_MAKE_ROOM, "HF_HOME=/another/disk spd pull …"]
+        raise ResourceError(f"not enough disk space for {model.name}: {why}", fix=fix)
     with _in_words(model.name):
         paths = [_fetch(model.name, model.commit, file, report) for file in model.files]
         ref = cached_folder(model.name) / "refs" / (model.revision or "main")
@@ -110,26 +102,21 @@ def _fetch(name: str, commit: str, file: RepoSibling, report: Callable[[int], No
     return path
 
 
-def _weights(
-    name: str, commit: str, offered: Mapping[str, RepoSibling], every: Sequence[str]
-) -> list[RepoSibling]:
+def _weights(name: str, commit: str, every: Mapping[str, RepoSibling]) -> list[RepoSibling]:
     """The weights that loading would read: the single file, else the shards that the index names."""
-    if SINGLE_NAME in offered:
-        return [offered[SINGLE_NAME]]
-    if INDEX_NAME in offered:
-        index = _fetch(name, commit, offered[INDEX_NAME], lambda _: None)
+    if SINGLE_NAME in every:
+        return [every[SINGLE_NAME]]
+    if INDEX_NAME in every:
+        index = _fetch(name, commit, every[INDEX_NAME], lambda _: None)
         shards = sorted(set(read_weight_map(index).values()))
-        if absent := [shard for shard in shards if shard not in offered]:
+        if absent := [shard for shard in shards if shard not in every]:
             why = f"{name}: {INDEX_NAME} names {shown(absent[0])}, which the hub does not have"
             raise errors.CheckpointError(why)
-        return [offered[shard] for shard in shards]
+        return [every[shard] for shard in shards]
     found = sorted({Path(file).suffix for file in every} & {".bin", ".pt", ".pth", ".gguf", ".safetensors"})
-    raise IncompatibleError(
-        f"{name} has no {SINGLE_NAME} and no {INDEX_NAME}",
-        reason=[f"Its weights are {', '.join(found)} files, which spd does not read."] if found else [],
-        fix=["a repository with safetensors weights"],
-        code="no_safetensors",
-    )
+    why = f"{name} has no {SINGLE_NAME} and no {INDEX_NAME}"
+    why += f", but {', '.join(found)} files, which spd does not read" if found else ""
+    raise IncompatibleError(why, fix=["a repository with safetensors weights"])
 
 
 def _check_hash(name: str, file: RepoSibling, path: Path) -> None:
@@ -142,12 +129,9 @@ def _check_hash(name: str, file: RepoSibling, path: Path) -> None:
     path.unlink()
     if blob.parent.name == "blobs":  # wherever else it lies, it is not the cache's
         blob.unlink()
-    raise NetworkError(
-        f"{name}: {file.rfilename} is not the file that the hub lists; it was removed",
-        reason=[f"hash wanted {wanted}", f"hash found  {found}"],
-        fix=[f"spd pull {name}"],
-        code="wrong_hash",
-    )
+    why = f"{name}: {file.rfilename} is not the file that the hub lists; it was removed"
+    hashes = [f"hash wanted {wanted}", f"hash found  {found}"]
+    raise NetworkError(why, reason=hashes, fix=[f"spd pull {name}"])
 
 
 def _meter(report: Callable[[int], None]) -> Any:
@@ -192,34 +176,26 @@ def _in_words(name: str) -> Iterator[None]:
 
 def _refusal(name: str, error: Exception) -> errors.SpdError:
     """What an error of the library means for a download."""
-    said = "A token is set (HF_TOKEN or hf auth login)." if get_token() else "No token is set (HF_TOKEN)."
+    token = (
+        "this token (HF_TOKEN, hf auth login) has no access" if get_token() else "no token is set (HF_TOKEN)"
+    )
     status = getattr(getattr(error, "response", None), "status_code", None)
-    gated = isinstance(error, hub_errors.GatedRepoError)
     if isinstance(error, hub_errors.RevisionNotFoundError):
         return NotFoundError(f"{name}: the hub has no such revision", fix=["leave --revision out"])
+    gated = isinstance(error, hub_errors.GatedRepoError)
     if isinstance(error, hub_errors.RepositoryNotFoundError) and not gated:
-        why = f"{name}: the hub has no such model, or this token may not see it"
         fix = ["check the name, ORG/NAME; for a private model: hf auth login"]
-        return NotFoundError(why, reason=[said], fix=fix, code="no_repository")
-    if isinstance(error, hub_errors.OfflineModeIsEnabled):
-        why = f"{name}: not downloaded, because HF_HUB_OFFLINE is set"
-        return NetworkError(why, fix=["unset HF_HUB_OFFLINE"], code="offline")
-    if gated or (isinstance(error, hub_errors.HfHubHTTPError) and status in (401, 403)):
-        lack = "this token has no access" if get_token() else "no token is set"
-        why = f"{name} {'is gated' if gated else 'refuses access'} and {lack}"
+        return NotFoundError(f"{name}: the hub has no such model, or it is private and {token}", fix=fix)
+    if status in (401, 403):
         fix = [f"accept the licence at {constants.ENDPOINT}/{name}, then: hf auth login"]
-        return NetworkError(why, reason=[said], fix=fix, code="gated")
+        return NetworkError(f"{name} is gated, and {token}", fix=fix)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        why = f"the disk is full while downloading {name}"
-        return ResourceError(why, reason=["Finished files are kept."], fix=[_MAKE_ROOM], code="disk_full")
+        return ResourceError(f"the disk is full while downloading {name}", fix=[_MAKE_ROOM])
     why = one_line(error) or type(error).__name__
     if isinstance(error, hub_errors.HfHubHTTPError):
         why = f"the hub answered {status}"
     elif isinstance(error, (AttributeError, LookupError, RecursionError, TypeError, ValueError)):
         why = f"the hub gave a wrong answer: {why}"
-    return NetworkError(
-        f"cannot download {name}: {why}",
-        reason=[f"The hub is {constants.ENDPOINT}. Finished files are kept."],
-        fix=[f"spd pull {name} goes on where it stopped, file by file"],
-        code="network",
-    )
+    reason = [f"The hub is {constants.ENDPOINT}. Finished files are kept."]
+    fix = [f"spd pull {name} goes on where it stopped, file by file"]
+    return NetworkError(f"cannot download {name}: {why}", reason=reason, fix=fix)

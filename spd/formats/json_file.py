@@ -5,21 +5,24 @@ Every refusal is a `CheckpointError` of one line that starts with the file and n
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import math
 import os
 import shlex
 import stat
 from collections import Counter
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import MISSING
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import MappingProxyType
+from typing import Any, BinaryIO, TypeVar, cast
 
 from spd.errors import CheckpointError
 
 CONFIG_LIMIT = 10_000_000  # bytes; the largest published config.json is below 100 kB
 MAX_DEPTH = 64
+T = TypeVar("T")
 MAX_CONTAINERS = 1_500_000  # bounds a hostile file's memory; the header of 90 thousand tensors has 270,000
 
 
@@ -97,15 +100,10 @@ def decode_utf8(data: bytes, where: str) -> str:
 
 
 def parse_json(text: str, where: str) -> object:
-    """Strict JSON but for Infinity, which published files hold: no NaN, duplicate keys or lone surrogates.
+    """JSON without duplicate keys and lone surrogates, of bounded depth and size.
 
-    Depth and size are bounded.
+    Published files hold Infinity; NaN is in no range.
     """
-
-    def constant(word: str) -> float:
-        if word != "Infinity":
-            raise CheckpointError(f"{where}: {word} is not JSON")
-        return math.inf
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         result = dict(pairs)
@@ -117,7 +115,7 @@ def parse_json(text: str, where: str) -> object:
     if text.count("[") + text.count("{") > MAX_CONTAINERS:
         raise CheckpointError(f"{where}: holds more than {MAX_CONTAINERS:,} lists and objects")
     try:
-        value: object = json.loads(text, object_pairs_hook=unique, parse_constant=constant)
+        value: object = json.loads(text, object_pairs_hook=unique)
         level: list[Any] = [[value]]  # all of one depth at a time: a call for each would take long
         for _ in range(MAX_DEPTH + 2):
             inner = (node.values() if isinstance(node, dict) else node for node in level)
@@ -139,15 +137,22 @@ def parse_json(text: str, where: str) -> object:
     return value
 
 
+def keyed(name: str, *bounds: float) -> dict[str, Any]:
+    """The metadata of a dataclass's field that `Fields.facts` reads: under which key, in which range."""
+    return {"key": name, "bounds": bounds}
+
+
 class Fields:
     """Typed, ranged reading of a JSON object; null counts as absent.
 
-    `where` starts every message: the file, and for a nested object the key that holds it.
+    `where` starts every message: the file, and for a nested object the key that holds it. `called` are keys
+    by other names than the file's own, which messages have.
     """
 
-    def __init__(self, where: str, values: Mapping[str, object]) -> None:
-        self.where = where
-        self.values = values
+    def __init__(
+        self, where: str, values: Mapping[str, object], called: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self.where, self.values, self.called = where, values, called
 
     @classmethod
     def of(cls, path: Path, limit: int = CONFIG_LIMIT) -> Fields:
@@ -165,9 +170,19 @@ class Fields:
     def __contains__(self, key: str) -> bool:
         return self.values.get(key) is not None
 
+    def having(self, values: Mapping[str, object], called: Mapping[str, str] | None = None) -> Fields:
+        """These, with other values of some keys."""
+        return Fields(self.where, {**self.values, **values}, {**self.called, **(called or {})})
+
+    def renamed(self, others: Mapping[str, Sequence[str]]) -> Fields:
+        """These, with what stands under other names of keys that are absent themselves."""
+        called = {key: name for key, names in others.items() for name in reversed(names) if name in self}
+        called = {key: name for key, name in called.items() if key not in self}
+        return self.having({key: self.get(name) for key, name in called.items()}, called)
+
     def refused(self, key: str, why: str) -> CheckpointError:
         """The error for a field: file, field, reason."""
-        return CheckpointError(f"{self.where}: {key}: {why}")
+        return CheckpointError(f"{self.where}: {self.called.get(key, key)}: {why}")
 
     def require(self, holds: bool, key: str, why: str) -> None:
         """Raise that error unless it holds."""
@@ -184,6 +199,12 @@ class Fields:
             raise self.refused(key, f"{shown(value)} is not a whole number from {low} to {high}")
         return value
 
+    def even(self, key: str, high: int, default: int | None = None) -> int:
+        """An even whole number from 2 on: rotary embedding turns pairs."""
+        value = self.integer(key, 2, high, default)
+        self.require(value % 2 == 0, key, f"{value} is odd: rotary embedding needs pairs")
+        return value
+
     def optional_integer(self, key: str, low: int, high: int) -> int | None:
         """As `integer`, `None` when absent."""
         return self.integer(key, low, high) if key in self else None
@@ -194,10 +215,6 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise self.refused(key, f"{shown(value)} is not a number from {low:g} to {high:g}")
         return float(value)
-
-    def optional_number(self, key: str, low: float, high: float) -> float | None:
-        """As `number`, `None` when absent."""
-        return self.number(key, low, high) if key in self else None
 
     def integers(self, key: str, low: int, high: int, count: int | None = None) -> list[int]:
         """A list of whole numbers in [low, high], of any length or `count` of them."""
@@ -219,7 +236,7 @@ class Fields:
             raise self.refused(key, f"is not a list of {count} numbers")
         return tuple(Fields(self.where, {key: value}).number(key, low, high) for value in values)
 
-    def boolean(self, key: str, default: bool) -> bool:
+    def boolean(self, key: str, default: bool | None = None) -> bool:
         value = self._present(key, default)
         if not isinstance(value, bool):
             raise self.refused(key, f"{shown(value)} is not true or false")
@@ -231,12 +248,48 @@ class Fields:
             raise self.refused(key, f"{shown(value)} is not a string")
         return value
 
+    def texts(self, key: str) -> list[str]:
+        """A list of strings, empty when absent."""
+        value = self.get(key) if key in self else []
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise self.refused(key, f"{shown(value)} is not a list of names")
+        return value
+
+    def among(self, key: str, value: object, known: Collection[object]) -> None:
+        """Refuse a value that is not among those that are known, by name."""
+        if value not in known:  # a header asks thousands of times
+            plain = [each if isinstance(each, str) else shown(each) for each in known]
+            those = f" ({', '.join(plain)} {'is' if len(plain) == 1 else 'are'})" if plain else ""
+            raise self.refused(key, f"{shown(value)} is not supported{those}")
+
+    def only(self, supported: Mapping[str, Collection[object]]) -> None:
+        """Refuse keys that say anything but what is supported; they may be absent."""
+        for key, known in supported.items():
+            if key in self:
+                self.among(key, self.get(key), known)
+
     def choice(self, key: str, known: Collection[str], default: str | None = None) -> str:
         """A string that is among `known`; any other one is refused by name."""
         value = self.text(key, default)
-        those = f"{', '.join(known)} {'is' if len(known) == 1 else 'are'}"
-        self.require(value in known, key, f"{shown(value)} is not supported ({those})")
+        self.among(key, value, known)
         return value
+
+    def facts(self, kind: type[T], **known: Any) -> T:
+        """A dataclass whose fields have the metadata of `keyed`, and what is `known` of it besides.
+
+        Bounds say whether a number is whole; without any it is true or false. An absent key counts as the
+        field's default, or as None where its type allows that.
+        """
+        for each in dataclasses.fields(cast(Any, kind)):
+            if not each.metadata or each.name in known:
+                continue
+            name, bounds = each.metadata["key"], each.metadata["bounds"]
+            reader: Any = self.number if float in map(type, bounds) else self.integer
+            if name in self or (each.default is MISSING and not str(each.type).endswith("| None")):
+                known[each.name] = (reader if bounds else self.boolean)(name, *bounds)
+            elif each.default is MISSING:
+                known[each.name] = None
+        return kind(**known)
 
     def token_ids(self, key: str, end: int) -> tuple[int, ...]:
         """One token id or a list of them, each in [0, end); empty when absent."""

@@ -7,8 +7,9 @@ change the model. Nothing a folder brings (`auto_map`, custom code) is ever impo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 
 from spd.errors import CheckpointError
@@ -18,16 +19,8 @@ from spd.formats.assistant import AssistantConfig, read_assistant
 from spd.formats.block_config import MAX_POSITIONS, MAX_WIDTH
 from spd.formats.eagle3 import ARCHITECTURE as EAGLE3
 from spd.formats.eagle3 import Eagle3Config, read_eagle3
-from spd.formats.json_file import Fields, names_in, shown
+from spd.formats.json_file import Fields, keyed, names_in, shown
 from spd.formats.quantized import Quantization, read_quantization
-from spd.formats.recurrent_config import (
-    ConvConfig,
-    granite_keys,
-    lfm2_keys,
-    nemotron_keys,
-    read_conv,
-    read_mamba,
-)
 from spd.formats.rope_config import (
     RopeConfig,
     read_growth,
@@ -49,7 +42,7 @@ class ModelConfig:
     """The facts of a decoder that its code needs; sizes count elements, `dtype` is a torch name."""
 
     architecture: str
-    hidden_size: int
+    hidden_size: int = field(metadata=keyed("hidden_size", 1, MAX_WIDTH))
     intermediate_size: int
     num_layers: int
     num_heads: int
@@ -57,16 +50,16 @@ class ModelConfig:
     head_dim: int
     vocab_size: int
     max_positions: int
-    rms_norm_eps: float
-    tie_embeddings: bool
-    attention_bias: bool
-    mlp_bias: bool
+    rms_norm_eps: float = field(metadata=keyed("rms_norm_eps", 1e-12, 0.1))
+    tie_embeddings: bool = field(metadata=keyed("tie_word_embeddings"))
+    attention_bias: bool = field(metadata=keyed("attention_bias"))
+    mlp_bias: bool = field(metadata=keyed("mlp_bias"))
     rope: RopeConfig
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     rotary_dim: int | None = None  # the first dimensions of a head that rotate; None: all of them
-    qk_norm: bool = False
+    qk_norm: bool = field(default=False, metadata=keyed("use_qk_norm"))
     """Whether queries and keys are normalised per head, where a family leaves that to the checkpoint."""
     latent: blocks.LatentConfig | None = None
     experts: blocks.ExpertsConfig | None = None
@@ -77,16 +70,16 @@ class ModelConfig:
     sliding: tuple[int | None, ...] = ()
     """Each layer's sliding window, None where it sees everything; empty where no layer slides."""
     local_rope: RopeConfig | None = None  # of layers that slide, where they rotate in another way
-    query_scalar: float | None = None
+    query_scalar: float | None = field(default=None, metadata=keyed("query_pre_attn_scalar", 1e-6, 1e9))
     """Scores are divided by its square root; None: by that of the head's size."""
     query_growth: tuple[float, int] | None = None  # see `read_growth`
-    attention_softcap: float | None = None
-    logit_softcap: float | None = None
+    attention_softcap: float | None = field(default=None, metadata=keyed("attn_logit_softcapping", 1e-3, 1e6))
+    logit_softcap: float | None = field(default=None, metadata=keyed("final_logit_softcapping", 1e-3, 1e6))
     still: tuple[bool, ...] = ()
     """Which layers know no positions; empty where every one turns."""
-    scales: blocks.Scales = blocks.PLAIN
+    scales: blocks.Scales = blocks.Scales()
     gemma4: blocks.Gemma4Config | None = None
-    recurrent: blocks.DeltaConfig | ConvConfig | None = None  # of layers between those that attend
+    recurrent: blocks.DeltaConfig | blocks.ConvConfig | None = None  # of layers between those that attend
     eagle3: Eagle3Config | None = None
     """Of an EAGLE-3 head, which is no model by itself: how it reads its target."""
     assistant: AssistantConfig | None = None
@@ -104,21 +97,21 @@ class _Family:
     model_type: str
     absent: Mapping[str, object]
     """What an absent key counts as. A family that knows windows or the rotation of a part has its key."""
-    bias: str | None = "attention_bias"  # the key of the attention's biases, where the family has one
-    mlp_bias: str | None = None  # the key of the MLP's biases, where the family has one
-    epsilon: str = "rms_norm_eps"  # the key of what norms add
-    experts: blocks.ExpertKeys | None = None
+    experts: blocks.ExpertsConfig | None = None  # what no key says of experts
+    switch: str | None = None  # a key without which there are none
     latent: bool = False
-    recurrent: Callable[[Fields, int], blocks.DeltaConfig | ConvConfig] | None = None
+    recurrent: Callable[[Fields, int], blocks.DeltaConfig | blocks.ConvConfig] | None = None
     """What reads of recurrent layers, where there are some."""
-    spelled: Callable[[Fields], Mapping[str, object]] | None = None  # what its own keys say, in the others'
+    spelled: Callable[[Fields], Mapping[str, object]] | None = None  # what keys say in a way of its own
+    only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)  # as `_SUPPORTED`
     local_base: str | None = None  # the key of the base of layers that slide, where these turn in another way
     global_still: bool = False  # where layers slide, those that see everything do not turn
     gemma4: bool = False  # whether layers have the keys of `read_gemma4`
     also: tuple[str, ...] = ()  # other model types of the same text
 
 
-_COMMON: dict[str, object] = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+_COMMON: dict[str, object] = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6}
+_COMMON |= dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), False)
 _LONG, _SHORT = {"max_position_embeddings": 131072}, {"max_position_embeddings": 2048}
 _QWEN, _EPS = {"max_position_embeddings": 32768}, {"rms_norm_eps": 1e-5}
 _SLIDES, _LOCAL = {"sliding_window": 4096}, "rope_local_base_freq"
@@ -128,104 +121,115 @@ _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256
 _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _UNCAPPED = {**_GEMMA, **dict.fromkeys(_CAPS)}
 _GEMMA3 = {**_UNCAPPED, **_LONG, "rope_theta": 1e6, _LOCAL: 1e4, "sliding_window_pattern": 6}
-_QUARTER = {**_QWEN, "partial_rotary_factor": 0.25}
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _GRANITE, _ERNIE = {**_SHORT, **dict.fromkeys(_MULTIPLIERS, 1.0)}, {**_LONG, **_EPS, "rope_theta": 5e5}
 _PHI3 = {**_EPS, "max_position_embeddings": 4096, "partial_rotary_factor": 1.0, "sliding_window": None}
-_DEEPSEEK3 = {"max_position_embeddings": 4096, "first_k_dense_replace": 3}
 _STILL = {"no_rope_layers": None, "no_rope_layer_interval": 4}
 _SMOLLM3 = {**_QWEN, **_STILL, "rope_theta": 2e6, "tie_word_embeddings": True}
 _MIXTRAL = {**_LONG, **_EPS, "rope_theta": 1e6, "sliding_window": None}
-_GLM4_MOE = {**_LONG, **_EPS, "partial_rotary_factor": 0.5, "first_k_dense_replace": 1}
-_GLM4_LITE = {**_EPS, "max_position_embeddings": 202752, "first_k_dense_replace": 1}
+_SHARED = "shared_expert_intermediate_size"
+_GROUPS = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True}
+_DEEPSEEK2 = {**_SHORT, **_GROUPS, "topk_method": "greedy", "norm_topk_prob": False}
+_DEEPSEEK2["first_k_dense_replace"] = 0
+_DEEPSEEK3 = {**_GROUPS, "max_position_embeddings": 4096, "first_k_dense_replace": 3}
+_PARTLY = {**_LONG, **_EPS, "partial_rotary_factor": 0.5}
+_GLM4_MOE = {**_PARTLY, **_GROUPS, "first_k_dense_replace": 1}
+_GLM4_LITE = {**_EPS, **_GROUPS, "max_position_embeddings": 202752, "first_k_dense_replace": 1}
 _GLM4_LITE["routed_scaling_factor"] = 1.8
-_GLM4 = {**_GLM4_MOE, "rms_norm_eps": 1.5625e-7, "attention_bias": True, "head_dim": 128}
-_LFM2: dict[str, object] = {"max_position_embeddings": 128000, "norm_eps": 1e-5, "rope_theta": 1e6}
+_LFM2: dict[str, object] = {**_EPS, "max_position_embeddings": 128000, "rope_theta": 1e6, "conv_L_cache": 3}
 _LFM2["tie_word_embeddings"] = True
+_HYBRID = {**_QWEN, "partial_rotary_factor": 0.25}
+_HYBRID_MOE = {**_HYBRID, _SHARED: 512, "norm_topk_prob": True}
+_NEMOTRON = {**_EPS, **_GROUPS, "max_position_embeddings": 4096, "head_dim": 128, _SHARED: 7688}
+_read_delta = partial(blocks.read_recurrent, kinds=blocks.RECURRENT)
+_read_conv = partial(blocks.read_recurrent, kinds=blocks.CONVOLVING)
+_read_single = partial(blocks.read_recurrent, kinds=blocks.SINGLE, corrects=False)
 _FAMILIES = {
-    "LlamaForCausalLM": _Family("llama", _SHORT, mlp_bias="mlp_bias"),
-    "MistralForCausalLM": _Family("mistral", {**_LONG, **_SLIDES}, bias=None),
-    "Phi3ForCausalLM": _Family("phi3", _PHI3, bias=None),
-    "Qwen2ForCausalLM": _Family("qwen2", _SWITCHED, bias=None),
+    "LlamaForCausalLM": _Family("llama", _SHORT),
+    "MistralForCausalLM": _Family("mistral", {**_LONG, **_SLIDES}),
+    "Phi3ForCausalLM": _Family("phi3", _PHI3),
+    "Qwen2ForCausalLM": _Family("qwen2", _SWITCHED),
     "Qwen3ForCausalLM": _Family("qwen3", _SWITCHED),
-    "Qwen3MoeForCausalLM": _Family("qwen3_moe", _QWEN, experts=blocks.QWEN3),
+    "Qwen3MoeForCausalLM": _Family("qwen3_moe", {**_QWEN, "norm_topk_prob": False}, blocks.ROUTED),
     "Gemma2ForCausalLM": _Family(
         "gemma2", {**_GEMMA, **_CAPS, **_SLIDES, "max_position_embeddings": 8192, "sliding_window_pattern": 2}
     ),
     "Gemma3ForCausalLM": _Family("gemma3_text", {**_GEMMA3, **_SLIDES}, local_base=_LOCAL),
-    "DeepseekV2ForCausalLM": _Family("deepseek_v2", _SHORT, latent=True, experts=blocks.DEEPSEEK2),
-    "DeepseekV3ForCausalLM": _Family("deepseek_v3", _DEEPSEEK3, latent=True, experts=blocks.DEEPSEEK3),
-    "Glm4MoeForCausalLM": _Family("glm4_moe", _GLM4_MOE, experts=blocks.DEEPSEEK3),
-    "Glm4MoeLiteForCausalLM": _Family("glm4_moe_lite", _GLM4_LITE, latent=True, experts=blocks.DEEPSEEK3),
+    "DeepseekV2ForCausalLM": _Family(
+        "deepseek_v2", _DEEPSEEK2, blocks.ROUTED, latent=True, only={"norm_topk_prob": (False,)}
+    ),
+    "DeepseekV3ForCausalLM": _Family("deepseek_v3", _DEEPSEEK3, blocks.SIGMOID, latent=True),
+    "Glm4MoeForCausalLM": _Family("glm4_moe", _GLM4_MOE, blocks.SIGMOID),
+    "Glm4MoeLiteForCausalLM": _Family("glm4_moe_lite", _GLM4_LITE, blocks.SIGMOID, latent=True),
     "MiMoForCausalLM": _Family("mimo", _QWEN),
     "Lfm2ForCausalLM": _Family(
         "lfm2",
         {**_LFM2, "block_auto_adjust_ff_dim": True},
-        bias=None,
-        epsilon="norm_eps",
-        recurrent=read_conv,
-        spelled=lfm2_keys,
+        recurrent=_read_conv,
+        spelled=blocks.lfm2_keys,
     ),
     "Lfm2MoeForCausalLM": _Family(
         "lfm2_moe",
-        _LFM2,
-        bias=None,
-        epsilon="norm_eps",
-        recurrent=read_conv,
-        spelled=lfm2_keys,
-        experts=blocks.LFM2,
+        {**_LFM2, **_GROUPS, "first_k_dense_replace": 2},
+        blocks.LFM2,
+        recurrent=_read_conv,
+        spelled=blocks.lfm2_keys,
     ),
     "Qwen3NextForCausalLM": _Family(
-        "qwen3_next", _QUARTER, experts=blocks.HYBRID, recurrent=partial(blocks.read_delta, interleaved=True)
+        "qwen3_next", _HYBRID_MOE, blocks.SHARED, recurrent=partial(_read_delta, interleaved=True)
     ),
-    "Qwen3_5ForCausalLM": _Family("qwen3_5_text", _QUARTER, recurrent=blocks.read_delta),
-    "Qwen3_5MoeForCausalLM": _Family(
-        "qwen3_5_moe_text", _QUARTER, experts=blocks.HYBRID, recurrent=blocks.read_delta
+    "Qwen3_5ForCausalLM": _Family("qwen3_5_text", _HYBRID, recurrent=_read_delta),
+    "Qwen3_5MoeForCausalLM": _Family("qwen3_5_moe_text", _HYBRID_MOE, blocks.SHARED, recurrent=_read_delta),
+    "Ernie4_5ForCausalLM": _Family("ernie4_5", _ERNIE, spelled=blocks.ernie_keys),
+    "Ernie4_5_MoeForCausalLM": _Family(
+        "ernie4_5_moe", {**_ERNIE, "first_k_dense_replace": 1}, blocks.ERNIE, only={"use_bias": (False,)}
     ),
-    "Ernie4_5ForCausalLM": _Family("ernie4_5", _ERNIE, bias="use_bias", mlp_bias="use_bias"),
-    "Ernie4_5_MoeForCausalLM": _Family("ernie4_5_moe", _ERNIE, bias="use_bias", experts=blocks.ERNIE),
-    "SmolLM3ForCausalLM": _Family("smollm3", _SMOLLM3, mlp_bias="mlp_bias"),
+    "SmolLM3ForCausalLM": _Family("smollm3", _SMOLLM3),
     "Olmo3ForCausalLM": _Family(
         "olmo3", {**_SHORT, **_EPS, **_FOURTH, "rope_theta": 5e5}, local_base="rope_theta"
     ),
-    "GraniteForCausalLM": _Family("granite", _GRANITE, mlp_bias="mlp_bias"),
-    "GraniteMoeForCausalLM": _Family("granitemoe", _GRANITE, experts=blocks.MIXTRAL),
+    "GraniteForCausalLM": _Family("granite", _GRANITE),
+    "GraniteMoeForCausalLM": _Family("granitemoe", _GRANITE, blocks.ROUTED),
     "GraniteMoeHybridForCausalLM": _Family(
-        "granitemoehybrid", _GRANITE, experts=blocks.GRANITE, recurrent=read_mamba, spelled=granite_keys
+        "granitemoehybrid",
+        {**_GRANITE, "mamba_conv_bias": True, "num_experts": 8, _SHARED: 1024},
+        blocks.GRANITE,
+        switch="num_experts",
+        recurrent=partial(_read_delta, corrects=False),
+        spelled=blocks.granite_keys,
     ),
     "NemotronHForCausalLM": _Family(
         "nemotron_h",
-        {"max_position_embeddings": 4096, "layer_norm_epsilon": 1e-5, "head_dim": 128},
-        epsilon="layer_norm_epsilon",
-        experts=blocks.NEMOTRON,
-        recurrent=partial(read_mamba, single=True),
-        spelled=nemotron_keys,
+        {**_NEMOTRON, "mamba_conv_bias": True},
+        blocks.NEMOTRON,
+        switch="num_experts",
+        recurrent=_read_single,
+        spelled=blocks.nemotron_keys,
+        only={"use_bias": (False,), "mlp_bias": (False,)},
     ),
     "SeedOssForCausalLM": _Family(
-        "seed_oss",
-        {"max_position_embeddings": 524288, "attention_bias": True, "head_dim": 128},
-        mlp_bias="mlp_bias",
+        "seed_oss", {"max_position_embeddings": 524288, "attention_bias": True, "head_dim": 128}
     ),
     "Ministral3ForCausalLM": _Family(
-        "ministral3",
-        {**_EPS, "max_position_embeddings": 262144, "sliding_window": None, "head_dim": 128},
-        bias=None,
+        "ministral3", {**_EPS, "max_position_embeddings": 262144, "sliding_window": None, "head_dim": 128}
     ),
-    "Glm4ForCausalLM": _Family("glm4", _GLM4),
-    "Exaone4ForCausalLM": _Family("exaone4", {**_SHORT, **_EPS, **_FOURTH}, bias=None, global_still=True),
+    "Glm4ForCausalLM": _Family(
+        "glm4", {**_PARTLY, "rms_norm_eps": 1.5625e-7, "attention_bias": True, "head_dim": 128}
+    ),
+    "Exaone4ForCausalLM": _Family("exaone4", {**_SHORT, **_EPS, **_FOURTH}, global_still=True),
     "Cohere2ForCausalLM": _Family(
         "cohere2",
         {
-            **{**_FOURTH, "max_position_embeddings": 8192, "tie_word_embeddings": True},
-            **{"logit_scale": 0.0625, "layer_norm_eps": 1e-5},
+            **{**_FOURTH, **_EPS, "max_position_embeddings": 8192, "tie_word_embeddings": True},
+            "logit_scale": 0.0625,
         },
-        epsilon="layer_norm_eps",
         global_still=True,
     ),
     "Gemma4ForCausalLM": _Family(
         "gemma4_text",
-        {**_GEMMA3, "sliding_window": 512, "head_dim": 256},
-        experts=blocks.GEMMA4,
+        {**_GEMMA3, "sliding_window": 512, "head_dim": 256, "num_kv_shared_layers": 0},
+        blocks.ROUTED,
+        switch="enable_moe_block",
         local_base=_LOCAL,
         gemma4=True,
         also=("gemma4_unified_text",),
@@ -236,16 +240,51 @@ _FAMILIES = {
             **{**_LONG, **_EPS, "attention_bias": True, "rope_theta": 150_000.0, "head_dim": 64},
             **{"sliding_window": 128, "sliding_window_pattern": 2},
         },
-        experts=blocks.GPT_OSS,
+        blocks.GPT_OSS,
     ),
     "HunYuanDenseV1ForCausalLM": _Family("hunyuan_v1_dense", {**_SHORT, **_EPS, "alpha": None}),
-    "MixtralForCausalLM": _Family("mixtral", _MIXTRAL, bias=None, experts=blocks.MIXTRAL),
+    "MixtralForCausalLM": _Family("mixtral", _MIXTRAL, blocks.ROUTED),
     "Qwen2MoeForCausalLM": _Family(
-        "qwen2_moe", {**_SWITCHED, "qkv_bias": True}, bias="qkv_bias", experts=blocks.QWEN2
+        "qwen2_moe",
+        {**_SWITCHED, "attention_bias": True, "norm_topk_prob": False, _SHARED: 5632},
+        blocks.SHARED,
+        only={"qkv_bias": (True,)},
     ),
 }
-_OWN = {*_GEMMA, *_CAPS, *_MULTIPLIERS, *_STILL, "logit_scale", "sliding_window_pattern", "max_window_layers"}
+_OWN = {*_GEMMA, *_CAPS, *_MULTIPLIERS, *_STILL, *_GROUPS, _SHARED, "logit_scale"} - _COMMON.keys()
+_OWN |= {"sliding_window_pattern", "max_window_layers", "first_k_dense_replace"}
 """Keys that only the code of families reads in whose table they are."""
+_OTHER_NAMES = {
+    "rms_norm_eps": ("norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
+    "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "num_experts_per_tok": ("top_k_experts", "moe_k"),
+    "n_shared_experts": ("moe_num_shared_experts",),
+    _SHARED: ("shared_intermediate_size", "moe_shared_expert_intermediate_size"),
+    "first_k_dense_replace": ("num_dense_layers", "moe_layer_start_index"),
+    "decoder_sparse_step": ("moe_layer_interval",),
+    "linear_conv_kernel_dim": ("mamba_d_conv", "conv_kernel"),
+    "linear_num_key_heads": ("mamba_n_groups", "n_groups"),
+    "linear_num_value_heads": ("mamba_n_heads", "mamba_num_heads"),
+    "linear_key_head_dim": ("mamba_d_state", "ssm_state_size"),
+    "linear_value_head_dim": ("mamba_d_head", "mamba_head_dim"),
+    "mamba_conv_bias": ("use_conv_bias",),
+    "layer_types": ("layers_block_type",),
+    "dtype": ("torch_dtype",),
+}
+"""What families call a key that is read here, where it is not there under its own name."""
+_SUPPORTED: dict[str, tuple[object, ...]] = {
+    "use_bidirectional_attention": (False, "vision"),
+    "hidden_act": ("silu", "swish"),
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "mlp_hidden_act": ("relu2",),
+    "mamba_hidden_act": ("silu",),
+    "output_gate_type": ("silu", "swish"),
+    "time_step_limit": ([0.0, inf], [0.0, {"__float__": "Infinity"}]),
+    **dict.fromkeys(("attn_output_gate", "use_expert_bias"), (True,)),
+    **dict.fromkeys(("attention_out_bias", "conv_bias", "mamba_proj_bias", "use_cla"), (False,)),
+    **dict.fromkeys(("compression_config", "mamba_dt_limit", "moe_latent_size"), ()),
+}
+"""What keys that change the forward pass may say, whatever the family is."""
 _NULL_IS_NONE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 """Keys of which null says that there is none; elsewhere it counts as absent."""
 WRAPPERS = {
@@ -283,7 +322,7 @@ def refuse_head(config: ModelConfig, folder: Path) -> None:
 
 def _drafts_only(what: str, folder: Path, option: str) -> CheckpointError:
     why = f"{folder}: {what} drafts for another model and writes no text by itself"
-    return CheckpointError(why, fix=[f"-m TARGET {option} {folder}"], code="not_a_model")
+    return CheckpointError(why, fix=[f"-m TARGET {option} {folder}"])
 
 
 def model_config_of(fields: Fields) -> ModelConfig:
@@ -314,21 +353,21 @@ def model_config_of(fields: Fields) -> ModelConfig:
 def _decoder_config(fields: Fields) -> ModelConfig:
     architecture = _architecture(fields)
     family = _FAMILIES[architecture]
-    known = fields.values.keys() - (_OWN - family.absent.keys() - _COMMON.keys())
-    said = {key: fields.get(key) for key in known if key in fields or key in _NULL_IS_NONE}
-    fields = Fields(fields.where, {**_COMMON, **family.absent, **said})
-    if family.spelled is not None:
-        fields = Fields(fields.where, {**fields.values, **family.spelled(fields)})
-    fp8_block, quantization = blocks.read_fp8_block(fields), read_quantization(fields)
-    _refuse_unsupported(fields)
+    fields = _spelled(fields, family)
+    theirs = {"hidden_act"} if "hidden_activation" in fields else set()  # which Gemma's code leaves alone
+    fields.only({key: each for key, each in {**_SUPPORTED, **family.only}.items() if key not in theirs})
+    fp8_block, quantization = read_quantization(fields)
     num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
     num_heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
     vocab_size = fields.integer("vocab_size", 1, MAX_VOCAB)
     max_positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
     recurrent = family.recurrent(fields, num_layers) if family.recurrent else None
     sliding = () if recurrent else blocks.read_sliding(fields, num_layers, family.absent)
-    latent = blocks.read_latent(fields) if family.latent else None
-    experts = blocks.read_experts(fields, num_layers, family.experts) if family.experts else None
+    latent = experts = None
+    if family.latent:
+        latent = fields.facts(blocks.LatentConfig, rope_dim=fields.even("qk_rope_head_dim", 1024))
+    if family.experts and (family.switch is None or fields.get(family.switch)):
+        experts = blocks.read_experts(fields, num_layers, family.experts)
     inner = experts.intermediate_size if experts else None  # where every layer has experts
     head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(fields, num_heads)
     base, partly = family.local_base, "partial_rotary_factor" in family.absent
@@ -342,9 +381,10 @@ def _decoder_config(fields: Fields) -> ModelConfig:
     why = f"{num_kv_heads} does not divide {num_heads} attention heads"
     fields.require(num_heads % num_kv_heads == 0, "num_key_value_heads", why)
     still = tuple(window is None for window in sliding) if family.global_still else ()
-    return ModelConfig(
+    scales = fields.facts(blocks.Scales)
+    return fields.facts(
+        ModelConfig,
         architecture=architecture,
-        hidden_size=fields.integer("hidden_size", 1, MAX_WIDTH),
         intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH, inner),
         num_layers=num_layers,
         num_heads=num_heads,
@@ -352,16 +392,11 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         vocab_size=vocab_size,
         max_positions=min(max_positions, rope.max_positions or max_positions),
-        rms_norm_eps=fields.number(family.epsilon, 1e-12, 0.1),
-        tie_embeddings=fields.boolean("tie_word_embeddings", False),
-        attention_bias=fields.boolean(family.bias, False) if family.bias else False,
-        mlp_bias=fields.boolean(family.mlp_bias, False) if family.mlp_bias else False,
         rope=rope,
-        dtype=_dtype(fields),
+        dtype=fields.choice("dtype", _DTYPES, "float32").removeprefix("torch."),
         bos_token_id=fields.optional_integer("bos_token_id", 0, vocab_size - 1),
         eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
         rotary_dim=rotary_dim,
-        qk_norm=fields.boolean("use_qk_norm", False),
         latent=latent,
         recurrent=recurrent,
         experts=experts,
@@ -372,11 +407,17 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         query_growth=read_growth(turning),
         still=still or blocks.read_still(fields, num_layers),
         gemma4=blocks.read_gemma4(fields, num_layers, num_heads, sliding) if family.gemma4 else None,
-        scales=blocks.read_scales(fields),
-        query_scalar=fields.optional_number("query_pre_attn_scalar", 1e-6, 1e9),
-        attention_softcap=fields.optional_number("attn_logit_softcapping", 1e-3, 1e6),
-        logit_softcap=fields.optional_number("final_logit_softcapping", 1e-3, 1e6),
+        scales=replace(scales, logits=scales.logits / fields.number("logits_scaling", 1e-6, 1e6, 1.0)),
     )
+
+
+def _spelled(fields: Fields, family: _Family) -> Fields:
+    """What a configuration says, in the keys that are read here, with what absent ones count as."""
+    fields = fields.renamed(_OTHER_NAMES)
+    read = fields.values.keys() - (_OWN - family.absent.keys())
+    said = {key: fields.get(key) for key in read if key in fields or key in _NULL_IS_NONE}
+    fields = Fields(fields.where, {**_COMMON, **family.absent, **said}, fields.called)
+    return fields.having(family.spelled(fields)) if family.spelled else fields
 
 
 def _architecture(fields: Fields) -> str:
@@ -396,32 +437,11 @@ def _architecture(fields: Fields) -> str:
     return name
 
 
-def _refuse_unsupported(fields: Fields) -> None:
-    both_ways = fields.get("use_bidirectional_attention") not in (None, False, "vision")
-    fields.require(not both_ways, "use_bidirectional_attention", "attending to later tokens is not supported")
-    if "hidden_activation" in fields:  # Gemma's code reads a key of its own and leaves the usual one alone
-        fields.choice("hidden_activation", ("gelu_pytorch_tanh",))
-    else:
-        fields.choice("hidden_act", ("silu", "swish"), "silu")
-    for key in ("attention_out_bias", "use_cla"):
-        fields.require(not fields.boolean(key, False), key, "true is not supported")
-
-
 def _head_dim(fields: Fields, num_heads: int) -> int:
     hidden_size = fields.integer("hidden_size", 1, MAX_WIDTH)
     divides = "head_dim" in fields or hidden_size % num_heads == 0
     fields.require(divides, "num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}")
-    head_dim = fields.integer("head_dim", 2, MAX_HEAD_DIM, hidden_size // num_heads)
-    fields.require(head_dim % 2 == 0, "head_dim", f"{head_dim} is odd: rotary embedding needs pairs")
-    return head_dim
-
-
-def _dtype(fields: Fields) -> str:
-    """The dtype under its new name (`dtype`) or its old one; float32 where neither is given, as upstream."""
-    keys = [key for key in ("dtype", "torch_dtype") if key in fields]
-    names = [fields.choice(key, _DTYPES).removeprefix("torch.") for key in keys] or ["float32"]
-    fields.require(names[0] == names[-1], "dtype", f"{names[0]} disagrees with torch_dtype {names[-1]}")
-    return names[0]
+    return fields.even("head_dim", MAX_HEAD_DIM, hidden_size // num_heads)
 
 
 @dataclass(frozen=True)
@@ -429,12 +449,12 @@ class GenerationConfig:
     """How a model wants to be sampled by default; `None` means that the file is silent."""
 
     eos_token_ids: tuple[int, ...] = ()
-    temperature: float | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    top_k: int | None = None
-    do_sample: bool | None = None
+    temperature: float | None = field(default=None, metadata=keyed("temperature", 0.0, 1e4))
+    top_p: float | None = field(default=None, metadata=keyed("top_p", 1e-9, 1.0))
+    min_p: float | None = field(default=None, metadata=keyed("min_p", 0.0, 1.0))
+    repetition_penalty: float | None = field(default=None, metadata=keyed("repetition_penalty", 1e-6, 1e4))
+    top_k: int | None = field(default=None, metadata=keyed("top_k", 0, 1 << 31))
+    do_sample: bool | None = field(default=None, metadata=keyed("do_sample"))
     suppress_tokens: tuple[int, ...] = ()
 
 
@@ -446,13 +466,7 @@ def read_generation_config(folder: Path, *, vocab_size: int = MAX_VOCAB) -> Gene
     if GENERATION not in names_in(folder):
         return GenerationConfig()
     fields = Fields.of(folder / GENERATION)
-    return GenerationConfig(
-        fields.token_ids("eos_token_id", vocab_size),
-        fields.optional_number("temperature", 0.0, 1e4),
-        fields.optional_number("top_p", 1e-9, 1.0),
-        fields.optional_number("min_p", 0.0, 1.0),
-        fields.optional_number("repetition_penalty", 1e-6, 1e4),
-        fields.optional_integer("top_k", 0, 1 << 31),
-        fields.boolean("do_sample", False) if "do_sample" in fields else None,
-        fields.token_ids("suppress_tokens", vocab_size),
+    ids = {key: fields.token_ids(key, vocab_size) for key in ("eos_token_id", "suppress_tokens")}
+    return fields.facts(
+        GenerationConfig, eos_token_ids=ids["eos_token_id"], suppress_tokens=ids["suppress_tokens"]
     )

@@ -207,11 +207,9 @@ def find_mtp(architecture: str, names: Collection[str], num_layers: int | None) 
 def declared_modules(fields: Fields) -> int:
     """How many MTP modules `config.json` speaks of; 0 where it does not."""
     nested = fields.get("text_config")
-    for each in (fields, Fields(fields.where, nested if isinstance(nested, dict) else {})):
-        for key in COUNT_KEYS:
-            if key in each:
-                return each.integer(key, 0, MAX_LAYERS)
-    return 0
+    values = {**(nested if isinstance(nested, dict) else {}), **fields.values}
+    found = fields.having(values).renamed({COUNT_KEYS[0]: COUNT_KEYS[1:]})
+    return found.integer(COUNT_KEYS[0], 0, MAX_LAYERS, 0)
 
 
 def no_mtp(folder: Path, num_layers: int, declared: int) -> IncompatibleError:
@@ -220,7 +218,7 @@ def no_mtp(folder: Path, num_layers: int, declared: int) -> IncompatibleError:
     if declared:
         reason.append(f"config.json speaks of {declared}: quantized copies are often written without them")
     why = f"{folder}: holds no MTP layers"
-    return IncompatibleError(why, reason=reason, fix=_HOW_TO_ATTACH, code="no_mtp_head")
+    return IncompatibleError(why, reason=reason, fix=_HOW_TO_ATTACH)
 
 
 def check_mtp(
@@ -319,18 +317,18 @@ def check_fits(head: MtpSource, target: ModelConfig, folder: Path) -> None:
     names = {"architecture": "architecture", "hidden_size": "hidden size"}
     names |= {"vocab_size": "vocabulary size", "num_layers": "layers"}
     pairs = [(words, getattr(head.config, name), getattr(target, name)) for name, words in names.items()]
-    require_equal("MTP", pairs, head.folder.path, folder, "--mtp", "mtp_mismatch")
+    require_equal("MTP", pairs, head.folder.path, folder, "--mtp")
 
 
 def require_equal(
-    kind: str, pairs: Iterable[tuple[str, object, object]], head: Path, target: Path, flag: str, code: str
+    kind: str, pairs: Iterable[tuple[str, object, object]], head: Path, target: Path, flag: str
 ) -> None:
     """Raise IncompatibleError where a head was made for another target: (words, its fact, the target's)."""
     differing = [f"{words}: head {one}, target {other}" for words, one, other in pairs if one != other]
     if differing:
         why = f"{head}: this {kind} head was made for another model than {target}"
         fix = [f"{flag} HEAD made for this model", "--spec ngram"]
-        raise IncompatibleError(why, reason=differing, fix=fix, code=code)
+        raise IncompatibleError(why, reason=differing, fix=fix)
 
 
 @dataclass(frozen=True)
@@ -364,11 +362,23 @@ def plan_head(
     check: names of the tensors that a head needs, seen to be in a checkpoint. Raises IncompatibleError where
     there is no head, CheckpointError for one that is not whole, each with names.
     """
-    fields, is_head = source.fields, is_head_folder(source)
-    inner = fields.fields("transformer_layer_config") if is_head else None
-    head, checkpoint = (source.head, source.checkpoint) if is_head else _own_head(source, name)
-    layout = head.layout
-    needed = check(head, checkpoint)
+    fields, own = source.fields, not is_head_folder(source)
+    if own:
+        config = source.config
+        refuse_head(config, source.path)
+
+        def wanted(shards: Mapping[str, str]) -> set[str]:
+            tables = [table for table in TABLES if table in shards and (source.path / shards[table]).exists()]
+            return {FINAL_NORM, *tables, *(name for name in shards if is_mtp_tensor(name, config.num_layers))}
+
+        checkpoint = Checkpoint.open(source.path, wanted)
+        layout = find_mtp(config.architecture, checkpoint.tensors, config.num_layers)
+        if layout is None:
+            raise no_mtp(source.path, config.num_layers, declared_modules(fields))
+        head = MtpSource(source, layout, config, name, verifier_hash(checkpoint))
+    else:
+        head, checkpoint, fields = source.head, source.checkpoint, fields.nested("transformer_layer_config")
+    layout, needed = head.layout, check(head, checkpoint)
     # What a copy may equal: the target's embedding serves as head too where it is tied.
     embedding, output = (checkpoint.tensors.get(name) for name in TABLES)
     equals = {"embedding": embedding, "head": output or embedding}
@@ -378,32 +388,13 @@ def plan_head(
     kept = [meta for meta in metas if meta.name.removesuffix("_scale_inv") in needed]
     return HeadPlan(
         checkpoint,
-        head if is_head else replace(head, verifier_sha256=verifier_hash(checkpoint)),
-        (inner or fields).values,
-        declared_modules(fields),
+        head,
+        fields.values,
+        declared_modules(source.fields),
         tuple(meta for meta in kept if meta.name not in tables),
         tuple((meta, tables[meta.name]) for meta in kept if meta.name in tables),
         tuple(meta.name for meta in metas if meta not in kept),
     )
-
-
-def _own_head(source: ModelFolder, name: str) -> tuple[MtpSource, Checkpoint]:
-    """The head in a checkpoint of that name; the shards of it, the final norm, and tables that are there."""
-    config = source.config
-    refuse_head(config, source.path)
-
-    def find(names: Collection[str]) -> MtpLayout:
-        layout = find_mtp(config.architecture, names, config.num_layers)
-        if layout is None:
-            raise no_mtp(source.path, config.num_layers, declared_modules(source.fields))
-        return layout
-
-    def wanted(shards: Mapping[str, str]) -> set[str]:
-        tables = [table for table in TABLES if table in shards and (source.path / shards[table]).exists()]
-        return {FINAL_NORM, *tables, *filter(find(shards).owns, shards)}
-
-    checkpoint = Checkpoint.open(source.path, wanted)
-    return MtpSource(source, find(checkpoint.tensors), config, name), checkpoint
 
 
 def differing_copies(plan: HeadPlan) -> list[TensorMeta]:

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from spd.errors import CheckpointError
-from spd.formats.block_config import is_fp8_blocks
 from spd.formats.checkpoint import FLOAT_DTYPES, TensorMeta, text_name
 from spd.formats.json_file import Fields, shown
 
@@ -191,25 +190,26 @@ class Quantization:
         return shapes, dtypes
 
 
-def read_quantization(fields: Fields) -> Quantization | None:
-    """What `config.json` says; None where nothing is quantized. Raises CheckpointError naming the field."""
+_FP8 = {"fmt": ("e4m3", "float8_e4m3fn"), "activation_scheme": ("dynamic",), "scale_fmt": ("float", "ue8m0")}
+
+
+def read_quantization(fields: Fields) -> tuple[tuple[int, int] | None, Quantization | None]:
+    """What `config.json` says: rows and columns of FP8 blocks that share a scale, or any other way.
+
+    None where nothing is quantized. Raises CheckpointError naming the field.
+    """
     inner = fields.fields("quantization_config")
-    if inner is None or is_fp8_blocks(inner):
-        return None
-    method = inner.get("quant_method")
-    reader = _READERS.get(str(method))
-    advice = _INSTEAD.get(str(method), "a copy in one of those")
-    why = f"quantized weights ({shown(method)}) are not supported ({METHODS} are): use {advice}"
-    if reader is None:
-        raise fields.refused("quantization_config", why)
-    return Quantization(str(method), tuple(reader(inner)))
-
-
-_INSTEAD = {
-    "bitsandbytes": "the checkpoint that it was made of, with --quantize int8",
-    "exl3": "a GPTQ or compressed-tensors copy of the same model",
-    "exl2": "a GPTQ or compressed-tensors copy of the same model",
-}
+    if inner is None:
+        return None, None
+    method = inner.text("quant_method", "None")
+    if method == "fp8" and "weight_block_size" in inner:
+        inner.only(_FP8)
+        rows, columns = inner.integers("weight_block_size", 1, MAX_GROUP, 2)
+        return (rows, columns), None
+    advice = "use a copy in one of those, or the original with --quantize int8"
+    why = f"quantized weights ({shown(method)}) are not supported ({METHODS} are): {advice}"
+    fields.require(method in _READERS, "quantization_config", why)
+    return None, Quantization(method, tuple(_READERS[method](inner)))
 
 
 def with_quantization(fields: Fields, folder: Path) -> Fields:
@@ -224,14 +224,7 @@ def with_quantization(fields: Fields, folder: Path) -> Fields:
     inner.setdefault("quant_method", ("modelopt", "gptq", "awq")[FILES.index(name)])
     if inner["quant_method"] == "modelopt" and inner.get("quant_algo") is None:
         return fields
-    return Fields(fields.where, {**fields.values, "quantization_config": inner})
-
-
-def _strings(fields: Fields, key: str) -> tuple[str, ...]:
-    value = fields.get(key) if key in fields else []
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise fields.refused(key, f"{shown(value)} is not a list of names")
-    return tuple(value)
+    return fields.having({"quantization_config": inner})
 
 
 def _pattern(fields: Fields, key: str, text: str) -> str:
@@ -246,7 +239,7 @@ def _pattern(fields: Fields, key: str, text: str) -> str:
 
 def _named(fields: Fields, key: str, scheme: Scheme | None) -> Rule:
     """Modules by their names, or `re:` and a pattern."""
-    names = _strings(fields, key)
+    names = fields.texts(key)
     patterns = tuple(_pattern(fields, key, name[3:]) for name in names if name.startswith("re:"))
     return Rule(scheme, frozenset(text_name(f"{name}.").rstrip(".") for name in names), patterns)
 
@@ -256,7 +249,7 @@ def _compressed(fields: Fields) -> Iterator[Rule]:
         inner = fields.fields(key) or Fields(fields.where, {})
         used = inner.get("config_groups") or inner.get("format") not in (None, "dense")
         fields.require(not used, key, f"{what} are not supported: use a copy without them")
-    fields.choice("quantization_status", ("compressed",), "compressed")
+    fields.only({"quantization_status": ("compressed",)})
     yield _named(fields, "ignore", None)
     groups = fields.nested("config_groups")
     rules = [_group(groups.nested(name), fields) for name in groups.values]
@@ -300,21 +293,20 @@ def _group(group: Fields, whole: Fields) -> Rule:
     return targets._replace(every=not classes.isdisjoint(targets.names))
 
 
-def _size(fields: Fields, *keys: str) -> int | None:
+def _size(fields: Fields) -> int | None:
     """Columns that share a scale; None for all of a row, which files write as -1."""
-    key = next((key for key in keys if key in fields), keys[0])
-    size = fields.integer(key, -1, MAX_GROUP, 128)
-    fields.require(size != 0, key, "0 columns share no scale")
+    size = fields.integer("group_size", -1, MAX_GROUP, 128)
+    fields.require(size != 0, "group_size", "0 columns share no scale")
     return None if size < 0 else size
 
 
 def _gptq(fields: Fields) -> Iterator[Rule]:
     kept = fields.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    fields.only({"bits": (2, 3, 4, 8)})
     bits = fields.integer("bits", 2, 8, 4)
-    fields.require(bits in (2, 3, 4, 8), "bits", f"{bits} is not supported (2, 3, 4, 8 are)")
     ordered, symmetric = fields.boolean("desc_act", False), fields.boolean("sym", True)
     offset = int(kept == "gptq")
-    scheme = Scheme("gptq", bits, _size(fields, "group_size"), symmetric, offset=offset, reordered=ordered)
+    scheme = Scheme("gptq", bits, _size(fields), symmetric, offset=offset, reordered=ordered)
     changes = fields.fields("dynamic") or Fields(fields.where, {})
     for pattern in changes.values:
         text = _pattern(fields, "dynamic", pattern.removeprefix("+:").removeprefix("-:"))
@@ -322,7 +314,7 @@ def _gptq(fields: Fields) -> Iterator[Rule]:
         other = replace(
             scheme,
             bits=own.integer("bits", 2, 8, bits),
-            group=_size(own, "group_size") if "group_size" in own else scheme.group,
+            group=_size(own) if "group_size" in own else scheme.group,
             symmetric=own.boolean("sym", symmetric),
             reordered=own.boolean("desc_act", ordered),
         )
@@ -331,14 +323,11 @@ def _gptq(fields: Fields) -> Iterator[Rule]:
 
 
 def _awq(fields: Fields) -> Iterator[Rule]:
-    fields.choice("version", ("gemm", "GEMM"), "gemm")
-    key = "bits" if "bits" in fields else "w_bit"
-    bits = fields.integer(key, 1, 8, 4)
-    fields.require(bits == 4, key, f"{bits} is not supported (4 is)")
-    fields.require(fields.boolean("zero_point", True), "zero_point", "false is not supported (true is)")
-    kept = _strings(fields, "modules_to_not_convert")
+    fields = fields.renamed({"bits": ("w_bit",), "group_size": ("q_group_size",)})
+    fields.only({"version": ("gemm", "GEMM"), "bits": (4,), "zero_point": (True,)})
+    kept = fields.texts("modules_to_not_convert")
     yield Rule(None, patterns=tuple(f".*{re.escape(part)}" for part in kept))
-    yield Rule(Scheme("awq", 4, _size(fields, "group_size", "q_group_size"), symmetric=False), every=True)
+    yield Rule(Scheme("awq", 4, _size(fields), symmetric=False), every=True)
 
 
 _ALGORITHMS = {
@@ -351,7 +340,7 @@ _ALGORITHMS = {
 def _modelopt(fields: Fields) -> Iterator[Rule]:
     known = (*_ALGORITHMS, "MIXED_PRECISION")
     algorithm = fields.choice("quant_algo", known)
-    skipped = (*_strings(fields, "exclude_modules"), *_strings(fields, "ignore"))
+    skipped = (*fields.texts("exclude_modules"), *fields.texts("ignore"))
     yield _globs(None, skipped)
     if algorithm != "MIXED_PRECISION":
         yield Rule(_ALGORITHMS[algorithm], every=True)

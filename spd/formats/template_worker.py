@@ -69,33 +69,33 @@ def _raise_exception(message: Any) -> NoReturn:
 
 def render(
     environment: TemplateEnvironment, source: str, variables: dict[str, Any], limit: int
-) -> dict[str, Any]:
-    """Render one template: {"text": ...}, or {"error": its kind, "message": ..., "line": ...}."""
-    kind, line = "template", None
+) -> dict[str, str]:
+    """Render one template: {"text": ...}, or why not: {"refused": ...}, {"faulty": ...}, {"memory": ...}."""
     try:
         parts, length = [], 0
         for part in environment.from_string(source).generate(**variables):
             length += len(part)
             if length > limit:
-                return {"error": kind, "message": f"writes more than {limit} characters", "line": None}
+                return {"faulty": f"writes more than {limit} characters"}
             parts.append(part)
         return {"text": "".join(parts)}
     except MemoryError:
-        kind, message = "memory", "needs too much memory"
+        return {"memory": "needs too much memory"}
     except RecursionError:
-        message = "is nested too deeply or calls itself without end"
+        return {"faulty": "is nested too deeply or calls itself without end"}
     except Refused as error:
-        kind, message, line = "refused", str(error), _line(error)
+        return {"refused": str(error)}
     except TemplateError as error:  # one of syntax knows its line
-        message, line = str(error.message), getattr(error, "lineno", None) or _line(error)
+        return {"faulty": f"{_line(error)}{error.message}"}
     except Exception as error:  # a template may fail in any way that Python code can
-        message, line = f"{type(error).__name__}: {error}", _line(error)
-    return {"error": kind, "message": message, "line": line}
+        return {"faulty": f"{_line(error)}{type(error).__name__}: {error}"}
 
 
-def _line(error: BaseException) -> int | None:
+def _line(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    return next((frame.lineno for frame in reversed(frames) if frame.filename == "<template>"), None)
+    lines = (frame.lineno for frame in reversed(frames) if frame.filename == "<template>")
+    line = getattr(error, "lineno", None) or next(lines, None)
+    return f"line {line}: " if line else ""
 
 
 def main() -> None:

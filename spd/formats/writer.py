@@ -7,7 +7,6 @@ Source: https://github.com/huggingface/safetensors#format.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
@@ -106,8 +105,6 @@ def open_stage(destination: Path, *, replaces: bool) -> Iterator[Path]:
                 raise
             sync_folder(destination.parent)
     except OSError as error:
-        why = f"{destination}: cannot be written: {error.strerror}"
-        code, fix = "write_failed", "name another folder"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            code, fix = "disk_full", "free some space, or name a destination on another disk"
-        raise ResourceError(why, reason=["nothing of it is left"], fix=[fix], code=code) from error
+        why = f"{destination}: cannot be written: {error.strerror}; nothing of it is left"
+        fix = ["free some space, or name another folder"]
+        raise ResourceError(why, fix=fix) from error

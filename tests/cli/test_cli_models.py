@@ -243,10 +243,10 @@ def full(*args: object, **options: object) -> str:
     raise OSError(28, "No space left on device")
 
 
-GATED = ["is gated and no token is set", f"/{NAME}, then: hf auth login", "HF_TOKEN"]
+GATED = ["is gated, and no token is set", f"/{NAME}, then: hf auth login", "HF_TOKEN"]
 REFUSALS: dict[str, tuple[Change, int, list[str]]] = {
     "gated": (answer(403, "GatedRepo"), 8, GATED),
-    "unknown, or no token": (answer(401, "RepoNotFound"), 3, ["no such model", "No token is set"]),
+    "unknown, or no token": (answer(401, "RepoNotFound"), 3, ["no such model", "no token is set"]),
     "unknown": (answer(404, "RepoNotFound"), 3, ["no such model"]),
     "no revision": (answer(404, "RevisionNotFound"), 3, ["no such revision"]),
     "broken": (answer(500), 8, ["500"]),

@@ -45,15 +45,15 @@ def shaped(ending: str, *shape: int) -> Spoil:
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "a kind of layer": ({"layer_types": ["mamba"] * 4}, "layer_types: 'mamba' is not supported"),
+    "a kind of layer": ({"layer_types": ["rwkv"] * 4}, "layer_types: 'rwkv' is not supported"),
     "too many layers": ({"layer_types": ["full_attention"] * 5}, "layer_types: is not a list of 4 names"),
     "only recurrent": ({"layer_types": ["linear_attention"] * 4}, "layer_types: no layer is full_attention"),
     "no interval": ({"layer_types": None, "full_attention_interval": 0}, "full_attention_interval: 0 is not"),
-    "key heads": ({"linear_num_key_heads": 12}, "linear_num_key_heads: 12 does not divide 32 value heads"),
+    "key heads": ({"linear_num_key_heads": 12}, "linear_num_key_heads: 12 does not divide 32 heads"),
     "no value heads": ({"linear_num_value_heads": 0}, "linear_num_value_heads: 0 is not a whole number"),
     "a wide head": ({"linear_value_head_dim": 100_000}, "linear_value_head_dim: 100000 is not a whole"),
     "another gate": ({"output_gate_type": "sigmoid"}, "output_gate_type: 'sigmoid' is not supported"),
-    "no gate": ({"attn_output_gate": False}, "attn_output_gate: false: attention without gates"),
+    "no gate": ({"attn_output_gate": False}, "attn_output_gate: false is not supported"),
     "nothing turns": ({ROPE: {"partial_rotary_factor": 0.0}}, "partial_rotary_factor: 0 of 256 is no even"),
     "more than all turns": ({ROPE: {"partial_rotary_factor": 1.5}}, "partial_rotary_factor: 1.5 is not"),
     "another rotation": ({ROPE: {"rope_type": "mrope"}}, "rope_type: 'mrope' is not supported"),

@@ -127,7 +127,7 @@ def test_the_environment_is_hugging_faces() -> None:
 
 @pytest.mark.parametrize("source", ["{{ messages | random }}", "{{ lipsum() }}"])
 def test_nothing_random(source: str) -> None:
-    assert render(TemplateEnvironment(), source, {"messages": HELLO}, 1 << 20)["error"] == "template"
+    assert "faulty" in render(TemplateEnvironment(), source, {"messages": HELLO}, 1 << 20)
 
 
 def test_a_template_that_refuses_the_messages(open_template) -> None:

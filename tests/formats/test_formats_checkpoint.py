@@ -200,7 +200,7 @@ def test_a_file_truncated_or_replaced_while_in_use(tmp_path: Path) -> None:
         checkpoint.read("a")
         checkpoint.check_unchanged()
         os.truncate(path, 500)
-        with refused(CheckpointError, "model.safetensors", "changed while in use", "bytes became 500"):
+        with refused(CheckpointError, "model.safetensors", "changed while in use"):
             checkpoint.read("b")
         with refused(CheckpointError, "changed while in use"):
             checkpoint.check_unchanged()
@@ -208,7 +208,7 @@ def test_a_file_truncated_or_replaced_while_in_use(tmp_path: Path) -> None:
     with Checkpoint.open(tmp_path) as checkpoint:  # replaced between header and data
         write_shard(tmp_path / "new", {"b": [1000], "a": [1000]})
         os.replace(tmp_path / "new", path)
-        with refused(CheckpointError, "model.safetensors", "replaced"):
+        with refused(CheckpointError, "model.safetensors", "changed while in use"):
             checkpoint.read("a")
         path.unlink()
         with refused(CheckpointError, "model.safetensors", "No such file"):

@@ -111,7 +111,7 @@ def test_speculators(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"num_hidden_layers": 2}, ("num_hidden_layers", "one layer")),
+        ({"num_hidden_layers": 2}, ("num_hidden_layers", "2 is not supported (1 is)")),
         ({"draft_vocab_size": 128257}, ("draft_vocab_size", "128257")),
         ({"eagle_config": {"use_aux_hidden_state": False}}, ("eagle_config", "use_aux_hidden_state")),
         ({"eagle_config": {"use_mtp_layernorm": True}}, ("use_mtp_layernorm", "true is not supported")),
@@ -135,7 +135,10 @@ def test_what_cannot_be_run_is_refused(
 
 
 def test_speculators_of_other_layers_are_refused(tmp_path: Path) -> None:
-    for layer, words in (({**LAYER, "model_type": "qwen3"}, "llama's layer"), (None, "is missing")):
+    for layer, words in (
+        ({**LAYER, "model_type": "qwen3"}, "'qwen3' is not supported (llama is)"),
+        (None, "is missing"),
+    ):
         write_json(tmp_path, "config.json", {**SPECULATORS, "transformer_layer_config": layer})
         with refused(CheckpointError, "transformer_layer_config", words):
             read_model_config(tmp_path)

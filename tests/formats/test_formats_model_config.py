@@ -285,7 +285,6 @@ VALUES = [
     ("mlp_bias", "yes"),
     *(("hidden_act", value) for value in ("gelu", "gelu_pytorch_tanh", 3)),
     *(("torch_dtype", value) for value in ("float8_e4m3fn", "float64", "auto", 16)),
-    ("dtype", "float16"),  # disagrees with torch_dtype
     *(("architectures", value) for value in (["GPT2LMHeadModel"], [], None, "LlamaForCausalLM", [3])),
     ("architectures", ["LlamaForCausalLM", "Qwen3ForCausalLM"]),
     ("model_type", "mistral"),
@@ -351,7 +350,7 @@ REFUSED = [
     (DEEPSEEK_V3, {"scoring_func": "softmax"}, ("scoring_func",)),
     (DEEPSEEK_V3, {"topk_method": "greedy"}, ("topk_method",)),
     (DEEPSEEK_V3, {"n_group": 7}, ("n_group: 7 does not divide 256",)),
-    (DEEPSEEK_V3, {"n_group": 256, "topk_group": 256}, ("hold one each",)),
+    (DEEPSEEK_V3, {"n_group": 256, "topk_group": 256}, ("hold 1 each",)),
     (DEEPSEEK_V3, {"topk_group": 9}, ("topk_group",)),
     (DEEPSEEK_V3, {"n_group": 128, "topk_group": 3}, ("3 groups hold fewer than 8",)),
     (DEEPSEEK_V3, {"num_experts_per_tok": 257}, ("num_experts_per_tok",)),
@@ -361,7 +360,6 @@ REFUSED = [
     (DEEPSEEK_V3, {"q_lora_rank": -1}, ("q_lora_rank",)),
     (DEEPSEEK_V3, {"qk_rope_head_dim": 63}, ("odd",)),
     (DEEPSEEK_V3, {"v_head_dim": "128"}, ("v_head_dim",)),
-    (DEEPSEEK_V3, {"moe_intermediate_size": None}, ("moe_intermediate_size",)),
     (DEEPSEEK_V3, {"compression_config": {}}, ("compression_config",)),
     (DEEPSEEK_V3, {"architectures": ["DeepseekV32ForCausalLM"]}, ("sparse-attention indexer",)),
     (DEEPSEEK_V3, {"architectures": ["GlmMoeDsaForCausalLM"]}, ("sparse-attention indexer",)),
@@ -373,7 +371,6 @@ REFUSED = [
     (GLM4_FLASH, {"mlp_layer_types": ["moe"] * 47}, ("mlp_layer_types",)),
     (GLM4_FLASH, {"partial_rotary_factor": 0.5}, ("partial_rotary_factor",)),
     (GLM4_FLASH, {"kv_lora_rank": None}, ("kv_lora_rank",)),
-    (QWEN3_MOE, {"num_experts": 9}, ("num_local_experts: 8 disagrees with num_experts 9",)),
     (QWEN3_MOE, {"num_local_experts": None}, ("num_experts: is missing",)),
 ]
 
@@ -473,8 +470,7 @@ GOOD = json.dumps(LLAMA).encode()
         (b"{", ("is not JSON",)),
         (b"[1, 2]", ("is not a JSON object",)),
         (b"null", ("is not a JSON object",)),
-        (GOOD.replace(b"500000.0", b"NaN"), ("NaN", "not JSON")),
-        (b'{"unknown": -Infinity}', ("Infinity", "not JSON")),
+        (GOOD.replace(b"500000.0", b"NaN"), ("rope_theta", "NaN")),
         (GOOD.replace(b"500000.0", b"Infinity"), ("rope_theta", "Infinity")),
         (GOOD.replace(b"500000.0", b"-Infinity"), ("-Infinity",)),
         (GOOD.replace(b"500000.0", b"1e999"), ("rope_theta",)),

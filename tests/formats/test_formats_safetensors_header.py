@@ -67,13 +67,12 @@ W_JSON = json.dumps(W).encode()
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", ("header too small", "0 bytes")),
-        (b"x" * 7, ("header too small", "7 bytes")),
-        (struct.pack("<Q", 50) + b"{}", ("truncated", "48")),
+        (b"", ("truncated", "0 bytes")),
+        (b"\1" * 3, ("truncated", "3 bytes")),
+        (struct.pack("<Q", 50) + b"{}", ("truncated", "58")),
         (shard_bytes(b""), ("not JSON",)),
         (shard_bytes(b'{"\xff": 1}'), ("UTF-8",)),
         (shard_bytes("{}".encode("utf-16")), ("UTF-16",)),
-        (shard_bytes(b"\xef\xbb\xbf{}"), ("byte order mark",)),
         (shard_bytes(b"hello"), ("not JSON",)),
         (shard_bytes([1]), ("not a JSON object",)),
         (shard_bytes(b"[" * 10_000 + b"]" * 10_000), ("nested",)),
@@ -105,8 +104,6 @@ W_JSON = json.dumps(W).encode()
         (shard_bytes({"w": entry([4], 0, 16)}, b"1" * 14), ("truncated", "2 bytes")),
         (shard_bytes({"w": entry([4], 0, 16)}, b"1" * 8), ("truncated", "8 bytes")),
         (shard_bytes({"w": W}, b"1234" + b"PK"), ("2 bytes after",)),
-        (shard_bytes({"__metadata__": {"a": 1}, "w": W}, b"1234"), ("__metadata__",)),
-        (shard_bytes({"__metadata__": [], "w": W}, b"1234"), ("__metadata__",)),
         (shard_bytes(b'{"a\\ud800":' + json.dumps(W).encode() + b"}", b"1234"), ("surrogate",)),
         (shard_bytes({"\x1b[31m\n" * 40: {**W, "dtype": "F7"}}, b"1234"), ("\\x1b", "...")),
     ],
@@ -219,7 +216,7 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
 def test_agreement_with_the_official_reader(tmp_path: Path) -> None:
     rng = random.Random(1)
     tensors = {"a": entry([2, 2], 0, 16), "b": entry([3], 16, 22, "BF16"), "c": entry([0], 22, 22, "U8")}
-    content = shard_bytes({"__metadata__": {"format": "pt"}, **tensors}, bytes(22))
+    content = shard_bytes(tensors, bytes(22))
     accepted = 0
     for _ in range(500):
         data = mutated(content, rng)

@@ -48,7 +48,7 @@ def pull(session: Session, options: PullOptions) -> None:
         "model": model.name,
         "commit": model.commit,
         "files": [{"name": file.rfilename, "size": file.size or 0} for file in model.files],
-        "bytes": model.total_bytes,
+        "bytes": sum(file.size or 0 for file in model.files),
         "missing_bytes": model.missing_bytes,
     }
     if not options.dry_run:

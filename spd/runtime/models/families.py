@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from spd.formats.block_config import DeltaConfig
+from spd.formats.block_config import ConvConfig, DeltaConfig
 from spd.formats.model_config import ModelConfig
-from spd.formats.recurrent_config import ConvConfig
 from spd.formats.rope_config import RotaryDims, yarn_scale
 from spd.runtime.models.layouts import (
     AttentionLayout,

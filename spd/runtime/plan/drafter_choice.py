@@ -144,7 +144,7 @@ def check_target(head: ModelConfig, draft: Path, target: ModelConfig, folder: Pa
         own, other = (_cache_facts(config) for config in (head, target))
         pairs += [(name, own[name], other[name]) for name in own]
     kind = "EAGLE-3" if head.eagle3 is not None else "assistant"
-    require_equal(kind, pairs, draft, folder, "--draft-model", f"{head.head_kind}_mismatch")
+    require_equal(kind, pairs, draft, folder, "--draft-model")
     if head.eagle3 is not None:
         head.eagle3.aux_layers(target.num_layers)
 
