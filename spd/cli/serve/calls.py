@@ -1,4 +1,4 @@
-"""Tool calls: which a request allows, how a model writes them, and what finds them in a growing reply."""
+"""Tool calls: which a request allows, what holds them to a schema, and what finds them in a growing reply."""
 
 from __future__ import annotations
 
@@ -6,189 +6,218 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from spd.cli.serve.forms import (
+    BLANK,
+    CALLED,
+    CHANNEL,
+    END,
+    HARMONY,
+    HERMES,
+    LISTED,
+    MARKS,
+    MESSAGE,
+    NAME,
+    RETURN,
+    START,
+    Form,
+    Schemas,
+    as_json,
+    is_text,
+    properties_of,
+)
 from spd.cli.text.structured import tail_of
+from spd.runtime.engine.grammar import JSON_STYLE
 
 if TYPE_CHECKING:
     from spd.runtime.engine.request import GrammarText
 
-CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-CALL, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
-MARKS = (
-    *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", CALLS, CALLS_END, CALL, CALL_END, SEPARATOR),
-)
-"""Marks that may be special tokens, which have no text of their own."""
-NAME = r"([\w.-]+)"
-WHOLE = re.compile(r"[\s,;\[]*(?=\{)")
-"""What stands before a call that is one object."""
-NO_CALL = re.compile(r'[\s,;\[]*\{\s*[^\s"]')
-PAIR = re.compile(
-    r"<parameter=(.*?)>(.*?)</parameter>|<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL
-)
-"""An argument in the form of Qwen's functions or of GLM."""
-
-
-class Form(NamedTuple):
-    """How a model writes calls: behind `opening`, as objects or as names in front of arguments."""
-
-    signs: tuple[str, ...]
-    """What a chat template of such a model holds."""
-    opening: str
-    closing: str = ""
-    head: str = r"(?!)"
-    """A call that is no object, up to its arguments."""
-
-
-TAGGED, LLAMA, MISTRAL, DEEPSEEK = FORMS = (
-    Form(
-        ("<tool_call>",),  # JSON of Hermes and Qwen, Qwen's functions, GLM's keys and values
-        "<tool_call>",
-        "</tool_call>",
-        rf"\s*<function={NAME}>|\A\s*{NAME}\s*(?=<arg_key>|</tool_call>)",
-    ),
-    Form(("<|python_tag|>", "<|start_header_id|>"), "<|python_tag|>"),
-    Form(("[TOOL_CALLS]",), "[TOOL_CALLS]", "", rf"\A\s*{NAME}(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(?=\{{)"),
-    Form(
-        (CALLS,),
-        CALLS,
-        CALLS_END,
-        rf"\s*{CALL}(?:\w*{SEPARATOR})?\s*{NAME}\s*(?:{SEPARATOR})?\s*(?:```json)?\s*(?=\{{)",
-    ),
-)
-
-
-def call_form(template: str) -> Form:
-    """How a model writes calls, by its chat template; tagged where nothing is told."""
-    return next((form for form in FORMS if any(sign in template for sign in form.signs)), TAGGED)
+NO_CALL = re.compile(BLANK + r'\{\s*[^\s"]')
+_MARK = re.compile("|".join(map(re.escape, MARKS)))
+MAX_CALLS = 8
+"""Calls in one reply that a grammar allows."""
 
 
 @dataclass(frozen=True)
 class Tools:
-    """The functions that a reply may call, or has to: one that is `named`, or any that are `required`."""
+    """The functions that a reply may call, or has to: one that is `named`, or any that are `required`.
 
-    functions: Mapping[str, Mapping[str, Any]]
-    """JSON schemas of the arguments, by name."""
-    form: Form = TAGGED
+    `strict` holds arguments to their schemas where a call may come, too. `special` are the ids of special
+    tokens by name.
+    """
+
+    functions: Schemas
+    form: Form = HERMES
     named: str | None = None
     required: bool = False
     parallel: bool = True
+    strict: bool = False
+    special: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def written(self) -> Form:
+        """The form in which calls come."""
+        return LISTED if self._has_to and self.form.call is None else self.form
+
+    @property
+    def _has_to(self) -> bool:
+        return self.required or self.named is not None
 
     @property
     def grammar(self) -> GrammarText | None:
-        """What holds a call that has to come: its arguments alone, or a JSON array of calls."""
+        """What holds a call that has to come, or one that may come and is strict, in the model's own form."""
         from spd.runtime.engine.request import GrammarText
 
-        if self.named is not None:
-            return GrammarText("schema", json.dumps(self.functions[self.named]))
-        if not self.required:
+        form = self.written
+        if form.call is None or not (self._has_to or (self.strict and form.opening)):
             return None
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{name}"}},
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-            for name in self.functions
-        ]
-        schema = {
-            "type": "array",
-            "minItems": 1,
-            "maxItems": 8 if self.parallel else 1,
-            "items": {"anyOf": calls},
-            "$defs": {name: _moved(schema, f"#/$defs/{name}") for name, schema in self.functions.items()},
-        }
-        return GrammarText("schema", json.dumps(schema))
+        chosen = self.functions if self.named is None else {self.named: self.functions[self.named]}
+        rules = ["GAP: /\\n{0,2}/", "TEXT: /(.|\\n)*/"]
+        for number, (name, schema) in enumerate(chosen.items()):
+            head, end = self._literal(form.call[0] + name + form.call[1]), self._literal(form.call[2])
+            rules.append(f"call_{number}: {head} {self._arguments(schema, rules)} {end}")
+        opening, closing = self._literal(form.opening), self._literal(form.closing)
+        one = f"({' | '.join(f'call_{number}' for number in range(len(chosen)))})"
+        if form.between is None:
+            one, next_one = f"{one} {closing}", f"GAP {opening} {one} {closing}"
+            closing = ""
+        else:
+            next_one = f"{self._literal(form.between)} {one}"
+        several = self.parallel and form is not HARMONY
+        calls = (
+            f"{one} {f'({next_one}){{0,{MAX_CALLS - 1}}}' if several else ''} {closing and f'GAP {closing}'}"
+        )
+        if self._has_to:
+            start = f"GAP {self._thought if form is HARMONY else opening} {calls}"
+        elif form.opening in self.special:
+            start = f"TEXT | TEXT {opening} {calls}"
+        else:
+            start, rules = (
+                f"TEXT | before {calls}",
+                [f"before[lazy]: /(.|\\n)*{re.escape(form.opening)}/", *rules],
+            )
+        return GrammarText("lark", "\n".join([f"start: {start}", *rules]))
+
+    @property
+    def _thought(self) -> str:
+        """Thinking before a call, for gpt-oss."""
+        channel, message, end, begin = map(self._literal, (CHANNEL, MESSAGE, END, START))
+        return f'({channel} "analysis" {message} TEXT {end} {begin} "assistant")?'
+
+    def _literal(self, text: str) -> str:
+        """Text for a grammar, with its marks as tokens where they are special ones."""
+        marks = "|".join(re.escape(mark) for mark in MARKS if mark in self.special) or "(?!)"
+        parts = enumerate(re.split(f"({marks})", text))
+        return " ".join(
+            f"<[{self.special[part]}]>" if at % 2 else as_json(part) for at, part in parts if part
+        )
+
+    def _arguments(self, schema: Mapping[str, Any], rules: list[str]) -> str:
+        """What arguments look like; a text between tags needs a rule of its own."""
+        if self.written.pair is None:
+            return f"%json {as_json(_held(schema))}"
+        before, behind, close = self.written.pair
+        shown, required = [], schema.get("required", ())
+        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        for name, one in properties_of(schema).items():
+            end, most = self._literal(close), one.get("maxLength") if isinstance(one, dict) else None
+            if is_text(one) and isinstance(values := one.get("enum"), list):
+                value = f"({' | '.join(as_json(str(each)) for each in values)})"
+            elif is_text(one):
+                text = f"/(.|\\n){{0,{most}}}/" if isinstance(most, int) and most < 10_000 else "/(.|\\n)*/"
+                value, attribute = f"text_{len(rules)}", "" if end[0] == "<" else f"[suffix={end}]"
+                rules.append(f"{value}{attribute}: {text}")
+                end = end if end[0] == "<" else ""
+            else:
+                value = f"%json {as_json(_held({**shared, **one} if isinstance(one, dict) else one))}"
+            part = f"{self._literal(before + name + behind)} {value} {end}"
+            shown.append(part if name in required else f"({part})?")
+        return " ".join(shown)
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """A schema that stands at `place` in another one: its own references lead there."""
+def _held(schema: Any) -> Any:
+    """A schema as grammars want it: without what only people read, and with little room for blanks."""
+    bare = _without_words(schema)
+    return {"x-guidance": JSON_STYLE, **bare} if isinstance(bare, dict) else bare
+
+
+def _without_words(schema: Any, data: bool = False) -> Any:
     if isinstance(schema, list):
-        return [_moved(one, place) for one in schema]
+        return [_without_words(one, data) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {name: _moved(one, place) for name, one in schema.items() if name not in ("$id", "$schema")}
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = place + reference[1:]
-    return moved
+    words = () if data else ("title", "description", "$schema", "$id", "$comment")
+    kept = ((name, one) for name, one in schema.items() if not (name in words and isinstance(one, str)))
+    return {name: _without_words(one, data or name in ("const", "enum", "default")) for name, one in kept}
+
+
+# -- what finds calls --------------------------------------------------------------------------------
 
 
 class Piece(NamedTuple):
-    """Content where `call` is None; else a call's arguments or a part of them, the first with the name."""
+    """Thinking, text, or a call's arguments; a call begins with its name."""
 
+    kind: Literal["thinking", "text", "call"]
     text: str
-    call: int | None = None
     name: str | None = None
 
 
 class CallParser:
     """Finds calls in one reply that comes in pieces of any size; each is handed on when it is whole.
 
-    Where a grammar holds the reply to one function's arguments, these are handed on as they come.
+    What is no whole call in the end is text. Blanks between text and a call are dropped.
     """
 
+    thinking = False
+
     def __init__(self, tools: Tools) -> None:
-        self._tools = tools
-        self._form = MISTRAL if tools.required else tools.form  # an array of calls, without its mark
-        self._head = re.compile(self._form.head)
-        marks = [mark for mark in (self._form.opening, self._form.closing) if mark]
-        self._stop = re.compile("|".join(map(re.escape, marks)))
-        self.calls = 0
-        """How many have begun."""
-        self._text, self._final = "", False
+        self._functions, self._form = tools.functions, tools.written
+        marks = "|".join(re.escape(mark) for mark in (self._form.opening, self._form.closing) if mark)
+        self._stop = re.compile(rf'"(?:[^"\\]|\\.)*(?:"|\Z)|({marks})', re.DOTALL)
+        """A mark, or a string of JSON, in which none counts."""
+        self._bare, self._known_only = re.compile(self._form.bare), self._form is not LISTED
+        self._text, self._blanks, self._final = "", "", False
         self._pieces: list[Piece] = []
         self._state = self._beginning
-        self._opening = ""
-        """The mark that is content if no call follows it."""
-        self._called = False
-        """Whether a call has followed the last mark."""
+        self._opening: str | None = None
+        """The mark that is text if no call follows it; None where a reply began with a call."""
+        self._called = self._called_ever = False
+        """Whether a call has followed the mark, and any mark."""
 
     def feed(self, text: str, *, final: bool = False) -> Sequence[Piece]:
         """What more text brings; what may be the beginning of a mark is held back unless it is `final`."""
         self._text, self._final = self._text + text, final
-        while self._state():
-            pass
+        if final or self._state != self._inside or any(end in text for end in "}>])"):  # no call ends else
+            while self._state():
+                pass
+        if final and not self._called_ever:
+            self._pieces.append(Piece("text", self._blanks))
         pieces, self._pieces = self._pieces, []
         return pieces
 
-    def _content(self, text: str) -> None:
-        if text and not self._tools.required:
-            self._pieces.append(Piece(text))
+    def _say(self, text: str) -> None:
+        """Text; blanks at its end are held until more of it comes."""
+        said = (self._blanks + text).rstrip()
+        self._blanks = (self._blanks + text)[len(said) :]
+        if said:
+            self._pieces.append(Piece("text", said))
 
     # -- states: each takes text and says whether to go on -------------------------------------------
 
     def _beginning(self) -> bool:
-        """Where a call may stand without a mark: held by a grammar, or an object of Llama."""
-        self._text = self._text if self._tools.named is None else self._text.lstrip()
-        if not self._text.strip():
+        """Where a call may stand without a mark."""
+        if not (self._text.strip() or self._final):
             return False
-        if self._tools.named is not None:
-            self._state = self._arguments
-        elif self._tools.required or (self._form is LLAMA and self._text.lstrip()[0] == "{"):
-            self._state = self._inside
-        else:
-            self._state = self._outside
+        self._state = self._inside if self._bare.match(self._text) else self._outside
         return True
 
-    def _arguments(self) -> bool:
-        """Nothing but arguments comes."""
-        if self._text:
-            self._pieces.append(Piece(self._text, 0, None if self.calls else self._tools.named))
-        self.calls, self._text = 1, ""
-        return False
-
     def _outside(self) -> bool:
-        """Content up to an opening mark, without blanks behind a call."""
-        if self._called:
-            self._text = self._text.lstrip()
-            self._called = not self._text
+        """Text up to an opening mark."""
         content, mark, rest = self._text.partition(self._form.opening)
         held = 0 if mark or self._final else tail_of(self._form.opening, content)
-        self._content(content[: len(content) - held])
+        self._say(content[: len(content) - held])
         self._text = rest if mark else content[len(content) - held :]
         if mark:
             self._opening, self._called, self._state = mark, False, self._inside
@@ -196,63 +225,83 @@ class CallParser:
 
     def _inside(self) -> bool:
         """The next call, or what shows that none comes."""
-        stop = self._stop.search(self._text)
-        part = self._text[: stop.end()] if stop else self._text
-        found = self._whole(part)
-        if found and found[0]:
-            name, arguments, end = found
-            self._pieces.append(Piece(arguments, self.calls, name))
-            self.calls, self._called, self._text = self.calls + 1, True, self._text[end:]
+        found = self._form.read(self._text, self._functions)
+        calls, end = found if isinstance(found, tuple) else ((), 0)
+        if self._known_only and self._opening is None and {name for name, _ in calls} - {*self._functions}:
+            calls = ()  # without a mark, an object with a name is a call only if there is such a function
+        if calls:
+            self._pieces += [Piece("call", arguments, name) for name, arguments in calls]
+            self._text, self._blanks = self._text[end:], ""
+            self._called = self._called_ever = True
             return True
-        if not (stop or self._final or found or (not self._called and NO_CALL.match(part))):
+        stop = next((one for one in self._stop.finditer(self._text) if one[1]), None)
+        never = not self._called and (isinstance(found, tuple) or NO_CALL.match(self._text))
+        if not (self._final or never or (stop and found is not True)):
             return False
         if not self._called:
-            self._content(self._opening)
-        elif stop is None:
-            self._text = "" if self._form.closing else self._text.lstrip(" \t\r\n,;]}")
+            self._say(self._opening or "")
         else:
-            self._text = self._text[stop.start() if stop[0] == self._form.opening else stop.end() :]
+            rest = self._text[: stop.start()] if stop else self._text
+            self._text = self._text[stop.end() if stop and stop[1] == self._form.closing else len(rest) :]
+            rest = _MARK.sub("", rest)[: None if stop else -tail_of(self._form.closing, rest) or None]
+            self._say(rest if rest.strip(" \t\r\n,;]}`") else "")
         self._state = self._outside
         return True
 
-    def _whole(self, part: str) -> tuple[str, str, int] | None:
-        """A complete call's name, arguments and end; without a name for a complete object that is none."""
-        head = self._head.search(part) if self._called else self._head.match(part)
-        if head is not None and self._form is TAGGED:
-            name, end = head[head.lastindex or 0], part.find(self._form.closing, head.end())
-            return None if end < 0 else (name, self._joined(name, part[head.end() : end]), end)
-        begun = head or WHOLE.match(part)
-        try:
-            value, end = json.JSONDecoder().raw_decode(part, begun.end()) if begun else (None, 0)
-        except (ValueError, RecursionError):
-            return None
-        if head is not None:
-            return head[1], part[head.end() : end], end
-        if not isinstance(value, dict):
-            return None
-        name = value.get("name")
-        if not isinstance(name, str) or (self._form is LLAMA and name not in self._tools.functions):
-            return "", "", 0
-        arguments = value.get("arguments", value.get("parameters", {}))
-        if not isinstance(arguments, str):  # some models write the object into a string
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        return name, arguments, end
 
-    def _joined(self, name: str, text: str) -> str:
-        """Keys and values between tags, as an object."""
-        pairs = [found.groups()[(found.lastindex or 0) - 2 :][:2] for found in PAIR.finditer(text)]
-        shown = {key.strip(): value.removeprefix("\n").removesuffix("\n") for key, value in pairs}
-        written = (
-            f"{json.dumps(key, ensure_ascii=False)}: {self._as_json(name, key, shown[key])}" for key in shown
-        )
-        return f"{{{', '.join(written)}}}"
+class ChannelParser:
+    """Parts a reply of gpt-oss: messages in channels are thinking, text, or calls to functions."""
 
-    def _as_json(self, name: str, key: str, text: str) -> str:
-        """An argument as JSON: a string where the schema says so or the text is no JSON."""
-        properties = self._tools.functions.get(name, {}).get("properties")
-        schema = properties.get(key) if isinstance(properties, dict) else None
-        if not (isinstance(schema, dict) and schema.get("type") == "string"):
+    def __init__(self) -> None:
+        self._text, self._kind, self._head, self._name, self._first = "", "", "", "", True
+        self._ends = re.compile("|".join(map(re.escape, (START, END, CALLED, RETURN))))
+
+    @property
+    def thinking(self) -> bool:
+        """Whether what comes next is thinking."""
+        return self._kind == "thinking"
+
+    def feed(self, text: str, *, final: bool = False) -> Sequence[Piece]:
+        """As `CallParser.feed`."""
+        self._text += text
+        pieces: list[Piece] = []
+        while self._text and (self._body(pieces, final) if self._kind else self._header(final)):
+            pass
+        return pieces
+
+    def _header(self, final: bool) -> bool:
+        """Up to a message; a reply that has none is text."""
+        head, mark, rest = self._text.partition(MESSAGE)
+        if self._first and not re.match(r"\s*(?:\Z|<|t\Z|to\Z|to=)", head):
+            self._kind = "text"
+        elif mark:
+            named = re.search(rf"to=functions\.{NAME}", head)
+            self._head, self._name, self._text = head + mark, named[1] if named else "", rest
+            is_thinking = re.search(rf"{re.escape(CHANNEL)}\s*analysis", head)
+            self._kind = "call" if named else "thinking" if is_thinking else "text"
+        elif final:
+            self._kind = "text"
+        return bool(self._kind)
+
+    def _body(self, pieces: list[Piece], final: bool) -> bool:
+        """Up to a message's end; a call is handed on when it is whole."""
+        end = self._ends.search(self._text)
+        said = self._text[: end.start()] if end else self._text
+        if end is None and not final:
+            marks = (START, END, CALLED, RETURN)
+            said = (
+                "" if self._kind == "call" else said[: len(said) - max(tail_of(mark, said) for mark in marks)]
+            )
+        self._text = self._text[len(said) if end is None else end.end() :]
+        if self._kind != "call":
+            pieces.append(Piece("thinking" if self.thinking else "text", said))
+        elif end or final:
             with suppress(ValueError, RecursionError):
-                json.loads(text)
-                return text
-        return json.dumps(text, ensure_ascii=False)
+                if isinstance(json.loads(said), dict):
+                    pieces.append(Piece("call", said.strip(), self._name))
+                    said = ""
+            if said:
+                pieces.append(Piece("text", self._head + said))
+        if end is not None:
+            self._kind, self._first = "", False
+        return end is not None

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,9 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, StreamingResponse
 
 from spd.cli.serve.body import ApiError, api_error
-from spd.cli.serve.calls import MARKS, CallParser, Piece
-from spd.cli.text.report import logprob_entry
-from spd.cli.text.structured import ThinkingSplitter
+from spd.cli.serve.replies import Choice, Grown
 from spd.runtime.engine.request import derived_seed
 
 if TYPE_CHECKING:
@@ -26,16 +23,12 @@ if TYPE_CHECKING:
 
     from spd.cli.serve.wishes import Wish
     from spd.cli.text.job import Settings
-    from spd.formats.tokenizer import Tokenizer
     from spd.runtime import Engine, Event, Request, RequestMetrics
     from spd.runtime.engine.driver import EngineThread, Listener
-    from spd.runtime.engine.request import TokenLogprob
 
     Prepared = tuple[Request, bool | None]
     """A request, and how its reply is parted: see `ThinkingSplitter`."""
 
-IMPOSSIBLE = -9999.0
-"""What the API says for the logarithm of nothing."""
 QUEUE = 64
 """Requests that may wait beyond those that decode."""
 
@@ -78,14 +71,15 @@ class Service:
     def prepare(self, wish: Wish) -> list[Prepared]:
         """The requests of a call. Raises what encoding and compiling a grammar raise."""
         prepared: list[Prepared] = []
+        settings = self.settings
+        if wish.think is not None:
+            settings = dataclasses.replace(settings, think=str(wish.think))
         for asked in wish.prompts:
-            ids = self.settings.fit(asked)
+            ids = settings.fit(asked)
             for choice in range(wish.n):
                 seed = derived_seed(wish.params.seed, choice) if choice else wish.params.seed
                 params = dataclasses.replace(wish.params, seed=seed)
-                request, inside = self.settings.request(
-                    secrets.token_hex(8), asked, ids, params, wish.grammar
-                )
+                request, inside = settings.request(secrets.token_hex(8), asked, ids, params, wish.grammar)
                 prepared.append((dataclasses.replace(request, draft_max=wish.draft_max), inside))
         self.engine.check(prepared[0][0])
         return prepared
@@ -181,122 +175,6 @@ class Call:
             self._end(index, "abort")
 
 
-class Choice:
-    """One reply while it grows."""
-
-    def __init__(self, index: int, inside: bool | None, wish: Wish, tokenizer: Tokenizer) -> None:
-        self._index, self._tokenizer, self._wish = index, tokenizer, wish
-        self._splitter = ThinkingSplitter(inside)
-        self._parser = None if wish.tools is None else CallParser(wish.tools)
-        names = tokenizer.special_tokens if self._parser is not None else {}
-        self._marks = {names[mark]: mark for mark in MARKS if mark in names}
-        self._text, self._reasoning = "", ""
-        self._calls: list[dict[str, Any]] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._reason: str | None = None
-        self.reasoning_tokens = 0
-
-    def first(self) -> dict[str, Any] | None:
-        """What a stream begins with."""
-        return self._shown(delta={"role": "assistant", "content": ""}) if self._wish.chat else None
-
-    def take(self, event: Event) -> dict[str, Any] | None:
-        """Add an event; returns what a stream shows of it."""
-        final, content, delta = event.finish_reason is not None, "", dict[str, Any]()
-        if self._splitter.thinking:
-            self.reasoning_tokens += len(event.token_ids)
-        offset = len(self._text)
-        parts = self._splitter.feed(self._marked(event), final=final)
-        if thought := "".join(text for thinking, text in parts if thinking):
-            delta["reasoning_content"] = thought
-        said = "".join(text for thinking, text in parts if not thinking)
-        for piece in self._parser.feed(said, final=final) if self._parser else [Piece(said)]:
-            if piece.call is None:
-                content += piece.text
-            else:
-                delta.setdefault("tool_calls", []).append(self._call(piece.call, piece.name, piece.text))
-        if content:
-            delta["content"] = content
-        self._text += content
-        self._reasoning += thought
-        self._logprobs += event.logprobs
-        self._reason = event.finish_reason
-        if not (delta or final or event.logprobs):
-            return None
-        logprobs = self._shown_logprobs(event.logprobs, offset)
-        said_now = {"delta": delta} if self._wish.chat else {"text": content}
-        return self._shown(logprobs=logprobs, finish_reason=self._finish_reason, **said_now)
-
-    def _shown(self, **fields: Any) -> dict[str, Any]:
-        return {"index": self._index, "logprobs": None, "finish_reason": None, **fields}
-
-    def _marked(self, event: Event) -> str:
-        """An event's text, with the special tokens that calls are written with."""
-        text: str = event.text
-        ids = event.token_ids
-        for at in range(len(ids) - 1, -1, -1) if self._marks else ():
-            if mark := self._marks.get(ids[at]):
-                behind = self._tokenizer.bytes_of(ids[at + 1 :]).decode("utf-8", "ignore")
-                place = max(0, len(event.text) - len(behind))
-                text = f"{text[:place]}{mark}{text[place:]}"
-        return text
-
-    def _call(self, index: int, name: str | None, arguments: str) -> dict[str, Any]:
-        """Add to a call, which begins with its name; returns what a stream shows of it."""
-        if name is None:
-            self._calls[index]["function"]["arguments"] += arguments
-            return {"index": index, "function": {"arguments": arguments}}
-        call = {"id": secrets.token_hex(5)[1:], "type": "function"}  # nine characters are what Mistral wants
-        self._calls.append({**call, "function": {"name": name, "arguments": arguments}})
-        return {"index": index, **call, "function": {"name": name, "arguments": arguments}}
-
-    @property
-    def _finish_reason(self) -> str | None:
-        """How it ended, as the API says it."""
-        tools = self._wish.tools
-        if self._reason == "stop" and self._calls and tools is not None and tools.named is None:
-            return "tool_calls"
-        return "stop" if self._reason == "abort" else self._reason
-
-    def whole(self) -> dict[str, Any]:
-        """All of it, as an answer that is not streamed shows it."""
-        logprobs = self._shown_logprobs(self._logprobs, 0)
-        shown = self._shown(logprobs=logprobs, finish_reason=self._finish_reason)
-        if not self._wish.chat:
-            return {**shown, "text": self._text}
-        message: dict[str, Any] = {"role": "assistant", "content": self._text, "refusal": None}
-        if self._reasoning:
-            message["reasoning_content"] = self._reasoning.strip("\n")
-        if self._calls:
-            message |= {"content": self._text.strip() or None, "tool_calls": self._calls}
-        return {**shown, "message": message}
-
-    def _shown_logprobs(self, entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
-        """Log-probabilities in the API's form; `offset` is that of the first token's text."""
-        if self._wish.params.logprobs is None:
-            return None
-        named = [logprob_entry(entry, self._tokenizer) for entry in entries]
-        if self._wish.chat:
-            tops = [[_finite(one) for one in entry.pop("top")] for entry in named]
-            shown = [{**_finite(one), "top_logprobs": top} for one, top in zip(named, tops, strict=True)]
-            return {"content": shown, "refusal": None}
-        tokens = [entry["token"] for entry in named]
-        return {
-            "tokens": tokens,
-            "token_logprobs": [_finite(entry)["logprob"] for entry in named],
-            "top_logprobs": [
-                {one["token"]: _finite(one)["logprob"] for one in entry["top"]} for entry in named
-            ],
-            "text_offset": [offset + sum(map(len, tokens[:at])) for at in range(len(tokens))],
-        }
-
-
-def _finite(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry without its id, of a logarithm that JSON can hold."""
-    shown = {name: value for name, value in entry.items() if name != "token_id"}
-    return {**shown, "logprob": max(entry["logprob"], IMPOSSIBLE)}
-
-
 class Answer:
     """One call's answer, as an ASGI application."""
 
@@ -304,15 +182,9 @@ class Answer:
         self._service, self._wish = service, wish
         tokenizer = service.settings.vocabulary.need_tokenizer()
         self._choices = [Choice(i, inside, wish, tokenizer) for i, (_, inside) in enumerate(prepared)]
+        first = prepared[0][0]
+        self._reply = wish.reply(service, wish, self._choices, first.id, len(first.prompt_ids))
         self._call = Call(service, [request for request, _ in prepared])
-        kind = ("text_completion", "chat.completion")[wish.chat] + ".chunk" * (wish.chat and wish.stream)
-        self._head = {
-            "id": f"{'chatcmpl' if wish.chat else 'cmpl'}-{prepared[0][0].id}",
-            "object": kind,
-            "created": int(time.time()),
-            "model": service.name,
-        }
-        self._metrics: dict[int, RequestMetrics] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         response: JSONResponse | StreamingResponse
@@ -326,66 +198,36 @@ class Answer:
         finally:
             self._call.close()
 
-    async def _shown(self) -> AsyncIterator[dict[str, Any]]:
-        """What each event brings, as a stream shows it."""
+    async def _taken(self) -> AsyncIterator[tuple[Choice, Event, list[Grown]]]:
+        """Each event with what it added to its choice."""
         async for index, event in self._call.events():
-            shown = self._choices[index].take(event)
+            grown = self._choices[index].take(event)
             if event.finish_reason is not None:
-                self._metrics[index] = self._call.metrics(index)
+                self._reply.metrics[index] = self._call.metrics(index)
             if event.finish_reason == "error":
                 why = event.error or "the model failed while generating"
                 raise ApiError(500, why, kind="server_error", code="generation_failed")
-            if shown is not None:
-                yield shown
+            yield self._choices[index], event, grown
 
     async def _whole(self) -> dict[str, Any]:
-        async for _ in self._shown():
+        async for _ in self._taken():
             pass
-        return {**self._head, "choices": [choice.whole() for choice in self._choices], **self._figures()}
+        return self._reply.whole()
 
     async def _stream(self) -> AsyncIterator[bytes]:
-        usage: dict[str, Any] = {"usage": None} if self._wish.include_usage else {}
         try:
-            for choice in self._choices:
-                if first := choice.first():
-                    yield _event({**self._head, "choices": [first], **usage})
-            async for shown in self._shown():
-                yield _event({**self._head, "choices": [shown], **usage})
-            if usage:
-                yield _event({**self._head, "choices": [], **self._figures()})
+            for data in self._reply.begin():
+                yield data
+            async for taken in self._taken():
+                for data in self._reply.grow(*taken):
+                    yield data
+            last = self._reply.end()
         except Exception as error:
             refusal = api_error(error)
             self._service.count(f'refused_total{{status="{refusal.status}"}}')
-            yield _event(refusal.body)
-        yield b"data: [DONE]\n\n"
-
-    def _figures(self) -> dict[str, Any]:
-        """Tokens of a call, a prompt's once for all of its choices; times and acceptance of the first one."""
-        each, plan = [metrics for _, metrics in sorted(self._metrics.items())], self._service.plan
-        prompt = sum(one.prompt_tokens for one in each[:: self._wish.n])
-        completion = sum(one.completion_tokens for one in each)
-        speculation = each[0].speculative_decoding(plan.spec, plan.shape.draft_max)
-        return {
-            "usage": {
-                "prompt_tokens": prompt,
-                "completion_tokens": completion,
-                "total_tokens": prompt + completion,
-                "prompt_tokens_details": {
-                    "cached_tokens": sum(one.cached_tokens for one in each[:: self._wish.n])
-                },
-                "completion_tokens_details": {
-                    "reasoning_tokens": sum(one.reasoning_tokens for one in self._choices),
-                    "draft_tokens": sum(one.draft_n for one in each),
-                    "accepted_draft_tokens": sum(one.draft_n_accepted for one in each),
-                },
-            },
-            "timings": each[0].timings(),
-            "metrics": {"speculative_decoding": speculation},
-        }
-
-
-def _event(value: object) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+            last = self._reply.fail(refusal)
+        for data in last:
+            yield data
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:

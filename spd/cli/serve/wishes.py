@@ -6,8 +6,8 @@ import dataclasses
 import json
 import re
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.serve.body import (
@@ -24,7 +24,9 @@ from spd.cli.serve.body import (
     unsupported,
     whole,
 )
-from spd.cli.serve.calls import Tools, call_form
+from spd.cli.serve.calls import Tools
+from spd.cli.serve.forms import CHANNEL, HARMONY, call_form
+from spd.cli.serve.replies import ChatReply, CompletionReply, Reply
 from spd.cli.text.prompt import RESERVED_ARGS, Asked
 from spd.cli.text.sampling import check_ids
 from spd.cli.text.structured import SWITCH
@@ -203,45 +205,69 @@ _tokenize = fields({"model": TEXT, "prompt": TEXT, "messages": CHAT["messages"]}
 
 @dataclass(frozen=True)
 class Wish:
-    """One call: its prompts, and how each is answered `n` times."""
+    """One call: its prompts, how each is answered `n` times, and what tells the replies."""
 
     prompts: tuple[Asked, ...]
     params: SamplingParams
-    chat: bool
+    reply: type[Reply]
     n: int
     stream: bool
     include_usage: bool
     draft_max: int | None
     grammar: GrammarText | None = None
     tools: Tools | None = None
+    think: int | None = None
+    """Tokens of thinking at most."""
+    repeated: Mapping[str, Any] = field(default_factory=dict)
+    """What a reply repeats of its request."""
 
 
 def read_chat(value: Any, service: Service) -> Wish:
     """The body of a chat completion. Raises ApiError."""
     body = _chat(value, "")
-    service.check_name(body.get("model", service.name))
-    template = service.settings.vocabulary.need_template()
-    variables = _variables(body, template.default)
-    source = template.tool_use or template.default
-    tools = _tools(body, source)
-    grammar = response_format(body)
-    if tools is not None:
-        if grammar is not None:
-            refuse("response_format", "a reply that may be a tool call cannot be held to a format")
-        if "tools" in source:
-            variables["tools"] = list(value["tools"])
-        grammar = tools.grammar
     if "top_logprobs" in body and not body.get("logprobs"):
         refuse("top_logprobs", "it needs `logprobs`: true")
     most = body.pop("max_completion_tokens", None)
     if most is not None and body.setdefault("max_tokens", most) != most:
         refuse("max_tokens", "`max_completion_tokens` says otherwise")
-    logprobs = body.get("top_logprobs", 0) if body.get("logprobs") else None
-    if not body.get("messages"):
+    return wish_of(body, value.get("tools") or (), service, ChatReply)
+
+
+def wish_of(
+    body: Mapping[str, Any], shown: Sequence[Any], service: Service, reply: type[Reply], **more: Any
+) -> Wish:
+    """The wish of a chat with the fields of `CHAT`; its template is shown these tools. Raises ApiError."""
+    service.check_name(body.get("model", service.name))
+    vocabulary = service.settings.vocabulary
+    template = vocabulary.need_template()
+    variables = _variables(body, template.default)
+    source = template.tool_use or template.default
+    tools = _tools(body, source, vocabulary.need_tokenizer().special_tokens)
+    grammar = response_format(body)
+    if tools is not None and tools.functions:
+        if grammar is not None:
+            refuse("response_format", "a reply that may be a tool call cannot be held to a format")
+        if "tools" in source:
+            variables["tools"] = list(shown)
+        grammar = tools.grammar
+    messages = body.get("messages", ())
+    if not messages:
         refuse("messages", "expected at least one message", "missing_required_parameter")
-    asked = Asked(messages=body["messages"], variables=variables)
+    if CHANNEL in source:
+        messages = tuple(_in_channels(dict(message)) for message in messages)
+    logprobs = body.get("top_logprobs", 0) if body.get("logprobs") else None
     params = _params(body, service.settings, logprobs)
-    return Wish((asked,), params, True, **_delivery(body, service), grammar=grammar, tools=tools)
+    asked = (Asked(messages=messages, variables=variables),)
+    return Wish(asked, params, reply, **_delivery(body, service), grammar=grammar, tools=tools, **more)
+
+
+def _in_channels(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as the template of gpt-oss reads it: thinking has another name, and no text beside a call."""
+    if "reasoning_content" in message:
+        message["thinking"] = message.pop("reasoning_content")
+    if message.get("tool_calls") and message["content"] and "thinking" in message:
+        message["thinking"] += "\n" + message.pop("content")
+    return message
 
 
 def read_completion(value: Any, service: Service) -> Wish:
@@ -250,7 +276,7 @@ def read_completion(value: Any, service: Service) -> Wish:
     service.check_name(body.get("model", service.name))
     body.setdefault("max_tokens", COMPLETION_TOKENS)
     params = _params(body, service.settings, body.get("logprobs"))
-    return Wish(body["prompt"], params, False, **_delivery(body, service))
+    return Wish(body["prompt"], params, CompletionReply, **_delivery(body, service))
 
 
 def read_tokenize(value: Any, service: Service) -> Asked:
@@ -308,9 +334,9 @@ def _variables(body: Mapping[str, Any], template: str) -> dict[str, Any]:
     return variables
 
 
-def _tools(body: Mapping[str, Any], template: str) -> Tools | None:
+def _tools(body: Mapping[str, Any], template: str, special: Mapping[str, int]) -> Tools | None:
     """The tools of a chat request and how they are chosen; None where none may be called."""
-    choice, functions = body.get("tool_choice", "auto"), {}
+    choice, functions, strict = body.get("tool_choice", "auto"), dict[str, Any](), False
     for number_, tool in enumerate(body.get("tools", ())):
         function, where = tool["function"], f"tools[{number_}].function"
         if function["name"] in functions:
@@ -319,8 +345,9 @@ def _tools(body: Mapping[str, Any], template: str) -> Tools | None:
         if schema["type"] != "object":
             refuse(f"{where}.parameters", "expected a schema of type object", "invalid_function_parameters")
         functions[function["name"]] = schema
+        strict = strict or function.get("strict", False)
     if choice == "none" or (choice == "auto" and not functions):
-        return None
+        return Tools({}, HARMONY) if call_form(template) is HARMONY else None  # its replies have channels
     if not functions:
         refuse("tool_choice", "it is only allowed with `tools`")
     named = None
@@ -333,7 +360,7 @@ def _tools(body: Mapping[str, Any], template: str) -> Tools | None:
         why = "this model's chat template has no place for tools, so the model cannot be told of them"
         refuse("tools", f"{why}; tool_choice `required` or a named function holds it to a call")
     parallel = body.get("parallel_tool_calls", True)
-    return Tools(functions, call_form(template), named, choice == "required", parallel)
+    return Tools(functions, call_form(template), named, choice == "required", parallel, strict, special)
 
 
 def response_format(body: Mapping[str, Any]) -> GrammarText | None:

@@ -4,29 +4,54 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from spd.cli.serve.calls import FORMS, MARKS, CallParser, Tools, call_form
+from spd.cli.serve.calls import CallParser, ChannelParser, Tools
+from spd.cli.serve.forms import (
+    CALL,
+    CALL_END,
+    CALLS,
+    FORMS,
+    LISTED,
+    MARKS,
+    QUOTE,
+    SEPARATOR,
+    call_form,
+)
+from spd.formats.folder import ModelFolder
+from spd.runtime.engine.grammar import GrammarCompiler, GrammarError
 
-WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
-FUNCTIONS = {"get_weather": WEATHER, "now": {"type": "object", "properties": {}}}
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+FUNCTIONS = {"get_weather": WEATHER, "now": {"type": "object", "additionalProperties": False}}
 PARIS = {"city": 'Pa"ris}{ \\', "days": 3}
 ARGS = json.dumps(PARIS)
-TAGGED, LLAMA, MISTRAL, DEEPSEEK = (Tools(FUNCTIONS, form) for form in FORMS)
-NAMED, REQUIRED = Tools(FUNCTIONS, named="get_weather"), Tools(FUNCTIONS, required=True)
 Call = tuple[str, Any]
-WEATHER_CALL, NOW_CALL = ("get_weather", PARIS), ("now", {})
-CALLS, END, CALL, CALL_END, SEP = MARKS[-5:]
+ONE: list[Call] = [("get_weather", PARIS)]
+BOTH: list[Call] = [*ONE, ("now", {})]
 
 OBJECT, NOW = f'{{"name": "get_weather", "arguments": {ARGS}}}', '{"name":"now","arguments":{}}'
 REVERSED = f'{{"arguments": {ARGS}, "name": "get_weather"}}'
 LLAMA_OBJECT, LLAMA_NOW = (text.replace('"arguments"', '"parameters"') for text in (OBJECT, NOW))
 CITY, DAYS = '<parameter=city>\nPa"ris}{ \\\n</parameter>\n', "<parameter=days>\n3\n</parameter>\n"
-KEYS = '<arg_key>city</arg_key>\n<arg_value>Pa"ris}{ \\</arg_value>\n<arg_key>days</arg_key>'
-JSON, OLD = "```json\n", f"{CALL}function{SEP}"
-ONE, BOTH = [WEATHER_CALL], [WEATHER_CALL, NOW_CALL]
+KEYS = '<arg_key>city</arg_key>\n<arg_value>Pa"ris}{ \\</arg_value>\n'
+KEYS += "<arg_key>days</arg_key><arg_value>3</arg_value>"
+JSON, OLD = "```json\n", f"{CALL}function{SEPARATOR}"
+KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+KIMI_CALL, KIMI_ARGUMENTS = "<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>"
+INVOKED = (
+    '<invoke name="get_weather">\n<parameter name="city">Pa"ris}{ \\</parameter>\n'
+    '<parameter name="days">3</parameter>\n</invoke>\n'
+)
+COMMENTARY = "<|channel|>commentary to=functions."
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 
 
 def tag(text: str) -> str:
@@ -34,142 +59,244 @@ def tag(text: str) -> str:
     return f"<tool_call>\n{text}\n</tool_call>\n"
 
 
-CASES: dict[str, tuple[Tools, str, str, list[Call]]] = {
-    "hermes": (TAGGED, f"Let me see.\n{tag(OBJECT)}", "Let me see.\n", ONE),
-    "hermes two, arguments first": (TAGGED, tag(REVERSED) + tag(NOW), "", BOTH),
-    "hermes arguments in a string": (TAGGED, tag(OBJECT.replace(ARGS, json.dumps(ARGS))), "", ONE),
-    "hermes no call": (TAGGED, "1 < 2 and <tool_ is no tag", "1 < 2 and <tool_ is no tag", []),
-    "hermes no JSON": (TAGGED, "a <tool_call>[1]</tool_call> b", "a <tool_call>[1]</tool_call> b", []),
-    "hermes cut before a name": (TAGGED, 'a <tool_call>{"na', 'a <tool_call>{"na', []),
+LFM, LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
+PYTHON = "get_weather(city='Pa\"ris}{ \\\\', days=3)"
+CASES: dict[str, tuple[str, str, str, list[Call]]] = {
+    "hermes": ("Hermes, Qwen3", f"Let me see.\n{tag(OBJECT)}", "Let me see.", ONE),
+    "hermes two, arguments first": ("Hermes, Qwen3", tag(REVERSED) + tag(NOW), "", BOTH),
+    "hermes arguments in a string": ("Hermes, Qwen3", tag(OBJECT.replace(ARGS, json.dumps(ARGS))), "", ONE),
+    "hermes a brace too many": ("Hermes, Qwen3", tag(OBJECT + "}") + "So.", "\nSo.", ONE),
+    "hermes a mark in a string": (
+        "Hermes, Qwen3",
+        tag('{"name": "now", "arguments": {"a": "</tool_call>"}}'),
+        "",
+        [("now", {"a": "</tool_call>"})],
+    ),
+    "hermes no call": ("Hermes, Qwen3", "1 < 2 and <tool_ is no tag", "1 < 2 and <tool_ is no tag", []),
+    "hermes no JSON": (
+        "Hermes, Qwen3",
+        "a <tool_call>[1]</tool_call> b",
+        "a <tool_call>[1]</tool_call> b",
+        [],
+    ),
+    "hermes no object": ("Hermes, Qwen3", *2 * [tag('{"name": "now", "arguments": [1]}')], []),
+    "hermes broken, then whole": (
+        "Hermes, Qwen3",
+        tag("{'name") + tag(NOW),
+        tag("{'name").rstrip(),
+        BOTH[1:],
+    ),
+    "hermes cut before a name": ("Hermes, Qwen3", 'a <tool_call>{"na', 'a <tool_call>{"na', []),
     "qwen": (
-        TAGGED,
+        "Qwen3-Coder, Qwen3.5",
         "Yes." + tag(f"<function=get_weather>\n{CITY}{DAYS}</function>"),
         "Yes.",
-        [WEATHER_CALL],
+        ONE,
     ),
-    "qwen without arguments": (TAGGED, tag("<function=now>\n</function>"), "", [NOW_CALL]),
-    "glm": (TAGGED, tag(f"get_weather\n{KEYS}<arg_value>3</arg_value>") + tag("now"), "", BOTH),
-    "llama": (LLAMA, LLAMA_OBJECT, "", ONE),
-    "llama tagged, two": (LLAMA, f"<|python_tag|>{LLAMA_OBJECT}; {LLAMA_NOW}", "", BOTH),
-    "llama JSON that is no call": (LLAMA, '{"name": "Ada", "age": 3}', '{"name": "Ada", "age": 3}', []),
-    "llama text": (LLAMA, "<b>It is {now}.</b>", "<b>It is {now}.</b>", []),
-    "mistral array": (MISTRAL, f"Hm. [TOOL_CALLS] [{OBJECT}, {NOW}]", "Hm. ", BOTH),
+    "qwen, marks in a value": (
+        "Qwen3-Coder, Qwen3.5",
+        tag("<function=now>\n<parameter=a>\n</parameter> x </tool_call>\n</parameter>\n</function>"),
+        "",
+        [("now", {"a": "</parameter> x </tool_call>"})],
+    ),
+    "qwen without arguments": ("Qwen3-Coder, Qwen3.5", tag("<function=now>\n</function>"), "", BOTH[1:]),
+    "qwen without an end": ("Qwen3-Coder, Qwen3.5", tag(f"<function=get_weather>\n{CITY}{DAYS}"), "", ONE),
+    "qwen cut": ("Qwen3-Coder, Qwen3.5", *2 * [f"<tool_call>\n<function=get_weather>\n{CITY}".rstrip()], []),
+    "seed": (
+        "Seed-OSS",
+        f"<seed:tool_call><function=get_weather>{CITY}{DAYS}</function></seed:tool_call>",
+        "",
+        ONE,
+    ),
+    "glm": ("GLM-4.5, GLM-4.7", tag(f"get_weather\n{KEYS}") + tag("now"), "", BOTH),
+    "minimax": (
+        "MiniMax M2",
+        f'A<minimax:tool_call>\n{INVOKED}<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+        "A",
+        BOTH,
+    ),
+    "llama": ("Llama 3", LLAMA_OBJECT, "", ONE),
+    "llama tagged, two": ("Llama 3", f"<|python_tag|>{LLAMA_OBJECT}; {LLAMA_NOW}", "", BOTH),
+    "llama JSON that is no call": ("Llama 3", *2 * ['{"name": "Ada", "age": 3}'], []),
+    "llama text": ("Llama 3", *2 * ["<b>It is {now}.</b>"], []),
+    "llama, as Python": ("Llama 3", f"[{PYTHON}, now()]", "", BOTH),
+    "llama a list": ("Llama 3", *2 * ["[1] says so."], []),
+    "lfm": ("LFM2", f"So.{LFM}[{PYTHON}, now()]{LFM_END}", "So.", BOTH),
+    "lfm no call": ("LFM2", *2 * [f"{LFM}[{{1}}]{LFM_END} x"], []),
+    "granite": ("Granite 3", f"<|tool_call|>[{OBJECT}, {NOW}]", "", BOTH),
+    "mistral array": ("Mistral before 2025", f"Hm. [TOOL_CALLS] [{OBJECT}, {NOW}]", "Hm.", BOTH),
     "mistral names": (
-        MISTRAL,
+        "Mistral",
         f"[TOOL_CALLS]get_weather[CALL_ID]abc[ARGS]{ARGS}[TOOL_CALLS]now{{}}",
         "",
         BOTH,
     ),
     "deepseek 3.1": (
-        DEEPSEEK,
-        f"So:{CALLS}{CALL}get_weather{SEP}{ARGS}{CALL_END}{CALL}now{SEP}{{}}{CALL_END}{END}",
+        "DeepSeek V3.1",
+        f"So:{CALLS[0]}{CALL}get_weather{SEPARATOR}{ARGS}{CALL_END}{CALL}now{SEPARATOR}{{}}{CALL_END}{CALLS[1]}",
         "So:",
         BOTH,
     ),
     "deepseek 3": (
-        DEEPSEEK,
-        f"{CALLS}{OLD}get_weather\n{JSON}{ARGS}\n```{CALL_END}\n{OLD}now\n{JSON}{{}}\n```{CALL_END}{END}",
+        "DeepSeek V3",
+        f"{CALLS[0]}{OLD}get_weather\n{JSON}{ARGS}\n```{CALL_END}\n{OLD}now\n{JSON}{{}}\n```{CALL_END}{CALLS[1]}",
         "",
         BOTH,
     ),
-    "named": (NAMED, ARGS, "", ONE),
-    "required": (REQUIRED, f"[{LLAMA_OBJECT}, {LLAMA_NOW}]", "", BOTH),
+    "kimi": (
+        "Kimi K2",
+        f"{KIMI[0]}{KIMI_CALL}get_weather:0{KIMI_ARGUMENTS}{ARGS}<|tool_call_end|>"
+        f"{KIMI_CALL}now:1{KIMI_ARGUMENTS}{{}}<|tool_call_end|>{KIMI[1]}",
+        "",
+        BOTH,
+    ),
+    "gemma": (
+        "Gemma 4",
+        f'A<|tool_call>call:get_weather{{city:{QUOTE}Pa"ris}}{{ \\{QUOTE},days:3}}<tool_call|>'
+        "<|tool_call>call:now{}<tool_call|>",
+        "A",
+        BOTH,
+    ),
+    "gemma nested": (
+        "Gemma 4",
+        f"<|tool_call>call:now{{a:[{{b:null,c:{QUOTE}x:y{QUOTE}}},true]}}<tool_call|>",
+        "",
+        [("now", {"a": [{"b": None, "c": "x:y"}, True]})],
+    ),
+    "gemma broken": ("Gemma 4", *2 * ["<|tool_call>call:now{a:b c}<tool_call|>"], []),
+    "harmony": (
+        "gpt-oss",
+        f"{THOUGHT}{COMMENTARY}get_weather <|constrain|>json<|message|>{ARGS}<|call|>",
+        "",
+        ONE,
+    ),
+    "harmony, name first": (
+        "gpt-oss",
+        f"<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>{ARGS}",
+        "",
+        ONE,
+    ),
+    "harmony text": ("gpt-oss", f"{THOUGHT}<|channel|>final<|message|>Sunny < 3<|return|>", "Sunny < 3", []),
+    "harmony no JSON": ("gpt-oss", *2 * [f"{COMMENTARY}now<|message|>{{a"], []),
+    "harmony without channels": ("gpt-oss", *2 * ['{"a": 3}'], []),
+    "array": ("array", f"[{LLAMA_OBJECT}, {LLAMA_NOW}]", "", BOTH),
 }
 
 
-def parse(tools: Tools, pieces: list[str]) -> tuple[str, list[Call]]:
+def tools_of(form: str, **wishes: Any) -> Tools:
+    """The functions in a form."""
+    return Tools(FUNCTIONS, FORMS.get(form, LISTED), **wishes)
+
+
+def parser_of(form: str) -> CallParser | ChannelParser:
+    """What reads a form."""
+    return ChannelParser() if form == "gpt-oss" else CallParser(tools_of(form))
+
+
+def parse(form: str, pieces: list[str]) -> tuple[str, list[Call]]:
     """Content and calls of a reply that came in pieces."""
-    parser = CallParser(tools)
+    parser = parser_of(form)
     found = [piece for text in pieces for piece in parser.feed(text)]
     found += parser.feed("", final=True)
-    content = "".join(piece.text for piece in found if piece.call is None)
-    names = [piece.name for piece in found if piece.name is not None]
-    arguments = ["".join(piece.text for piece in found if piece.call == i) for i in range(len(names))]
-    return content, [(name, json.loads(text)) for name, text in zip(names, arguments, strict=True)]
+    content = "".join(piece.text for piece in found if piece.kind == "text")
+    return content, [(str(piece.name), json.loads(piece.text)) for piece in found if piece.kind == "call"]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_form_at_every_boundary(case: str) -> None:
-    tools, text, content, calls = CASES[case]
+    form, text, content, calls = CASES[case]
     expected = content, calls
-    assert parse(tools, [text]) == expected
-    assert parse(tools, list(text)) == expected
+    assert parse(form, [text]) == expected
+    assert parse(form, list(text)) == expected
     for cut in range(1, len(text)):
-        assert parse(tools, [text[:cut], text[cut:]]) == expected, text[:cut]
+        assert parse(form, [text[:cut], text[cut:]]) == expected, text[:cut]
     chance = random.Random(case)
     for _ in range(50):
         cuts = sorted(chance.sample(range(len(text)), min(5, len(text))))
         pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        assert parse(tools, pieces) == expected, pieces
+        assert parse(form, pieces) == expected, pieces
 
 
 @pytest.mark.parametrize("case", [case for case, (_, _, _, calls) in CASES.items() if calls])
-def test_a_cut_reply_never_completes_arguments(case: str) -> None:
-    """What a length limit cut is the beginning of what would have come, in content and in arguments."""
-    tools, text, content, _ = CASES[case]
-    whole = "".join(piece.text for piece in CallParser(tools).feed(text, final=True) if piece.call == 0)
+def test_a_cut_reply_holds_whole_calls_only(case: str) -> None:
+    """What a length limit cut holds the first calls of what would have come, and else text."""
+    form, text, content, calls = CASES[case]
     for cut in range(len(text)):
-        found = CallParser(tools).feed(text[:cut], final=True)
-        said = "".join(piece.text for piece in found if piece.call == 0)
-        assert whole.startswith(said), (text[:cut], said)
-        told = "".join(piece.text for piece in found if piece.call is None)
-        assert told.startswith(content) or content.startswith(told)
+        told, found = parse(form, [text[:cut]])
+        assert found == calls[: len(found)], text[:cut]
+        assert told.startswith(content) or content.startswith(told) or calls[0] not in found
 
 
-def test_a_call_comes_whole_and_arguments_that_a_grammar_holds_as_they_come() -> None:
-    parser = CallParser(TAGGED)
+def test_a_call_comes_when_it_is_whole_and_text_that_is_none_at_once() -> None:
+    parser = parser_of("Hermes, Qwen3")
     assert parser.feed('<tool_call>{"name": "get_weather", "arguments": {"city": "Par') == []
     (piece,) = parser.feed('is"}}')
     assert (piece.name, piece.text) == ("get_weather", '{"city": "Paris"}')
-    parser = CallParser(NAMED)
-    assert [tuple(piece) for piece in parser.feed(' {"ci')] == [('{"ci', 0, "get_weather")]
-    assert [tuple(piece) for piece in parser.feed('ty"')] == [('ty"', 0, None)]
-    assert [piece.text for piece in CallParser(LLAMA).feed("{now} it")] == ["{now} it"]  # cannot be one
+    assert [piece.text for piece in parser_of("Llama 3").feed("{now} it")] == ["{now} it"]  # cannot be one
+    channels = ChannelParser()
+    assert [*channels.feed("<|channel|>analysis<|message|>Hm")] == [("thinking", "Hm", None)]
+    assert channels.thinking and [piece.text for piece in channels.feed(" <|en")] == [" "]
 
 
 def test_a_template_says_which_form() -> None:
-    signs = {"<tool_call> tool.name": TAGGED, "[TOOL_CALLS]": MISTRAL, CALLS: DEEPSEEK}
-    for sign, tools in {**signs, "<|start_header_id|> parameters": LLAMA, "nothing": TAGGED}.items():
-        assert call_form(f"{{% if tools %}}{sign}{{% endif %}}") is tools.form
+    for name, form in FORMS.items():
+        assert call_form(f"{{% if tools %}}{' '.join(form.signs)}{{% endif %}}") is form, name
+    assert call_form("nothing") is FORMS["Hermes, Qwen3"]
 
 
-def test_required_calls_are_held_to_their_schemas() -> None:
-    """References inside a tool's schema lead where it stands in the grammar's."""
-    tree = {"type": "object", "properties": {"left": {"$ref": "#"}, "leaf": {"$ref": "#/$defs/leaf"}}}
-    tools = Tools({"plant": {**tree, "$defs": {"leaf": {"type": "integer"}}}}, required=True, parallel=False)
-    grammar = tools.grammar
-    assert grammar is not None
-    schema = json.loads(grammar.text)
-    moved = schema["$defs"]["plant"]["properties"]
-    assert moved == {"left": {"$ref": "#/$defs/plant"}, "leaf": {"$ref": "#/$defs/plant/$defs/leaf"}}
-    assert schema["maxItems"] == 1
+HELD = [*(name for name, form in FORMS.items() if form.call is not None), "Gemma 4"]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("form", HELD)
+def test_calls_are_held_to_their_schemas(form: str, strict: bool) -> None:
+    """What the grammar allows is read as the call; another type or name is not allowed."""
+    wishes = {"strict": True} if strict else {"required": True}
+    tools = tools_of(form, **wishes)
+    if (grammar := tools.grammar) is None:
+        assert strict and form in ("Gemma 4", "gpt-oss")
+        return
+    demo = ModelFolder.named("demo")
+    compiler = GrammarCompiler(demo.path, demo.config.vocab_size)
+    written = tools.written
+    before, behind, after = written.call
+    arguments = ARGS
+    if written.pair is not None:
+        pair = [f"{written.pair[0]}{key}{written.pair[1]}{{}}{written.pair[2]}" for key in PARIS]
+        arguments = "".join(pair).replace("{}", PARIS["city"], 1).replace("{}", "3", 1)
+    call = f"{before}get_weather{behind}{{}}{after}"
+    text = ("Well. " if strict else "") + written.opening + call + written.closing
+    whole = text.replace("{}", arguments)
+    for said, is_allowed in (
+        (whole, True),
+        (whole.replace("get_weather", "get_money"), False),
+        (whole[::-1].replace("3", "x", 1)[::-1], False),
+    ):
+        matcher, ended = compiler.compile(grammar, ()), False
+        with suppress(GrammarError):
+            for token in demo.tokenizer.encode(said):
+                matcher.accept(token)
+            ended = True
+        assert (ended and matcher.complete) is is_allowed, said
+    if form != "gpt-oss":
+        parser = CallParser(tools)
+        found = [*parser.feed(whole), *parser.feed("", final=True)]
+        assert [(piece.name, json.loads(piece.text)) for piece in found if piece.kind == "call"] == ONE
 
 
 FRAGMENTS = [
-    *MARKS,
-    *(
-        "<function=now>",
-        "<parameter=city>",
-        "</parameter>",
-        "</function>",
-        '{"name": "now"',
-        '"arguments": {',
-    ),
+    *sorted(MARKS),
+    *("<function=now>", "<parameter=city>", '<invoke name="now">', '<parameter name="a">'),
+    *('{"name": "now"', '"arguments": {', "call:now{", "now(", ")", "a='x'", "to=functions.now"),
     *("}", "[", "]", ",", '"', "\\", ": ", '{"name": "now", "parameters": {}}', "now", " text ", "\n", ";"),
     *("<", "{", "0", '"x"'),
 ]
 
 
-@pytest.mark.parametrize("tools", [TAGGED, LLAMA, MISTRAL, DEEPSEEK, NAMED, REQUIRED])
-def test_any_text_ends_and_pieces_do_not_matter(tools: Tools) -> None:
-    chance = random.Random(str(tools))
+@pytest.mark.parametrize("form", [*FORMS, "array"])
+def test_any_text_ends_and_pieces_do_not_matter(form: str) -> None:
+    chance = random.Random(form)
     for _ in range(200):
         text = "".join(chance.choices(FRAGMENTS, k=chance.randint(1, 14)))
-        told = []
-        for pieces in ([text], list(text)):
-            parser = CallParser(tools)
-            found = [p for piece in pieces for p in parser.feed(piece)] + parser.feed("", final=True)
-            names = [piece.name for piece in found if piece.name is not None]
-            said = ["".join(p.text for p in found if p.call == i) for i in (None, *range(len(names)))]
-            told.append((names, said))
+        told = [parse(form, pieces) for pieces in ([text], list(text))]
         assert told[0] == told[1], text

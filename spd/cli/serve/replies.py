@@ -1,0 +1,307 @@
+"""A reply while it grows, and how chat completions and completions tell it."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from spd.cli.serve.calls import CallParser, ChannelParser, Piece
+from spd.cli.serve.forms import HARMONY, MARKS
+from spd.cli.text.report import logprob_entry
+from spd.cli.text.structured import ThinkingSplitter
+
+if TYPE_CHECKING:
+    from spd.cli.serve.body import ApiError
+    from spd.cli.serve.service import Service
+    from spd.cli.serve.wishes import Wish
+    from spd.formats.tokenizer import Tokenizer
+    from spd.runtime import Event, RequestMetrics
+    from spd.runtime.engine.request import TokenLogprob
+
+IMPOSSIBLE = -9999.0
+"""What the API says for the logarithm of nothing."""
+
+
+@dataclass
+class Part:
+    """Thinking, text, or a call with its arguments as `text`; `index` is its place in the reply."""
+
+    kind: Literal["thinking", "text", "call"]
+    index: int
+    text: str = ""
+    name: str = ""
+    id: str = ""
+
+
+class Grown(NamedTuple):
+    """What an event added to a part, and whether the part begins with it."""
+
+    part: Part
+    text: str
+    begins: bool
+
+
+class Choice:
+    """One reply while it grows: its parts in the order in which they come."""
+
+    def __init__(self, index: int, inside: bool | None, wish: Wish, tokenizer: Tokenizer) -> None:
+        self.index, self._tokenizer, self._wish = index, tokenizer, wish
+        self._splitter = ThinkingSplitter(inside)
+        self._parser: CallParser | ChannelParser | None = None
+        if wish.tools is not None:
+            self._parser = ChannelParser() if wish.tools.form is HARMONY else CallParser(wish.tools)
+        names = tokenizer.special_tokens if self._parser is not None else {}
+        self._marks = {names[mark]: mark for mark in MARKS if mark in names}
+        self.parts: list[Part] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.reason: str | None = None
+        """Why it ended: stop, length or abort."""
+        self.reasoning_tokens = 0
+        self._spoken = b""
+        """All that was said where strings may stop it, with the one that did."""
+
+    def take(self, event: Event) -> list[Grown]:
+        """Add an event; returns what it brought."""
+        final = event.finish_reason is not None
+        self.logprobs += event.logprobs
+        self.reason = "stop" if event.finish_reason == "abort" else event.finish_reason
+        if self._splitter.thinking or (self._parser and self._parser.thinking):
+            self.reasoning_tokens += len(event.token_ids)
+        if self._wish.params.stop:
+            self._spoken += self._tokenizer.bytes_of(event.token_ids)
+        pieces: list[Piece] = []
+        for thinking, text in self._splitter.feed(self._marked(event), final=final):
+            if thinking or self._parser is None:
+                pieces.append(Piece("thinking" if thinking else "text", text))
+            else:
+                pieces += self._parser.feed(text)
+        if final and self._parser is not None:
+            pieces += self._parser.feed("", final=True)
+        return [self._grow(piece) for piece in pieces if piece.text or piece.name]
+
+    def _grow(self, piece: Piece) -> Grown:
+        begins = bool(piece.name) or not self.parts or self.parts[-1].kind != piece.kind
+        if begins:
+            name = secrets.token_hex(5)[1:]  # nine characters are what Mistral wants
+            self.parts.append(Part(piece.kind, len(self.parts), "", piece.name, name))
+        self.parts[-1].text += piece.text
+        return Grown(self.parts[-1], piece.text, begins)
+
+    def _marked(self, event: Event) -> str:
+        """An event's text, with the special tokens that calls are written with."""
+        text: str = event.text
+        ids = event.token_ids
+        for at in range(len(ids) - 1, -1, -1) if self._marks else ():
+            if mark := self._marks.get(ids[at]):
+                behind = self._tokenizer.bytes_of(ids[at + 1 :]).decode("utf-8", "ignore")
+                place = max(0, len(event.text) - len(behind))
+                text = f"{text[:place]}{mark}{text[place:]}"
+        return text
+
+    def all(self, kind: str) -> str:
+        """The text of all parts of a kind."""
+        return "".join(part.text for part in self.parts if part.kind == kind)
+
+    @property
+    def calls(self) -> list[Part]:
+        """The calls in it."""
+        return [part for part in self.parts if part.kind == "call"]
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended it, if one did."""
+        spoken = self._spoken.decode("utf-8", "ignore")
+        return next((stop for stop in self._wish.params.stop if stop in spoken), None)
+
+
+class Reply:
+    """What one API tells of a call's choices, streamed or whole; `metrics` of those that have ended."""
+
+    def __init__(self, service: Service, wish: Wish, choices: Sequence[Choice], name: str, size: int) -> None:
+        """`name` is the first request's, `size` that of its prompt in tokens."""
+        self._service, self._wish, self._choices, self._name, self._size = service, wish, choices, name, size
+        self._created = int(time.time())
+        self.metrics: dict[int, RequestMetrics] = {}
+
+    def begin(self) -> Iterator[bytes]:
+        """What a stream begins with."""
+        yield from ()
+
+    def grow(self, choice: Choice, event: Event, grown: Sequence[Grown]) -> Iterator[bytes]:
+        """What a stream tells of an event."""
+        raise NotImplementedError
+
+    def end(self) -> Iterator[bytes]:
+        """What a stream ends with when all choices have ended."""
+        yield from ()
+
+    def fail(self, error: ApiError) -> Iterator[bytes]:
+        """What a stream ends with otherwise."""
+        raise NotImplementedError
+
+    def whole(self) -> dict[str, Any]:
+        """All of it."""
+        raise NotImplementedError
+
+    @property
+    def _counts(self) -> tuple[int, int, int, int]:
+        """Tokens of prompts, of those the cached ones, of replies, and of those the ones of thinking.
+
+        A prompt counts once for all of its choices.
+        """
+        each = [metrics for _, metrics in sorted(self.metrics.items())]
+        prompts = each[:: self._wish.n]
+        return (
+            sum(one.prompt_tokens for one in prompts),
+            sum(one.cached_tokens for one in prompts),
+            sum(one.completion_tokens for one in each),
+            sum(choice.reasoning_tokens for choice in self._choices),
+        )
+
+
+def sse(value: Mapping[str, Any], name: str = "") -> bytes:
+    """A server-sent event."""
+    data = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return (f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n").encode()
+
+
+class ChatReply(Reply):
+    """As chat completions."""
+
+    kind, prefix = "chat.completion", "chatcmpl"
+
+    def _object(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
+        kind = self.kind + ".chunk" * (self._wish.stream and self.kind == ChatReply.kind)
+        head = {"id": f"{self.prefix}-{self._name}", "object": kind, "created": self._created}
+        return {**head, "model": self._service.name, "choices": choices, **more}
+
+    def _chunk(self, choice: Choice, **fields: Any) -> bytes:
+        usage: dict[str, Any] = {"usage": None} if self._wish.include_usage else {}
+        shown = {"index": choice.index, "logprobs": None, "finish_reason": None, **fields}
+        return sse(self._object([shown], **usage))
+
+    def begin(self) -> Iterator[bytes]:
+        for choice in self._choices:
+            yield self._chunk(choice, delta={"role": "assistant", "content": ""})
+
+    def grow(self, choice: Choice, event: Event, grown: Sequence[Grown]) -> Iterator[bytes]:
+        delta = dict[str, Any]()
+        for part, text, begins in grown:
+            if part.kind == "call":
+                shown = self._call(part) if begins else {"function": {}}
+                shown = {**shown, "index": choice.calls.index(part)}
+                shown["function"]["arguments"] = text
+                delta.setdefault("tool_calls", []).append(shown)
+            else:
+                key = "content" if part.kind == "text" else "reasoning_content"
+                delta[key] = delta.get(key, "") + text
+        if delta or event.finish_reason is not None or event.logprobs:
+            logprobs = self._logprobs(event.logprobs, 0)
+            yield self._chunk(choice, delta=delta, logprobs=logprobs, finish_reason=self._reason(choice))
+
+    def end(self) -> Iterator[bytes]:
+        if self._wish.include_usage:
+            yield sse(self._object([], **self._figures()))
+        yield b"data: [DONE]\n\n"
+
+    def fail(self, error: ApiError) -> Iterator[bytes]:
+        yield sse(error.body)
+        yield b"data: [DONE]\n\n"
+
+    def whole(self) -> dict[str, Any]:
+        return self._object([self._whole(choice) for choice in self._choices], **self._figures())
+
+    def _whole(self, choice: Choice) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.all("text"), "refusal": None}
+        if thought := choice.all("thinking"):
+            message["reasoning_content"] = thought.strip("\n")
+        if calls := choice.calls:
+            message["content"] = message["content"] or None
+            message["tool_calls"] = [self._call(part) for part in calls]
+        logprobs, reason = self._logprobs(choice.logprobs, 0), self._reason(choice)
+        return {"index": choice.index, "logprobs": logprobs, "finish_reason": reason, "message": message}
+
+    def _call(self, part: Part) -> dict[str, Any]:
+        return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.text}}
+
+    def _reason(self, choice: Choice) -> str | None:
+        """How it ended, as the API says it; a call that was asked for by name is a stop."""
+        tools = self._wish.tools
+        called = choice.reason == "stop" and tools is not None and tools.named is None and choice.calls
+        return "tool_calls" if called else choice.reason
+
+    def _logprobs(self, entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
+        """Log-probabilities in the API's form; `offset` is that of the first token's text."""
+        if self._wish.params.logprobs is None:
+            return None
+        named = self._named(entries)
+        tops = [[_finite(one) for one in entry.pop("top")] for entry in named]
+        shown = [{**_finite(one), "top_logprobs": top} for one, top in zip(named, tops, strict=True)]
+        return {"content": shown, "refusal": None}
+
+    def _named(self, entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+        tokenizer = self._service.settings.vocabulary.need_tokenizer()
+        return [logprob_entry(entry, tokenizer) for entry in entries]
+
+    def _figures(self) -> dict[str, Any]:
+        """Tokens of all choices; times and acceptance of the first one."""
+        each, plan = [metrics for _, metrics in sorted(self.metrics.items())], self._service.plan
+        prompt, cached, completion, reasoning = self._counts
+        speculation = each[0].speculative_decoding(plan.spec, plan.shape.draft_max)
+        return {
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": completion,
+                "total_tokens": prompt + completion,
+                "prompt_tokens_details": {"cached_tokens": cached},
+                "completion_tokens_details": {
+                    "reasoning_tokens": reasoning,
+                    "draft_tokens": sum(one.draft_n for one in each),
+                    "accepted_draft_tokens": sum(one.draft_n_accepted for one in each),
+                },
+            },
+            "timings": each[0].timings(),
+            "metrics": {"speculative_decoding": speculation},
+        }
+
+
+class CompletionReply(ChatReply):
+    """As completions."""
+
+    kind, prefix = "text_completion", "cmpl"
+
+    def begin(self) -> Iterator[bytes]:
+        yield from ()
+
+    def grow(self, choice: Choice, event: Event, grown: Sequence[Grown]) -> Iterator[bytes]:
+        text = "".join(one.text for one in grown)
+        if text or event.finish_reason is not None or event.logprobs:
+            logprobs = self._logprobs(event.logprobs, len(choice.all("text")) - len(text))
+            yield self._chunk(choice, text=text, logprobs=logprobs, finish_reason=choice.reason)
+
+    def _whole(self, choice: Choice) -> dict[str, Any]:
+        logprobs, text = self._logprobs(choice.logprobs, 0), choice.all("text")
+        return {"index": choice.index, "logprobs": logprobs, "finish_reason": choice.reason, "text": text}
+
+    def _logprobs(self, entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
+        if self._wish.params.logprobs is None:
+            return None
+        named = self._named(entries)
+        tokens = [entry["token"] for entry in named]
+        tops = [{one["token"]: _finite(one)["logprob"] for one in entry["top"]} for entry in named]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_finite(entry)["logprob"] for entry in named],
+            "top_logprobs": tops,
+            "text_offset": [offset + sum(map(len, tokens[:at])) for at in range(len(tokens))],
+        }
+
+
+def _finite(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry without its id, of a logarithm that JSON can hold."""
+    shown = {name: value for name, value in entry.items() if name != "token_id"}
+    return {**shown, "logprob": max(entry["logprob"], IMPOSSIBLE)}
