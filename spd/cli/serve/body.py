@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from spd.cli.text.prompt import check_text
@@ -13,6 +13,17 @@ MAX_DEPTH = 100
 """Lists and objects that lie in each other."""
 MAX_BODY_ITEMS = 1 << 20
 """Tokens of JSON structure in a body: what it costs in memory is bounded by them."""
+ANTHROPIC = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    529: "overloaded_error",
+}
+"""Kinds of errors by status."""
 Check = Callable[[Any, str], Any]
 """(value, its name) → the value as it is used. Raises ApiError."""
 
@@ -34,6 +45,15 @@ class ApiError(Exception):
         self.status, self.message, self.code = status, message, code
         self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+    def of_messages(self) -> ApiError:
+        """The same as Anthropic's API says it."""
+        status = {405: 404, 408: 400, 415: 400, 503: 529}.get(self.status, self.status)
+        if self.code == "context_length_exceeded":  # by these words agents know to shorten a conversation
+            self.message = f"prompt is too long: {self.message}"
+        self.body = {"type": "error", "error": {"type": ANTHROPIC[status], "message": self.message}}
+        self.status = status
+        return self
 
 
 def api_error(error: BaseException, *, param: str | None = None) -> ApiError:
@@ -151,19 +171,50 @@ def listed(check: Check, most: int) -> Check:
     return check_all
 
 
-def fields(table: Mapping[str, Check], *needed: str) -> Check:
-    """An object with these fields and no others, each checked; null is as if it were not there."""
+def fields(table: Mapping[str, Check], *needed: str, others: bool = False) -> Check:
+    """An object with these fields, each checked; null is as if it were not there.
+
+    Other fields are refused, or passed over where `others` may come.
+    """
 
     def check(value: Any, name: str) -> dict[str, Any]:
         where = f"{name}." if name else ""
         for key in OBJECT(value, name):
-            if key not in table:
+            if key not in table and not others:
                 param = f"{where}{key}"[:100]
                 raise ApiError(400, f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
-        found = {key: table[key](one, where + key) for key, one in value.items() if one is not None}
+        found = {
+            key: table[key](one, where + key)
+            for key, one in value.items()
+            if key in table and one is not None
+        }
         for key in needed:
             if key not in found:
                 refuse(where + key, "it is missing", "missing_required_parameter")
         return found
 
     return check
+
+
+def blocks(kinds: Mapping[str, Check]) -> Check:
+    """A text, or a list of objects of these types, each checked as its type wants it."""
+
+    def check_one(value: Any, name: str) -> dict[str, Any]:
+        kind = OBJECT(value, name).get("type")
+        if not isinstance(kind, str) or kind not in kinds:
+            why = f"expected {', '.join(kinds)}, but got {json.dumps(kind)[:60]}"
+            refuse(f"{name}.type", f"{why}; this server reads no images, audio or files")
+        return {**kinds[kind](value, name), "type": kind}
+
+    def check(value: Any, name: str) -> tuple[dict[str, Any], ...]:
+        if isinstance(value, str):
+            return ({"type": "text", "text": value},)
+        found: tuple[dict[str, Any], ...] = listed(check_one, 10_000)(value, name)
+        return found
+
+    return check
+
+
+def text_of(parts: Sequence[Mapping[str, Any]]) -> str:
+    """The texts among blocks."""
+    return "\n".join(part["text"] for part in parts if "text" in part)

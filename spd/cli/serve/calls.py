@@ -29,7 +29,6 @@ from spd.cli.serve.forms import (
     properties_of,
 )
 from spd.cli.text.structured import tail_of
-from spd.runtime.engine.grammar import JSON_STYLE
 
 if TYPE_CHECKING:
     from spd.runtime.engine.request import GrammarText
@@ -139,6 +138,8 @@ class Tools:
 
 def _held(schema: Any) -> Any:
     """A schema as grammars want it: without what only people read, and with little room for blanks."""
+    from spd.runtime.engine.grammar import JSON_STYLE
+
     bare = _without_words(schema)
     return {"x-guidance": JSON_STYLE, **bare} if isinstance(bare, dict) else bare
 

@@ -13,9 +13,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse
 
 from spd.cli.serve.body import TEXT, ApiError, api_error, fields, listed, parse_body, whole
+from spd.cli.serve.messages import read_messages
+from spd.cli.serve.responses import read_response
 from spd.cli.serve.service import Answer, Service
 from spd.cli.serve.wishes import Wish, read_chat, read_completion, read_tokenize
 from spd.cli.text.job import encode_asked
+from spd.cli.text.prompt import Asked
 from spd.cli.text.sampling import check_ids
 
 if TYPE_CHECKING:
@@ -27,7 +30,7 @@ BODY_SECONDS = 60.0
 SEND_SECONDS = 60.0
 """For which a client may take nothing of what is sent to it."""
 OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?", re.IGNORECASE)
-MODEL = "/v1/models/"
+MODEL, MESSAGES = "/v1/models/", "/v1/messages"
 _detokenize = fields({"tokens": listed(whole(0, 2**31 - 1), 1 << 20), "model": TEXT}, "tokens")
 
 
@@ -50,6 +53,9 @@ class App:
             MODEL: ("GET", self._model),
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._completions),
+            MESSAGES: ("POST", self._messages),
+            f"{MESSAGES}/count_tokens": ("POST", self._count_tokens),
+            "/v1/responses": ("POST", self._responses),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenize),
         }
@@ -67,6 +73,8 @@ class App:
             pass  # the client has gone, or takes nothing
         except Exception as error:
             refusal = api_error(error)
+            if scope["path"].startswith(MESSAGES):
+                refusal = refusal.of_messages()
             self._service.count(f'refused_total{{status="{refusal.status}"}}')
             shown = JSONResponse(refusal.body, refusal.status, refusal.headers)
             await shown(scope, receive, send)
@@ -81,10 +89,12 @@ class App:
         if headers.get("origin", f"http://{host}") not in (f"http://{host}", f"https://{host}"):
             raise ApiError(403, "Web pages are not answered.", code="origin_not_allowed")
         if self._key is not None and request.scope["path"] != "/health":
-            kind, _, key = headers.get("authorization", "").partition(" ")
+            kind, _, key = headers.get("authorization", f"bearer {headers.get('x-api-key', '')}").partition(
+                " "
+            )
             if kind.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._key):
                 why = "Incorrect API key provided." if key else "You didn't provide an API key."
-                why += " It is sent as: Authorization: Bearer KEY."
+                why += " It is sent as: Authorization: Bearer KEY, or x-api-key: KEY."
                 raise ApiError(401, why, code="invalid_api_key")
 
     def _endpoint(self, request: Request) -> Callable[[Request], Awaitable[ASGIApp]]:
@@ -124,14 +134,27 @@ class App:
     async def _completions(self, request: Request) -> ASGIApp:
         return await self._complete(read_completion(await read_body(request), self._service))
 
+    async def _messages(self, request: Request) -> ASGIApp:
+        return await self._complete(read_messages(await read_body(request), self._service))
+
+    async def _count_tokens(self, request: Request) -> ASGIApp:
+        wish = read_messages(await read_body(request), self._service, counted=True)
+        return JSONResponse({"input_tokens": len(await asyncio.to_thread(self._ids, wish.prompts[0]))})
+
+    async def _responses(self, request: Request) -> ASGIApp:
+        return await self._complete(read_response(await read_body(request), self._service))
+
+    def _ids(self, asked: Asked) -> list[int]:
+        vocabulary = self._service.settings.vocabulary
+        return encode_asked(asked, vocabulary, vocabulary.config.max_positions)
+
     async def _complete(self, wish: Wish) -> ASGIApp:
         self._service.admit(len(wish.prompts) * wish.n)
         return Answer(self._service, wish, await asyncio.to_thread(self._service.prepare, wish))
 
     async def _tokenize(self, request: Request) -> ASGIApp:
         asked, settings = read_tokenize(await read_body(request), self._service), self._service.settings
-        most = settings.vocabulary.config.max_positions
-        ids = await asyncio.to_thread(encode_asked, asked, settings.vocabulary, most)
+        ids = await asyncio.to_thread(self._ids, asked)
         return JSONResponse({"count": len(ids), "max_model_len": settings.context, "tokens": ids})
 
     async def _detokenize(self, request: Request) -> ASGIApp:

@@ -45,7 +45,7 @@ COMPLETION_TOKENS = 16
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
-def _name(value: Any, name: str) -> str:
+def name_of(value: Any, name: str) -> str:
     """A name as the API allows it for functions and schemas."""
     if not re.fullmatch(r"[a-zA-Z0-9_.-]{1,64}", TEXT(value, name)):
         refuse(name, "expected 1 to 64 of a-z, A-Z, 0-9, _, . and -")
@@ -84,7 +84,7 @@ def _prompt(value: Any, name: str) -> Asked:
     return Asked(ids=ids) if ids else refuse(name, "expected a text or token ids")
 
 
-def _past_arguments(value: Any, name: str) -> Any:
+def past_arguments(value: Any, name: str) -> Any:
     """Arguments of an earlier call as an object, which templates write in their own form."""
     try:
         loaded = json.loads(TEXT(value, name))
@@ -115,7 +115,7 @@ _PARTS = listed(fields({**_OTHER_PARTS, "type": _PART_TYPE, "text": TEXT}, "text
 _CALL = {
     "id": TEXT,
     "type": anything,
-    "function": fields({"name": _name, "arguments": _past_arguments}, "name"),
+    "function": fields({"name": name_of, "arguments": past_arguments}, "name"),
     "index": anything,
 }
 _MESSAGE = fields(
@@ -134,9 +134,9 @@ _MESSAGE = fields(
     },
     "role",
 )
-_FUNCTION = {"name": _name, "description": TEXT, "parameters": OBJECT, "strict": FLAG}
+_FUNCTION = {"name": name_of, "description": TEXT, "parameters": OBJECT, "strict": FLAG}
 _TOOL = fields({"type": one_of("function"), "function": fields(_FUNCTION, "name")}, "type", "function")
-_FORMAT = fields({"name": _name, "description": TEXT, "schema": OBJECT, "strict": FLAG}, "name", "schema")
+_FORMAT = fields({"name": name_of, "description": TEXT, "schema": OBJECT, "strict": FLAG}, "name", "schema")
 
 SAMPLING = {
     "temperature": number,
@@ -332,6 +332,63 @@ def _variables(body: Mapping[str, Any], template: str) -> dict[str, Any]:
         else:
             refuse("reasoning_effort", "this model's chat template cannot be asked for it")
     return variables
+
+
+class Talk:
+    """A conversation of another API as chat templates read one: first instructions, then turns.
+
+    Neighbours of one role are one message, and what the system says later is said in the user's turn:
+    many templates refuse anything else.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+
+    def say(self, role: str, text: str) -> None:
+        """Add a text."""
+        role = ROLES[role]
+        if role == "system" and any(one["role"] != "system" for one in self.messages):
+            role = "user"
+        message = self._last(role)
+        message["content"] += "\n\n" * bool(message["content"] and text) + text
+
+    def think(self, text: str) -> None:
+        """Add what the model thought."""
+        message = self._last("assistant")
+        message["reasoning_content"] = message.get("reasoning_content", "") + text
+
+    def call(self, name: str, arguments: Any, call: str) -> None:
+        """Add a call."""
+        function = {"name": name, "arguments": arguments}
+        calls = self._last("assistant").setdefault("tool_calls", [])
+        calls.append({"id": call, "type": "function", "function": function})
+
+    def answer(self, call: str, text: str) -> None:
+        """Add a call's result."""
+        self.messages.append({"role": "tool", "content": text, "tool_call_id": call})
+
+    def _last(self, role: str) -> dict[str, Any]:
+        """The last message, a new one where it is another role's."""
+        if not self.messages or self.messages[-1]["role"] != role:
+            self.messages.append({"role": role, "content": ""})
+        return self.messages[-1]
+
+
+def thinking(service: Service, on: bool | None, effort: str | None) -> dict[str, Any]:
+    """What a chat template can be told about thinking, as far as it knows it."""
+    template, told = service.settings.vocabulary.need_template().default, dict[str, Any]()
+    if on is not None and SWITCH in template:
+        told[SWITCH] = on
+    if effort is not None and "reasoning_effort" in template:
+        told["reasoning_effort"] = {"minimal": "low", "xhigh": "high", "max": "high"}.get(effort, effort)
+    return told
+
+
+def function(tool: Mapping[str, Any], schema: str) -> dict[str, Any]:
+    """A tool as chat completions write it; its arguments' schema stands in this field."""
+    said = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
+    parameters = {"parameters": tool[schema]} if schema in tool else {}
+    return {"type": "function", "function": {**said, **parameters}}
 
 
 def _tools(body: Mapping[str, Any], template: str, special: Mapping[str, int]) -> Tools | None:

@@ -1,0 +1,207 @@
+"""Anthropic's Messages API: its body as a wish, and how it tells a reply."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from spd.cli.serve.body import (
+    FLAG,
+    OBJECT,
+    TEXT,
+    ApiError,
+    blocks,
+    fields,
+    listed,
+    one_of,
+    refuse,
+    text_of,
+    unsupported,
+)
+from spd.cli.serve.replies import Choice, Grown, Part, Reply, sse
+from spd.cli.serve.wishes import SAMPLING, Talk, Wish, function, name_of, thinking, wish_of
+from spd.cli.text.structured import CLOSING
+
+if TYPE_CHECKING:
+    from spd.cli.serve.service import Service
+    from spd.runtime import Event
+
+BILLING = "x-anthropic-billing-header:"
+"""How a text of Claude Code begins that is new in every request: it would keep prompts from the cache."""
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_text = fields({"text": TEXT}, "text", others=True)
+_texts = blocks({"text": _text})
+_result = fields({"tool_use_id": TEXT, "content": _texts, "is_error": FLAG}, "tool_use_id", others=True)
+_ROLES = {"tool_use": "assistant", "tool_result": "user"}
+"""Whose turn a block has to stand in."""
+_message = fields(
+    {
+        "role": one_of("user", "assistant", "system"),
+        "content": blocks(
+            {
+                "text": _text,
+                "thinking": fields({"thinking": TEXT}, "thinking", others=True),
+                "redacted_thinking": fields({}, others=True),
+                "tool_use": fields(
+                    {"id": TEXT, "name": name_of, "input": OBJECT}, "id", "name", "input", others=True
+                ),
+                "tool_result": _result,
+            }
+        ),
+    },
+    "role",
+    "content",
+    others=True,
+)
+_tool = fields(
+    {"type": one_of("custom"), "name": name_of, "description": TEXT, "input_schema": OBJECT, "strict": FLAG},
+    *("name", "input_schema"),
+    others=True,
+)
+_format = fields({"type": one_of("json_schema"), "schema": OBJECT}, "type", "schema", others=True)
+_choice = {"type": one_of("auto", "any", "tool", "none"), "name": TEXT, "disable_parallel_tool_use": FLAG}
+_thinking = {"type": one_of("enabled", "disabled", "adaptive"), "budget_tokens": SAMPLING["max_tokens"]}
+MESSAGES = {
+    **{name: SAMPLING[name] for name in ("max_tokens", "temperature", "top_p", "top_k")},
+    "model": TEXT,
+    "messages": listed(_message, 100_000),
+    "system": _texts,
+    "stop_sequences": SAMPLING["stop"],
+    "stream": FLAG,
+    "tools": listed(_tool, 1024),
+    "tool_choice": fields(_choice, "type", others=True),
+    "thinking": fields(_thinking, "type", others=True),
+    "output_config": fields({"effort": TEXT, "format": _format}, others=True),
+    "mcp_servers": unsupported("this server calls no others"),
+    "container": unsupported("this server runs no code"),
+}
+"""Others are passed over, for agents send new ones with each version."""
+_body = fields(MESSAGES, "messages", "max_tokens", others=True)
+
+
+def read_messages(value: Any, service: Service, *, counted: bool = False) -> Wish:
+    """A body as a wish; one whose tokens are only `counted` may leave `max_tokens` out. Raises ApiError."""
+    body = _body({"max_tokens": 1, **value} if counted and isinstance(value, dict) else value, "")
+    talk = Talk()
+    for text in body.get("system", ()):
+        if not text["text"].startswith(BILLING):
+            talk.say("system", text["text"])
+    for at, message in enumerate(body["messages"]):
+        _add(talk, message, f"messages[{at}]")
+    if not counted and talk.messages and talk.messages[-1]["role"] == "assistant":
+        refuse("messages", "the last one is the assistant's, and a reply cannot be begun for it")
+    chat = {name: body[name] for name in ("model", "stream", *SAMPLING) if name in body}
+    chat |= {"messages": talk.messages, "stop": body.get("stop_sequences", ())}
+    chat["tools"] = [function(tool, "input_schema") for tool in body.get("tools", ())]
+    choice = body.get("tool_choice", {"type": "auto"})
+    named = {"type": "function", "function": {"name": choice.get("name")}}
+    chat["tool_choice"] = CHOICES.get(choice["type"], named)
+    chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use", False)
+    config, wanted = body.get("output_config", {}), body.get("thinking", {"type": "disabled"})
+    if "format" in config:
+        chat["response_format"] = {"type": "json_schema", "json_schema": config["format"]}
+    thinks = wanted["type"] != "disabled"
+    chat["chat_template_kwargs"] = thinking(service, thinks, config.get("effort") if thinks else "low")
+    tokenizer = service.settings.vocabulary.need_tokenizer()
+    think = wanted.get("budget_tokens") if thinks and tokenizer.token_to_id(CLOSING) is not None else None
+    return wish_of(chat, chat["tools"], service, MessagesReply, think=think)
+
+
+def _add(talk: Talk, message: dict[str, Any], name: str) -> None:
+    """A message's blocks, in order."""
+    role = message["role"]
+    for at, block in enumerate(message["content"]):
+        kind = block["type"]
+        if _ROLES.get(kind, role) != role:
+            refuse(f"{name}.content[{at}]", f"a {kind} stands in messages of the {_ROLES[kind]}")
+        if kind == "text":
+            talk.say(role, block["text"])
+        elif kind == "thinking":
+            talk.think(block["thinking"])
+        elif kind == "tool_use":
+            talk.call(block["name"], block["input"], block["id"])
+        elif kind == "tool_result":
+            talk.answer(block["tool_use_id"], text_of(block.get("content", ())))
+
+
+class MessagesReply(Reply):
+    """As messages: each part of a reply is a block."""
+
+    def _message(self, content: Sequence[Any], usage: dict[str, int], **ended: Any) -> dict[str, Any]:
+        head = {
+            "id": f"msg_{self._name}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._service.name,
+        }
+        return {
+            **head,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+            **ended,
+        }
+
+    def begin(self) -> Iterator[bytes]:
+        usage = {"input_tokens": self._size, "output_tokens": 0}
+        usage |= {"cache_read_input_tokens": 0, "cache_creation_input_tokens": 0}
+        yield self._event("message_start", message=self._message([], usage))
+        yield self._event("ping")
+
+    def grow(self, choice: Choice, event: Event, grown: Sequence[Grown]) -> Iterator[bytes]:
+        for part, text, begins in grown:
+            if begins:
+                yield from self._stop(part.index - 1)
+                block = _block(Part(part.kind, part.index, "", part.name, part.id))
+                yield self._event("content_block_start", index=part.index, content_block=block)
+            kind, field = _DELTAS[part.kind]
+            yield self._event("content_block_delta", index=part.index, delta={"type": kind, field: text})
+
+    def end(self) -> Iterator[bytes]:
+        yield from self._stop(len(self._choices[0].parts) - 1)
+        yield self._event("message_delta", delta=self._ended, usage=self._usage)
+        yield self._event("message_stop")
+
+    def fail(self, error: ApiError) -> Iterator[bytes]:
+        yield sse(error.of_messages().body, "error")
+
+    def whole(self) -> dict[str, Any]:
+        return self._message([_block(part) for part in self._choices[0].parts], self._usage, **self._ended)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        return sse({"type": kind, **fields}, kind)
+
+    def _stop(self, index: int) -> Iterator[bytes]:
+        if index >= 0:
+            yield self._event("content_block_stop", index=index)
+
+    @property
+    def _ended(self) -> dict[str, Any]:
+        """Why the reply ended."""
+        choice = self._choices[0]
+        stop = choice.stop if choice.reason == "stop" else None
+        reason = "stop_sequence" if stop is not None else "tool_use" if choice.calls else "end_turn"
+        return {"stop_reason": "max_tokens" if choice.reason == "length" else reason, "stop_sequence": stop}
+
+    @property
+    def _usage(self) -> dict[str, int]:
+        prompt, cached, completion, _ = self._counts
+        usage = {"input_tokens": prompt - cached, "output_tokens": completion}
+        return {**usage, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
+
+
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+def _block(part: Part) -> dict[str, Any]:
+    if part.kind == "call":
+        called = {"id": part.id, "name": part.name, "input": json.loads(part.text or "{}")}
+        return {"type": "tool_use", **called}
+    signed = {"signature": ""} if part.kind == "thinking" else {}
+    return {"type": part.kind, part.kind: part.text, **signed}

@@ -1,0 +1,295 @@
+"""OpenAI's Responses API, without a store: its body as a wish, and how it tells a reply."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from spd.cli.serve.body import (
+    FLAG,
+    OBJECT,
+    TEXT,
+    ApiError,
+    anything,
+    blocks,
+    fields,
+    listed,
+    one_of,
+    refuse,
+    text_of,
+    unsupported,
+)
+from spd.cli.serve.replies import Choice, Grown, Part, Reply, sse
+from spd.cli.serve.wishes import (
+    ROLES,
+    SAMPLING,
+    Talk,
+    Wish,
+    function,
+    name_of,
+    past_arguments,
+    thinking,
+    wish_of,
+)
+
+if TYPE_CHECKING:
+    from spd.cli.serve.service import Service
+    from spd.runtime import Event
+
+_text = fields({"text": TEXT}, "text", others=True)
+_texts = blocks(dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), _text))
+_call = {"call_id": TEXT, "name": name_of}
+_output = fields({"call_id": TEXT, "output": _texts}, "call_id", "output", others=True)
+ITEMS = {
+    "message": fields({"role": one_of(*ROLES), "content": _texts}, "role", "content", others=True),
+    "reasoning": fields({"content": _texts, "summary": _texts, "encrypted_content": TEXT}, others=True),
+    "function_call": fields({**_call, "arguments": past_arguments}, *_call, "arguments", others=True),
+    "function_call_output": _output,
+    "custom_tool_call": fields({**_call, "input": TEXT}, *_call, "input", others=True),
+    "custom_tool_call_output": _output,
+}
+_items = blocks(ITEMS)
+_FREE = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+"""Arguments of a custom tool, whose input is a text."""
+_tool = fields(
+    {
+        "type": TEXT,
+        "name": name_of,
+        "description": TEXT,
+        "parameters": OBJECT,
+        "strict": FLAG,
+        "tools": anything,
+    },
+    "type",
+    others=True,
+)
+_tools = listed(_tool, 1024)
+_format = fields(
+    {"type": one_of("text", "json_object", "json_schema"), "name": TEXT, "schema": OBJECT},
+    "type",
+    others=True,
+)
+RESPONSES = {
+    **{name: SAMPLING[name] for name in ("temperature", "top_p")},
+    "max_output_tokens": SAMPLING["max_tokens"],
+    "model": TEXT,
+    "input": lambda value, name: _items(_typed(value), name),
+    "instructions": TEXT,
+    "stream": FLAG,
+    "tools": _tools,
+    "tool_choice": anything,
+    "parallel_tool_calls": FLAG,
+    "text": fields({"format": _format}, others=True),
+    "reasoning": fields({"effort": TEXT}, others=True),
+    "previous_response_id": unsupported("this server keeps no responses: send the conversation as `input`"),
+    "conversation": unsupported("this server keeps none: send it as `input`"),
+    "prompt": unsupported("this server keeps none"),
+    "background": unsupported("this server keeps no responses"),
+}
+"""Others are passed over, for agents send new ones with each version."""
+_body = fields(RESPONSES, "input", others=True)
+
+
+def _typed(value: Any) -> Any:
+    """Items with their types, which messages may leave out."""
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    if not isinstance(value, list):
+        return [value]
+    return [{"type": "message", **one} if isinstance(one, dict) and "role" in one else one for one in value]
+
+
+def read_response(value: Any, service: Service) -> Wish:
+    """A body as a wish. Raises ApiError."""
+    body = _body(value, "")
+    talk = Talk()
+    if "instructions" in body:
+        talk.say("system", body["instructions"])
+    for item in body["input"]:
+        _add(talk, item)
+    chat = {
+        name: body[name] for name in ("model", "stream", *SAMPLING, "parallel_tool_calls") if name in body
+    }
+    chat["messages"] = talk.messages
+    if "max_output_tokens" in body:
+        chat["max_tokens"] = body["max_output_tokens"]
+    tools, kinds = _flat(body.get("tools", ()))
+    chat |= {"tools": tools, "tool_choice": _choice(body.get("tool_choice", "auto"), bool(tools))}
+    form = body.get("text", {}).get("format", {"type": "text"})
+    chat["response_format"] = {"type": form["type"], "json_schema": form}
+    if form["type"] == "json_schema" and "schema" not in form:
+        refuse("text.format.schema", "it is missing", "missing_required_parameter")
+    effort = body.get("reasoning", {}).get("effort")
+    chat["chat_template_kwargs"] = thinking(service, None if effort is None else effort != "none", effort)
+    repeated = {
+        name: value.get(name) for name in ("instructions", "max_output_tokens", "temperature", "top_p")
+    }
+    repeated |= {"tools": value.get("tools") or [], "tool_choice": value.get("tool_choice") or "auto"}
+    repeated |= {"parallel_tool_calls": body.get("parallel_tool_calls", True), "metadata": {}, "kinds": kinds}
+    return wish_of(chat, tools, service, ResponseReply, repeated=repeated)
+
+
+def _add(talk: Talk, item: Mapping[str, Any]) -> None:
+    """An item of the conversation."""
+    kind = item["type"]
+    if kind == "message":
+        talk.say(item["role"], text_of(item["content"]))
+    elif kind == "reasoning":
+        told = text_of(item.get("content", ())) or item.get("encrypted_content")
+        talk.think(told or text_of(item.get("summary", ())))
+    elif kind == "function_call":
+        talk.call(item["name"], item["arguments"], item["call_id"])
+    elif kind == "custom_tool_call":
+        talk.call(item["name"], {"input": item["input"]}, item["call_id"])
+    else:
+        talk.answer(item["call_id"], text_of(item["output"]))
+
+
+def _flat(tools: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """Tools as chat completions write them, and by name what a call says of those that are no functions.
+
+    What only OpenAI's servers can run, such as web_search, is left out: agents offer it to each server.
+    """
+    shown, kinds = list[dict[str, Any]](), dict[str, dict[str, Any]]()
+    for tool in tools:
+        if tool["type"] in ("function", "custom") and "name" not in tool:
+            refuse("tools", "a name is missing", "missing_required_parameter")
+        if tool["type"] == "function":
+            shown.append(function(tool, "parameters"))
+        elif tool["type"] == "custom":
+            shown.append(function({**tool, "parameters": _FREE}, "parameters"))
+            kinds[tool["name"]] = {"type": "custom_tool_call"}
+        elif tool["type"] == "namespace":
+            inner, _ = _flat(_tools(tool.get("tools") or [], "tools"))
+            shown += inner
+            kinds |= {one["function"]["name"]: {"namespace": tool.get("name")} for one in inner}
+    return shown, kinds
+
+
+def _choice(choice: Any, has_tools: bool) -> Any:
+    """The choice of tools as chat completions write it."""
+    if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    mode = choice.get("mode") if isinstance(choice, dict) else choice
+    return mode if has_tools or mode not in ("auto", None) else "none"
+
+
+class ResponseReply(Reply):
+    """As a response: each part of a reply is an item."""
+
+    _number = -1
+
+    def _response(self, status: str, **more: Any) -> dict[str, Any]:
+        kept = {name: one for name, one in self._wish.repeated.items() if name != "kinds"}
+        head = {"id": f"resp_{self._name}", "object": "response", "created_at": self._created}
+        empty = {"error": None, "incomplete_details": None, "output": [], "usage": None, "store": False}
+        return {**head, **kept, "model": self._service.name, "status": status, **empty, **more}
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        return sse({"type": kind, "sequence_number": self._number, **fields}, kind)
+
+    def begin(self) -> Iterator[bytes]:
+        for kind in ("created", "in_progress"):
+            yield self._event(f"response.{kind}", response=self._response("in_progress"))
+
+    def grow(self, choice: Choice, event: Event, grown: Sequence[Grown]) -> Iterator[bytes]:
+        for part, text, begins in grown:
+            if begins:
+                if part.index:
+                    yield from self._done(choice.parts[part.index - 1])
+                item = self._item(Part(part.kind, part.index, "", part.name, part.id), "in_progress")
+                yield self._event("response.output_item.added", output_index=part.index, item=item)
+                if part.kind != "call":
+                    yield self._of(part, "response.content_part.added", part=_content(part.kind, ""))
+            if not self._is_custom(part):  # its input is in the arguments
+                yield self._of(part, f"{_EVENTS[part.kind]}.delta", delta=text)
+
+    def end(self) -> Iterator[bytes]:
+        if parts := self._choices[0].parts:
+            yield from self._done(parts[-1])
+        response = self.whole()
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def fail(self, error: ApiError) -> Iterator[bytes]:
+        said = {"code": "server_error", "message": error.message}
+        yield self._event("response.failed", response=self._response("failed", error=said))
+
+    def whole(self) -> dict[str, Any]:
+        choice = self._choices[0]
+        prompt, cached, completion, reasoning = self._counts
+        status = "incomplete" if choice.reason == "length" else "completed"
+        last = len(choice.parts) - 1
+        output = [self._item(one, status if one.index == last else "completed") for one in choice.parts]
+        usage = {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": cached},
+            "output_tokens": completion,
+            "output_tokens_details": {"reasoning_tokens": reasoning},
+            "total_tokens": prompt + completion,
+        }
+        why = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return self._response(status, output=output, usage=usage, incomplete_details=why)
+
+    def _done(self, part: Part) -> Iterator[bytes]:
+        """What ends an item."""
+        if self._is_custom(part):
+            item = self._item(part, "completed")
+            yield self._of(part, "response.custom_tool_call_input.delta", delta=item["input"])
+            yield self._of(part, "response.custom_tool_call_input.done", input=item["input"])
+        else:
+            key = "arguments" if part.kind == "call" else "text"
+            yield self._of(part, f"{_EVENTS[part.kind]}.done", **{key: part.text})
+        if part.kind != "call":
+            yield self._of(part, "response.content_part.done", part=_content(part.kind, part.text))
+        item = self._item(part, "completed")
+        yield self._event("response.output_item.done", output_index=part.index, item=item)
+
+    def _of(self, part: Part, kind: str, **fields: Any) -> bytes:
+        """An event of an item's content."""
+        content = {"content_index": 0} if part.kind != "call" else {}
+        logprobs = {"logprobs": []} if part.kind == "text" and "output_text" in kind else {}
+        place = {"item_id": _id(part), "output_index": part.index, **content}
+        return self._event(kind, **place, **fields, **logprobs)
+
+    def _is_custom(self, part: Part) -> bool:
+        return "type" in self._wish.repeated["kinds"].get(part.name, {})
+
+    def _item(self, part: Part, status: str) -> dict[str, Any]:
+        """A part as an item of the output."""
+        item: dict[str, Any] = {"id": _id(part), "status": status}
+        if part.kind == "call":
+            called = {"type": "function_call", "call_id": part.id, "name": part.name}
+            called |= self._wish.repeated["kinds"].get(part.name, {})
+            if self._is_custom(part):
+                return {**item, **called, "input": json.loads(part.text or "{}").get("input", "")}
+            return {**item, **called, "arguments": part.text}
+        content = [_content(part.kind, part.text)] if part.text else []
+        if part.kind == "text":
+            return {**item, "type": "message", "role": "assistant", "content": content}
+        # Agents send back what is encrypted and nothing else; the server keeps nothing, so it is the text.
+        return {
+            **item,
+            "type": "reasoning",
+            "summary": [],
+            "content": content,
+            "encrypted_content": part.text,
+        }
+
+
+_EVENTS = {
+    "text": "response.output_text",
+    "thinking": "response.reasoning_text",
+    "call": "response.function_call_arguments",
+}
+
+
+def _id(part: Part) -> str:
+    return {"text": "msg_", "thinking": "rs_", "call": "fc_"}[part.kind] + part.id
+
+
+def _content(kind: str, text: str) -> dict[str, Any]:
+    if kind == "thinking":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
