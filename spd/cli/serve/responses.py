@@ -186,7 +186,7 @@ class ResponseReply(Reply):
         empty = {"error": None, "incomplete_details": None, "output": [], "usage": None, "store": False}
         return {**head, **kept, "model": self._service.name, "status": status, **empty, **more}
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
+    def _event(self, kind: str, /, **fields: Any) -> bytes:
         self._number += 1
         return sse({"type": kind, "sequence_number": self._number, **fields}, kind)
 
@@ -246,7 +246,7 @@ class ResponseReply(Reply):
         item = self._item(part, "completed")
         yield self._event("response.output_item.done", output_index=part.index, item=item)
 
-    def _of(self, part: Part, kind: str, **fields: Any) -> bytes:
+    def _of(self, part: Part, kind: str, /, **fields: Any) -> bytes:
         """An event of an item's content."""
         content = {"content_index": 0} if part.kind != "call" else {}
         logprobs = {"logprobs": []} if part.kind == "text" and "output_text" in kind else {}

@@ -221,13 +221,13 @@ class Answer:
             async for taken in self._taken():
                 for data in self._reply.grow(*taken):
                     yield data
-            last = self._reply.end()
+            for data in self._reply.end():
+                yield data
         except Exception as error:
             refusal = api_error(error)
             self._service.count(f'refused_total{{status="{refusal.status}"}}')
-            last = self._reply.fail(refusal)
-        for data in last:
-            yield data
+            for data in self._reply.fail(refusal):
+                yield data
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:

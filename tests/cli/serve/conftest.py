@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import http.client
 import json
 import socket
@@ -18,7 +19,10 @@ from spd.cli.commands.serve import ServeOptions
 from spd.cli.serve.run import Server, listen
 from spd.cli.serve.service import Service
 from spd.cli.text.job import plan_settings
+from spd.formats.chat_template import ChatTemplate
 from spd.runtime.engine.driver import EngineThread
+from spd.runtime.engine.metrics import RequestMetrics
+from spd.runtime.engine.request import Event
 
 SLOTS = 4
 
@@ -66,6 +70,15 @@ class Served:
         assert events.pop() == "[DONE]"
         return [json.loads(event) for event in events]
 
+    def named_events(self, path: str, **body: Any) -> list[dict[str, Any]]:
+        """The events of a stream of another API, each of which is named as it says itself."""
+        status, text = self.send("POST", path, {**body, "stream": True})
+        assert status == 200, text
+        lines = [event.split("\n") for event in text.split("\n\n") if event]
+        events = [json.loads(data.removeprefix("data: ")) for _, data in lines]
+        assert [name.removeprefix("event: ") for name, _ in lines] == [event["type"] for event in events]
+        return events
+
 
 @contextmanager
 def serving(*, waiting: int = 64, key: str | None = None, **options: Any) -> Iterator[Served]:
@@ -109,3 +122,51 @@ def connected(port: int) -> Iterator[socket.socket]:
     """A bare connection."""
     with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
         yield connection
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}<|im_start|>assistant\n"
+    "{% if enable_thinking %}<think>\n{% endif %}"
+)
+"""A template with a place for tools, in the form of Hermes, and for thinking."""
+
+
+class Scripted:
+    """An engine thread that answers each request with the next text of a script, in small pieces."""
+
+    def __init__(self, served: Served, texts: list[str], reason: str = "stop") -> None:
+        self.texts, self.reason, self.requests = texts, reason, list[Any]()
+        self._tokenizer = served.service.settings.vocabulary.need_tokenizer()
+
+    def submit(self, request: Any, listener: Any) -> None:
+        """Answer at once."""
+        self.requests.append(request)
+        text = self.texts.pop(0)
+        for at in range(0, len(text), 5):
+            piece = text[at : at + 5]
+            listener(Event(request.id, tuple(self._tokenizer.encode(piece)), piece))
+        listener(Event(request.id, (), "", self.reason))
+
+    def metrics(self, name: str) -> RequestMetrics:
+        """Of any request."""
+        return RequestMetrics(prompt_tokens=9, cached_tokens=4, completion_tokens=7)
+
+    def forget(self, request: Any, listener: Any) -> None:
+        """Nothing runs."""
+
+
+@contextmanager
+def scripted(served: Served, *texts: str, reason: str = "stop") -> Iterator[Scripted]:
+    """A server whose model thinks, knows tools and says these texts."""
+    service, script = served.service, Scripted(served, list(texts), reason)
+    before = service.settings, service.thread
+    template = ChatTemplate("test", {"default": TEMPLATE}, {})
+    vocabulary = dataclasses.replace(service.settings.vocabulary, template=template)
+    service.settings, service.thread = dataclasses.replace(service.settings, vocabulary=vocabulary), script
+    try:
+        yield script
+    finally:
+        service.settings, service.thread = before
