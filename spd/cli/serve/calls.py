@@ -84,7 +84,7 @@ class Tools:
             closing = ""
         else:
             next_one = f"{self._literal(form.between)} {one}"
-        several = self.parallel and form is not HARMONY
+        several = self.parallel and self.named is None and form is not HARMONY
         calls = (
             f"{one} {f'({next_one}){{0,{MAX_CALLS - 1}}}' if several else ''} {closing and f'GAP {closing}'}"
         )

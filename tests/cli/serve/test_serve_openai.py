@@ -1,4 +1,4 @@
-"""The official client, in an interpreter of its own, and what docs/serve.md shows: curl, Python, fields."""
+"""The official clients, in another interpreter, and what docs/serve.md shows: curl, Python, fields."""
 
 from __future__ import annotations
 
@@ -80,6 +80,71 @@ next(iter(stream))
 stream.close()
 completed = client.completions.create(model="demo", prompt="def read(", max_tokens=6, temperature=0)
 assert completed.choices[0].text and completed.object == "text_completion"
+
+tool = {"type": "function", "name": "get_weather", "description": "Weather.", "strict": True, "parameters": {
+    "type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"],
+    "additionalProperties": False}}
+respond = lambda **f: client.responses.create(
+    model="demo", input="What does os.path.join do?", temperature=0, max_output_tokens=24, **f)
+answer = respond()
+assert answer.output_text == text and answer.status == "incomplete" and answer.usage.output_tokens == 24
+assert answer.usage.input_tokens_details.cached_tokens is not None
+with client.responses.stream(model="demo", input="What does os.path.join do?", max_output_tokens=24,
+                             temperature=0) as stream:
+    deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == text
+called = client.responses.create(model="demo", input="x", tools=[tool], tool_choice="required",
+                                 parallel_tool_calls=False, max_output_tokens=200)
+(call,) = [item for item in called.output if item.type == "function_call"]
+assert call.name == "get_weather" and list(json.loads(call.arguments)) == ["city"]
+parsed = client.responses.parse(model="demo", input="x", text_format=Answer, max_output_tokens=80)
+assert isinstance(parsed.output_parsed, Answer)
+try:
+    respond(previous_response_id="resp_1")
+except openai.BadRequestError as error:
+    assert error.param == "previous_response_id"
+else:
+    raise AssertionError
+print("all held")
+"""
+
+ANTHROPIC = """
+import json, sys, anthropic
+client = anthropic.Anthropic(base_url=sys.argv[1].removesuffix("/v1"), api_key="unused", max_retries=0)
+messages = [{"role": "user", "content": "What does os.path.join do?"}]
+ask = {"model": "demo", "messages": messages, "max_tokens": 24, "extra_body": {"temperature": 0}}
+whole = client.messages.create(**ask)
+text = whole.content[0].text
+assert text.startswith("Join") and whole.stop_reason == "max_tokens" and whole.usage.output_tokens == 24
+with client.messages.stream(**ask) as stream:
+    assert "".join(stream.text_stream) == text
+    final = stream.get_final_message()
+assert final.usage.output_tokens == 24 and final.stop_reason == "max_tokens"
+assert client.messages.create(**ask, stop_sequences=["two"]).stop_sequence == "two"
+count = client.messages.count_tokens(model="demo", messages=messages).input_tokens
+assert count == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+tool = {"name": "get_weather", "description": "Weather.", "input_schema": {
+    "type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"],
+    "additionalProperties": False}}
+forced = {"tools": [tool], "tool_choice": {"type": "tool", "name": "get_weather"}, "max_tokens": 200}
+with client.messages.stream(**{**ask, **forced}) as stream:
+    called = stream.get_final_message()
+(call,) = called.content
+assert called.stop_reason == "tool_use" and call.name == "get_weather" and list(call.input) == ["city"]
+result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
+turns = [*messages, {"role": "assistant", "content": called.content}, {"role": "user", "content": [result]}]
+assert client.messages.create(**{**ask, "messages": turns}).content
+for fields, kind in (
+    ({"max_tokens": 0}, anthropic.BadRequestError),
+    ({"messages": [{"role": "user", "content": "word " * 9000}]}, anthropic.BadRequestError),
+    ({"model": "claude-x"}, anthropic.NotFoundError),
+):
+    try:
+        client.messages.create(**{**ask, **fields})
+    except kind as error:
+        assert error.body["error"]["message"], error.body
+    else:
+        raise AssertionError(fields)
 print("all held")
 """
 
@@ -90,15 +155,17 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.openai
-def test_the_official_client(served: Served) -> None:
+@pytest.mark.parametrize("package", ["openai", "anthropic"])
+def test_the_official_clients(served: Served, package: str) -> None:
     """Everything above, then what the page shows."""
     python = os.environ.get("OPENAI_PYTHON", sys.executable)
-    if subprocess.run([python, "-c", "import openai"], check=False, capture_output=True).returncode:
-        pytest.skip("no interpreter has the openai package; OPENAI_PYTHON names one")
-    code = SCRIPT + blocks("python")[0].replace("7373", str(served.port))
+    if subprocess.run([python, "-c", f"import {package}"], check=False, capture_output=True).returncode:
+        pytest.skip(f"no interpreter has the {package} package; OPENAI_PYTHON names one")
+    shown = blocks("python")[0].replace("7373", str(served.port))
+    code = SCRIPT + shown if package == "openai" else ANTHROPIC
     command = [python, "-c", code, f"http://127.0.0.1:{served.port}/v1"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert ran.stdout.startswith("all held\nJoin two or more"), ran.stderr
+    assert ran.stdout.startswith("all held\n" + "Join two or more" * (package == "openai")), ran.stderr
     ends = time.monotonic() + 5
     while served.service.open and time.monotonic() < ends:
         time.sleep(0.01)
