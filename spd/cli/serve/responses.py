@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,12 +45,8 @@ ITEMS = {
     "reasoning": fields({"content": _texts, "summary": _texts, "encrypted_content": TEXT}, others=True),
     "function_call": fields({**_call, "arguments": past_arguments}, *_call, "arguments", others=True),
     "function_call_output": _output,
-    "custom_tool_call": fields({**_call, "input": TEXT}, *_call, "input", others=True),
-    "custom_tool_call_output": _output,
 }
 _items = blocks(ITEMS)
-_FREE = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-"""Arguments of a custom tool, whose input is a text."""
 _tool = fields(
     {
         "type": TEXT,
@@ -114,7 +109,7 @@ def read_response(value: Any, service: Service) -> Wish:
     chat["messages"] = talk.messages
     if "max_output_tokens" in body:
         chat["max_tokens"] = body["max_output_tokens"]
-    tools, kinds = _flat(body.get("tools", ()))
+    tools, spaces = _flat(body.get("tools", ()))
     chat |= {"tools": tools, "tool_choice": _choice(body.get("tool_choice", "auto"), bool(tools))}
     form = body.get("text", {}).get("format", {"type": "text"})
     chat["response_format"] = {"type": form["type"], "json_schema": form}
@@ -126,8 +121,8 @@ def read_response(value: Any, service: Service) -> Wish:
         name: value.get(name) for name in ("instructions", "max_output_tokens", "temperature", "top_p")
     }
     repeated |= {"tools": value.get("tools") or [], "tool_choice": value.get("tool_choice") or "auto"}
-    repeated |= {"parallel_tool_calls": body.get("parallel_tool_calls", True), "metadata": {}, "kinds": kinds}
-    return wish_of(chat, tools, service, ResponseReply, repeated=repeated)
+    repeated |= {"parallel_tool_calls": body.get("parallel_tool_calls", True), "metadata": {}}
+    return wish_of(chat, tools, service, ResponseReply, repeated=repeated, spaces=spaces)
 
 
 def _add(talk: Talk, item: Mapping[str, Any]) -> None:
@@ -140,36 +135,31 @@ def _add(talk: Talk, item: Mapping[str, Any]) -> None:
         talk.think(told or text_of(item.get("summary", ())))
     elif kind == "function_call":
         talk.call(item["name"], item["arguments"], item["call_id"])
-    elif kind == "custom_tool_call":
-        talk.call(item["name"], {"input": item["input"]}, item["call_id"])
     else:
         talk.answer(item["call_id"], text_of(item["output"]))
 
 
-def _flat(tools: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Tools as chat completions write them, and by name what a call says of those that are no functions.
+def _flat(tools: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Functions as chat completions write them, and the namespaces of those that have one.
 
-    What only OpenAI's servers can run, such as web_search, is left out: agents offer it to each server.
+    Tools of other types are left out: OpenAI's servers run them, and agents offer them to every server.
     """
-    shown, kinds = list[dict[str, Any]](), dict[str, dict[str, Any]]()
+    shown, spaces = list[dict[str, Any]](), dict[str, Any]()
     for tool in tools:
-        if tool["type"] in ("function", "custom") and "name" not in tool:
-            refuse("tools", "a name is missing", "missing_required_parameter")
         if tool["type"] == "function":
+            if "name" not in tool:
+                refuse("tools", "a name is missing", "missing_required_parameter")
             shown.append(function(tool, "parameters"))
-        elif tool["type"] == "custom":
-            shown.append(function({**tool, "parameters": _FREE}, "parameters"))
-            kinds[tool["name"]] = {"type": "custom_tool_call"}
         elif tool["type"] == "namespace":
             inner, _ = _flat(_tools(tool.get("tools") or [], "tools"))
             shown += inner
-            kinds |= {one["function"]["name"]: {"namespace": tool.get("name")} for one in inner}
-    return shown, kinds
+            spaces |= {one["function"]["name"]: tool.get("name") for one in inner}
+    return shown, spaces
 
 
 def _choice(choice: Any, has_tools: bool) -> Any:
     """The choice of tools as chat completions write it."""
-    if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
+    if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
     mode = choice.get("mode") if isinstance(choice, dict) else choice
     return mode if has_tools or mode not in ("auto", None) else "none"
@@ -181,10 +171,9 @@ class ResponseReply(Reply):
     _number = -1
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
-        kept = {name: one for name, one in self._wish.repeated.items() if name != "kinds"}
         head = {"id": f"resp_{self._name}", "object": "response", "created_at": self._created}
         empty = {"error": None, "incomplete_details": None, "output": [], "usage": None, "store": False}
-        return {**head, **kept, "model": self._service.name, "status": status, **empty, **more}
+        return {**head, **self._wish.repeated, "model": self._service.name, "status": status, **empty, **more}
 
     def _event(self, kind: str, /, **fields: Any) -> bytes:
         self._number += 1
@@ -203,8 +192,7 @@ class ResponseReply(Reply):
                 yield self._event("response.output_item.added", output_index=part.index, item=item)
                 if part.kind != "call":
                     yield self._of(part, "response.content_part.added", part=_content(part.kind, ""))
-            if not self._is_custom(part):  # its input is in the arguments
-                yield self._of(part, f"{_EVENTS[part.kind]}.delta", delta=text)
+            yield self._of(part, f"{_EVENTS[part.kind]}.delta", delta=text)
 
     def end(self) -> Iterator[bytes]:
         if parts := self._choices[0].parts:
@@ -234,13 +222,8 @@ class ResponseReply(Reply):
 
     def _done(self, part: Part) -> Iterator[bytes]:
         """What ends an item."""
-        if self._is_custom(part):
-            item = self._item(part, "completed")
-            yield self._of(part, "response.custom_tool_call_input.delta", delta=item["input"])
-            yield self._of(part, "response.custom_tool_call_input.done", input=item["input"])
-        else:
-            key = "arguments" if part.kind == "call" else "text"
-            yield self._of(part, f"{_EVENTS[part.kind]}.done", **{key: part.text})
+        key = "arguments" if part.kind == "call" else "text"
+        yield self._of(part, f"{_EVENTS[part.kind]}.done", **{key: part.text})
         if part.kind != "call":
             yield self._of(part, "response.content_part.done", part=_content(part.kind, part.text))
         item = self._item(part, "completed")
@@ -253,18 +236,14 @@ class ResponseReply(Reply):
         place = {"item_id": _id(part), "output_index": part.index, **content}
         return self._event(kind, **place, **fields, **logprobs)
 
-    def _is_custom(self, part: Part) -> bool:
-        return "type" in self._wish.repeated["kinds"].get(part.name, {})
-
     def _item(self, part: Part, status: str) -> dict[str, Any]:
         """A part as an item of the output."""
         item: dict[str, Any] = {"id": _id(part), "status": status}
         if part.kind == "call":
-            called = {"type": "function_call", "call_id": part.id, "name": part.name}
-            called |= self._wish.repeated["kinds"].get(part.name, {})
-            if self._is_custom(part):
-                return {**item, **called, "input": json.loads(part.text or "{}").get("input", "")}
-            return {**item, **called, "arguments": part.text}
+            space = self._wish.spaces.get(part.name)
+            item |= {"namespace": space} if space else {}
+            called = {"call_id": part.id, "name": part.name, "arguments": part.text}
+            return {**item, "type": "function_call", **called}
         content = [_content(part.kind, part.text)] if part.text else []
         if part.kind == "text":
             return {**item, "type": "message", "role": "assistant", "content": content}

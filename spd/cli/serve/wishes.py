@@ -220,6 +220,8 @@ class Wish:
     """Tokens of thinking at most."""
     repeated: Mapping[str, Any] = field(default_factory=dict)
     """What a reply repeats of its request."""
+    spaces: Mapping[str, Any] = field(default_factory=dict)
+    """The namespaces of functions that have one."""
 
 
 def read_chat(value: Any, service: Service) -> Wish:
