@@ -44,7 +44,9 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.code = status, message, code
         self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.body: dict[str, Any] = {
+            "error": {"message": message, "type": kind, "param": param, "code": code}
+        }
 
     def of_messages(self) -> ApiError:
         """The same as Anthropic's API says it."""

@@ -217,12 +217,15 @@ COMMENTARY = (f"{CHANNEL}commentary to=functions.", f" <|constrain|>json{MESSAGE
 HERMES = Form(TAGS[:1], *TAGS, _tool_call, ('\n{"name": "', '", "arguments": ', "}\n"))
 HARMONY = Form((CHANNEL, "functions"), "", "", _objects(), COMMENTARY)
 """gpt-oss: `ChannelParser` reads it."""
+GEMMA = Form(("<|tool_call>",), "<|tool_call>", "<tool_call|>", _gemma)
+THOUGHT = ("<|channel>thought\n", "<channel|>")
+"""Between which Gemma 4 thinks."""
 LISTED = Form((), "[", "]", _objects(), ('{"name": "', '", "parameters": ', "}"), between=", ", bare=r"\s*\[")
 """An array of objects, for calls that have to come in a form without a grammar."""
 FORMS = {
     "gpt-oss": HARMONY,
-    "Gemma 4": Form(("<|tool_call>",), "<|tool_call>", "<tool_call|>", _gemma),
-    "Kimi K2": Form(KIMI[:1], *KIMI, _kimi, KIMI_CALL, between=""),
+    "Gemma 4": GEMMA,
+    "Kimi K2": Form(("<|im_middle|>",), *KIMI, _kimi, KIMI_CALL, between=""),
     "DeepSeek V3": Form((CALLS[0], "```json"), *CALLS, _deepseek, FENCED, between="\n"),
     "DeepSeek V3.1": Form(CALLS[:1], *CALLS, _deepseek, (CALL, SEPARATOR, CALL_END), between=""),
     "MiniMax M2": Form(INVOKES[:1], *INVOKES, _invoke, *INVOKE, between=""),
@@ -238,7 +241,17 @@ FORMS = {
 }
 """By the models that are known for it; a template's is the first of which it holds every sign."""
 WRITTEN = str([(form.opening, form.closing, form.call, form.pair) for form in FORMS.values()])
-MARKS = {QUOTE, START, END, CALLED, RETURN, "[CALL_ID]", *re.findall(r"<[^<>\\]+>|\[[A-Z_]+\]", WRITTEN)}
+MARKS = {
+    QUOTE,
+    "<|channel>",
+    THOUGHT[1],
+    START,
+    END,
+    CALLED,
+    RETURN,
+    "[CALL_ID]",
+    *re.findall(r"<[^<>\\]+>|\[[A-Z_]+\]", WRITTEN),
+}
 """What may be special tokens, which have no text of their own."""
 
 

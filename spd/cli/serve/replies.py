@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from spd.cli.serve.calls import CallParser, ChannelParser, Piece
-from spd.cli.serve.forms import HARMONY, MARKS
+from spd.cli.serve.forms import GEMMA, HARMONY, MARKS, THOUGHT
 from spd.cli.text.report import logprob_entry
 from spd.cli.text.structured import ThinkingSplitter
 
@@ -54,6 +54,8 @@ class Choice:
         self._parser: CallParser | ChannelParser | None = None
         if wish.tools is not None:
             self._parser = ChannelParser() if wish.tools.form is HARMONY else CallParser(wish.tools)
+            if wish.tools.form is GEMMA:
+                self._splitter = ThinkingSplitter(inside, THOUGHT)
         names = tokenizer.special_tokens if self._parser is not None else {}
         self._marks = {names[mark]: mark for mark in MARKS if mark in names}
         self.parts: list[Part] = []
@@ -87,7 +89,7 @@ class Choice:
         begins = bool(piece.name) or not self.parts or self.parts[-1].kind != piece.kind
         if begins:
             name = secrets.token_hex(5)[1:]  # nine characters are what Mistral wants
-            self.parts.append(Part(piece.kind, len(self.parts), "", piece.name, name))
+            self.parts.append(Part(piece.kind, len(self.parts), "", piece.name or "", name))
         self.parts[-1].text += piece.text
         return Grown(self.parts[-1], piece.text, begins)
 

@@ -172,7 +172,13 @@ class ResponseReply(Reply):
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
         head = {"id": f"resp_{self._name}", "object": "response", "created_at": self._created}
-        empty = {"error": None, "incomplete_details": None, "output": [], "usage": None, "store": False}
+        empty: dict[str, Any] = {
+            "error": None,
+            "incomplete_details": None,
+            "output": [],
+            "usage": None,
+            "store": False,
+        }
         return {**head, **self._wish.repeated, "model": self._service.name, "status": status, **empty, **more}
 
     def _event(self, kind: str, /, **fields: Any) -> bytes:
@@ -232,7 +238,7 @@ class ResponseReply(Reply):
     def _of(self, part: Part, kind: str, /, **fields: Any) -> bytes:
         """An event of an item's content."""
         content = {"content_index": 0} if part.kind != "call" else {}
-        logprobs = {"logprobs": []} if part.kind == "text" and "output_text" in kind else {}
+        logprobs: dict[str, Any] = {"logprobs": []} if part.kind == "text" and "output_text" in kind else {}
         place = {"item_id": _id(part), "output_index": part.index, **content}
         return self._event(kind, **place, **fields, **logprobs)
 

@@ -25,7 +25,7 @@ from spd.cli.serve.body import (
     whole,
 )
 from spd.cli.serve.calls import Tools
-from spd.cli.serve.forms import CHANNEL, HARMONY, call_form
+from spd.cli.serve.forms import CALLS, CHANNEL, GEMMA, HARMONY, as_json, call_form
 from spd.cli.serve.replies import ChatReply, CompletionReply, Reply
 from spd.cli.text.prompt import RESERVED_ARGS, Asked
 from spd.cli.text.sampling import check_ids
@@ -255,20 +255,25 @@ def wish_of(
     messages = body.get("messages", ())
     if not messages:
         refuse("messages", "expected at least one message", "missing_required_parameter")
-    if CHANNEL in source:
-        messages = tuple(_in_channels(dict(message)) for message in messages)
+    if CHANNEL in source or CALLS[0] in source:
+        messages = tuple(_as_its_template_wants(dict(message), CHANNEL in source) for message in messages)
     logprobs = body.get("top_logprobs", 0) if body.get("logprobs") else None
     params = _params(body, service.settings, logprobs)
     asked = (Asked(messages=messages, variables=variables),)
     return Wish(asked, params, reply, **_delivery(body, service), grammar=grammar, tools=tools, **more)
 
 
-def _in_channels(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as the template of gpt-oss reads it: thinking has another name, and no text beside a call."""
-    if "reasoning_content" in message:
+def _as_its_template_wants(message: dict[str, Any], in_channels: bool) -> dict[str, Any]:
+    """A message for gpt-oss, whose thinking has another name, or for DeepSeek, whose arguments are texts."""
+    calls = message.get("tool_calls", ())
+    if in_channels and "reasoning_content" in message:
         message["thinking"] = message.pop("reasoning_content")
-    if message.get("tool_calls") and message["content"] and "thinking" in message:
-        message["thinking"] += "\n" + message.pop("content")
+        if calls and message["content"]:  # it takes one of them beside a call
+            message["thinking"] += "\n" + message.pop("content")
+    for call in () if in_channels else calls:
+        arguments = call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else as_json(arguments)
+        call["function"] = {**call["function"], "arguments": text}
     return message
 
 
@@ -406,7 +411,8 @@ def _tools(body: Mapping[str, Any], template: str, special: Mapping[str, int]) -
         functions[function["name"]] = schema
         strict = strict or function.get("strict", False)
     if choice == "none" or (choice == "auto" and not functions):
-        return Tools({}, HARMONY) if call_form(template) is HARMONY else None  # its replies have channels
+        form = call_form(template)
+        return Tools({}, form) if form in (GEMMA, HARMONY) else None  # they think in channels
     if not functions:
         refuse("tool_choice", "it is only allowed with `tools`")
     named = None

@@ -105,10 +105,11 @@ def note_thinking(console: Console, think: str, vocabulary: Vocabulary) -> None:
 class ThinkingSplitter:
     """Cuts a growing reply into thinking and answer; a <think> counts only at the very beginning.
 
-    `inside` says that the prompt left thinking open; None that nothing is thinking.
+    `inside` says that the prompt left thinking open; None that nothing is thinking. `tags` are the model's.
     """
 
-    def __init__(self, inside: bool | None) -> None:
+    def __init__(self, inside: bool | None, tags: tuple[str, str] = (OPENING, CLOSING)) -> None:
+        self._tags = tags
         self.part: Literal["beginning", "thinking", "answer"] = "answer" if inside is None else "beginning"
         self._inside, self._held, self._fresh = bool(inside), "", False
 
@@ -119,18 +120,19 @@ class ThinkingSplitter:
 
     def feed(self, text: str, *, final: bool = False) -> list[tuple[bool, str]]:
         """(is thinking, text) in order; what may be a part of a tag is held back until it is known."""
+        opening, closing = self._tags
         self._held += text
         parts: list[tuple[bool, str]] = []
         if self.part == "beginning":
             begun = self._held.lstrip()
-            if not final and OPENING.startswith(begun):
+            if not final and opening.startswith(begun):
                 return parts
-            if begun.startswith(OPENING):
-                self._inside, self._held = True, begun[len(OPENING) :]
+            if begun.startswith(opening):
+                self._inside, self._held = True, begun[len(opening) :]
             self.part, self._fresh = "thinking" if self._inside else "answer", self._inside
         if self.part == "thinking":
-            thought, tag, rest = self._held.partition(CLOSING)
-            keep = 0 if tag or final else tail_of(CLOSING, thought)
+            thought, tag, rest = self._held.partition(closing)
+            keep = 0 if tag or final else tail_of(closing, thought)
             self._held = rest if tag else thought[len(thought) - keep :]
             parts.append((True, self._without_first_newlines(thought[: len(thought) - keep])))
             if tag:

@@ -159,12 +159,14 @@ class Scripted:
 
 
 @contextmanager
-def scripted(served: Served, *texts: str, reason: str = "stop") -> Iterator[Scripted]:
+def scripted(
+    served: Served, *texts: str, reason: str = "stop", template: str = TEMPLATE
+) -> Iterator[Scripted]:
     """A server whose model thinks, knows tools and says these texts."""
     service, script = served.service, Scripted(served, list(texts), reason)
     before = service.settings, service.thread
-    template = ChatTemplate("test", {"default": TEMPLATE}, {})
-    vocabulary = dataclasses.replace(service.settings.vocabulary, template=template)
+    own = ChatTemplate("test", {"default": template}, {})
+    vocabulary = dataclasses.replace(service.settings.vocabulary, template=own)
     service.settings, service.thread = dataclasses.replace(service.settings, vocabulary=vocabulary), script
     try:
         yield script
