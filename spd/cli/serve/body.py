@@ -173,11 +173,13 @@ def listed(check: Check, most: int) -> Check:
     return check_all
 
 
-def fields(table: Mapping[str, Check], *needed: str, others: bool = False) -> Check:
-    """An object with these fields, each checked; null is as if it were not there.
+def some(table: Mapping[str, Check], *needed: str) -> Check:
+    """As `fields`, but others are passed over."""
+    return fields(table, *needed, others=True)
 
-    Other fields are refused, or passed over where `others` may come.
-    """
+
+def fields(table: Mapping[str, Check], *needed: str, others: bool = False) -> Check:
+    """An object with these fields and no others, each checked; null is as if it were not there."""
 
     def check(value: Any, name: str) -> dict[str, Any]:
         where = f"{name}." if name else ""
@@ -198,11 +200,14 @@ def fields(table: Mapping[str, Check], *needed: str, others: bool = False) -> Ch
     return check
 
 
-def blocks(kinds: Mapping[str, Check]) -> Check:
-    """A text, or a list of objects of these types, each checked as its type wants it."""
+def blocks(kinds: Mapping[str, Check], usual: str | None = None) -> Check:
+    """A text, or a list of objects of these types, each checked as its type wants it.
+
+    One that does not say its type is a `usual` one.
+    """
 
     def check_one(value: Any, name: str) -> dict[str, Any]:
-        kind = OBJECT(value, name).get("type")
+        kind = OBJECT(value, name).get("type", usual)
         if not isinstance(kind, str) or kind not in kinds:
             why = f"expected {', '.join(kinds)}, but got {json.dumps(kind)[:60]}"
             refuse(f"{name}.type", f"{why}; this server reads no images, audio or files")

@@ -9,31 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from spd.cli.serve.forms import (
-    BLANK,
-    CALLED,
-    CHANNEL,
-    END,
-    HARMONY,
-    HERMES,
-    LISTED,
-    MARKS,
-    MESSAGE,
-    NAME,
-    RETURN,
-    START,
-    Form,
-    Schemas,
-    as_json,
-    is_text,
-    properties_of,
-)
+from spd.cli.serve import forms
+from spd.cli.serve.forms import HARMONY, HERMES, LISTED, MARKS, Form, Schemas, as_json, is_text
 from spd.cli.text.structured import tail_of
 
 if TYPE_CHECKING:
     from spd.runtime.engine.request import GrammarText
 
-NO_CALL = re.compile(BLANK + r'\{\s*[^\s"]')
+NO_CALL = re.compile(forms.BLANK + r'\{\s*[^\s"]')
 _MARK = re.compile("|".join(map(re.escape, MARKS)))
 MAX_CALLS = 8
 """Calls in one reply that a grammar allows."""
@@ -85,24 +68,22 @@ class Tools:
         else:
             next_one = f"{self._literal(form.between)} {one}"
         several = self.parallel and self.named is None and form is not HARMONY
-        calls = (
-            f"{one} {f'({next_one}){{0,{MAX_CALLS - 1}}}' if several else ''} {closing and f'GAP {closing}'}"
-        )
+        calls = f"{one} ({next_one}){{0,{MAX_CALLS - 1}}}" if several else one
+        calls += f" GAP {closing}" * bool(closing)
         if self._has_to:
             start = f"GAP {self._thought if form is HARMONY else opening} {calls}"
         elif form.opening in self.special:
             start = f"TEXT | TEXT {opening} {calls}"
         else:
-            start, rules = (
-                f"TEXT | before {calls}",
-                [f"before[lazy]: /(.|\\n)*{re.escape(form.opening)}/", *rules],
-            )
+            start = f"TEXT | before {calls}"
+            rules.append(f"before[lazy]: /(.|\\n)*{re.escape(form.opening)}/")
         return GrammarText("lark", "\n".join([f"start: {start}", *rules]))
 
     @property
     def _thought(self) -> str:
         """Thinking before a call, for gpt-oss."""
-        channel, message, end, begin = map(self._literal, (CHANNEL, MESSAGE, END, START))
+        marks = (forms.CHANNEL, forms.MESSAGE, forms.END, forms.START)
+        channel, message, end, begin = map(self._literal, marks)
         return f'({channel} "analysis" {message} TEXT {end} {begin} "assistant")?'
 
     def _literal(self, text: str) -> str:
@@ -118,9 +99,9 @@ class Tools:
         if self.written.pair is None:
             return f"%json {as_json(_held(schema))}"
         before, behind, close = self.written.pair
-        shown, required = [], schema.get("required", ())
+        shown, required = [], schema.get("required")
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-        for name, one in properties_of(schema).items():
+        for name, one in forms.properties_of(schema).items():
             end, most = self._literal(close), one.get("maxLength") if isinstance(one, dict) else None
             if is_text(one) and isinstance(values := one.get("enum"), list):
                 value = f"({' | '.join(as_json(str(each)) for each in values)})"
@@ -132,26 +113,15 @@ class Tools:
             else:
                 value = f"%json {as_json(_held({**shared, **one} if isinstance(one, dict) else one))}"
             part = f"{self._literal(before + name + behind)} {value} {end}"
-            shown.append(part if name in required else f"({part})?")
+            shown.append(part if isinstance(required, list) and name in required else f"({part})?")
         return " ".join(shown)
 
 
 def _held(schema: Any) -> Any:
-    """A schema as grammars want it: without what only people read, and with little room for blanks."""
+    """A schema with little room for blanks."""
     from spd.runtime.engine.grammar import JSON_STYLE
 
-    bare = _without_words(schema)
-    return {"x-guidance": JSON_STYLE, **bare} if isinstance(bare, dict) else bare
-
-
-def _without_words(schema: Any, data: bool = False) -> Any:
-    if isinstance(schema, list):
-        return [_without_words(one, data) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    words = () if data else ("title", "description", "$schema", "$id", "$comment")
-    kept = ((name, one) for name, one in schema.items() if not (name in words and isinstance(one, str)))
-    return {name: _without_words(one, data or name in ("const", "enum", "default")) for name, one in kept}
+    return {"x-guidance": JSON_STYLE, **schema} if isinstance(schema, dict) else schema
 
 
 # -- what finds calls --------------------------------------------------------------------------------
@@ -255,7 +225,7 @@ class ChannelParser:
 
     def __init__(self) -> None:
         self._text, self._kind, self._head, self._name, self._first = "", "", "", "", True
-        self._ends = re.compile("|".join(map(re.escape, (START, END, CALLED, RETURN))))
+        self._ends = re.compile("|".join(map(re.escape, forms.ENDS)))
 
     @property
     def thinking(self) -> bool:
@@ -272,13 +242,13 @@ class ChannelParser:
 
     def _header(self, final: bool) -> bool:
         """Up to a message; a reply that has none is text."""
-        head, mark, rest = self._text.partition(MESSAGE)
+        head, mark, rest = self._text.partition(forms.MESSAGE)
         if self._first and not re.match(r"\s*(?:\Z|<|t\Z|to\Z|to=)", head):
             self._kind = "text"
         elif mark:
-            named = re.search(rf"to=functions\.{NAME}", head)
+            named = re.search(rf"to=functions\.{forms.NAME}", head)
             self._head, self._name, self._text = head + mark, named[1] if named else "", rest
-            is_thinking = re.search(rf"{re.escape(CHANNEL)}\s*analysis", head)
+            is_thinking = re.search(rf"{re.escape(forms.CHANNEL)}\s*analysis", head)
             self._kind = "call" if named else "thinking" if is_thinking else "text"
         elif final:
             self._kind = "text"
@@ -289,10 +259,8 @@ class ChannelParser:
         end = self._ends.search(self._text)
         said = self._text[: end.start()] if end else self._text
         if end is None and not final:
-            marks = (START, END, CALLED, RETURN)
-            said = (
-                "" if self._kind == "call" else said[: len(said) - max(tail_of(mark, said) for mark in marks)]
-            )
+            held = len(said) if self._kind == "call" else max(tail_of(mark, said) for mark in forms.ENDS)
+            said = said[: len(said) - held]
         self._text = self._text[len(said) if end is None else end.end() :]
         if self._kind != "call":
             pieces.append(Piece("thinking" if self.thinking else "text", said))

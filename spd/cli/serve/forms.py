@@ -24,7 +24,8 @@ QUOTE = '<|"|>'
 CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
-START, END, CALLED, RETURN = "<|start|>", "<|end|>", "<|call|>", "<|return|>"
+ENDS = START, END, *_ = "<|start|>", "<|end|>", "<|call|>", "<|return|>"
+"""What ends a message of gpt-oss."""
 
 
 # -- readers -----------------------------------------------------------------------------------------
@@ -241,17 +242,8 @@ FORMS = {
 }
 """By the models that are known for it; a template's is the first of which it holds every sign."""
 WRITTEN = str([(form.opening, form.closing, form.call, form.pair) for form in FORMS.values()])
-MARKS = {
-    QUOTE,
-    "<|channel>",
-    THOUGHT[1],
-    START,
-    END,
-    CALLED,
-    RETURN,
-    "[CALL_ID]",
-    *re.findall(r"<[^<>\\]+>|\[[A-Z_]+\]", WRITTEN),
-}
+MARKS = {QUOTE, "<|channel>", THOUGHT[1], *ENDS, "[CALL_ID]"}
+MARKS |= set(re.findall(r"<[^<>\\]+>|\[[A-Z_]+\]", WRITTEN))
 """What may be special tokens, which have no text of their own."""
 
 

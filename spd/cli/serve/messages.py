@@ -6,19 +6,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.serve.body import (
-    FLAG,
-    OBJECT,
-    TEXT,
-    ApiError,
-    blocks,
-    fields,
-    listed,
-    one_of,
-    refuse,
-    text_of,
-    unsupported,
-)
+from spd.cli.serve import body as read
+from spd.cli.serve.body import FLAG, OBJECT, TEXT, ApiError, listed, one_of, refuse, some, text_of
 from spd.cli.serve.replies import Choice, Grown, Part, Reply, sse
 from spd.cli.serve.wishes import SAMPLING, Talk, Wish, function, name_of, thinking, wish_of
 from spd.cli.text.structured import CLOSING
@@ -30,54 +19,44 @@ if TYPE_CHECKING:
 BILLING = "x-anthropic-billing-header:"
 """How a text of Claude Code begins that is new in every request: it would keep prompts from the cache."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_text = fields({"text": TEXT}, "text", others=True)
-_texts = blocks({"text": _text})
-_result = fields({"tool_use_id": TEXT, "content": _texts, "is_error": FLAG}, "tool_use_id", others=True)
-_ROLES = {"tool_use": "assistant", "tool_result": "user"}
-"""Whose turn a block has to stand in."""
-_message = fields(
-    {
-        "role": one_of("user", "assistant", "system"),
-        "content": blocks(
-            {
-                "text": _text,
-                "thinking": fields({"thinking": TEXT}, "thinking", others=True),
-                "redacted_thinking": fields({}, others=True),
-                "tool_use": fields(
-                    {"id": TEXT, "name": name_of, "input": OBJECT}, "id", "name", "input", others=True
-                ),
-                "tool_result": _result,
-            }
-        ),
-    },
-    "role",
-    "content",
-    others=True,
-)
-_tool = fields(
-    {"type": one_of("custom"), "name": name_of, "description": TEXT, "input_schema": OBJECT, "strict": FLAG},
-    *("name", "input_schema"),
-    others=True,
-)
-_format = fields({"type": one_of("json_schema"), "schema": OBJECT}, "type", "schema", others=True)
-_choice = {"type": one_of("auto", "any", "tool", "none"), "name": TEXT, "disable_parallel_tool_use": FLAG}
-_thinking = {"type": one_of("enabled", "disabled", "adaptive"), "budget_tokens": SAMPLING["max_tokens"]}
+_text = some({"text": TEXT}, "text")
+_texts = read.blocks({"text": _text})
+OWNERS = {"tool_use": "assistant", "tool_result": "user"}
+"""Whose messages a block has to stand in."""
+BLOCKS = {
+    "text": _text,
+    "thinking": some({"thinking": TEXT}, "thinking"),
+    "redacted_thinking": some({}),
+    "tool_use": some({"id": TEXT, "name": name_of, "input": OBJECT}, "id", "name", "input"),
+    "tool_result": some({"tool_use_id": TEXT, "content": _texts}, "tool_use_id"),
+}
+MESSAGE = {"role": one_of("user", "assistant", "system"), "content": read.blocks(BLOCKS)}
+TOOL = {
+    "type": one_of("custom"),
+    "name": name_of,
+    "input_schema": OBJECT,
+    "description": TEXT,
+    "strict": FLAG,
+}
+CHOICE = {"type": one_of("auto", "any", "tool", "none"), "name": TEXT, "disable_parallel_tool_use": FLAG}
+THINKING = {"type": one_of("enabled", "disabled", "adaptive"), "budget_tokens": SAMPLING["max_tokens"]}
+_format = some({"type": one_of("json_schema"), "schema": OBJECT}, "type", "schema")
 MESSAGES = {
     **{name: SAMPLING[name] for name in ("max_tokens", "temperature", "top_p", "top_k")},
     "model": TEXT,
-    "messages": listed(_message, 100_000),
+    "messages": listed(some(MESSAGE, *MESSAGE), 100_000),
     "system": _texts,
     "stop_sequences": SAMPLING["stop"],
     "stream": FLAG,
-    "tools": listed(_tool, 1024),
-    "tool_choice": fields(_choice, "type", others=True),
-    "thinking": fields(_thinking, "type", others=True),
-    "output_config": fields({"effort": TEXT, "format": _format}, others=True),
-    "mcp_servers": unsupported("this server calls no others"),
-    "container": unsupported("this server runs no code"),
+    "tools": listed(some(TOOL, "name", "input_schema"), 1024),
+    "tool_choice": some(CHOICE, "type"),
+    "thinking": some(THINKING, "type"),
+    "output_config": some({"effort": TEXT, "format": _format}),
+    "mcp_servers": read.unsupported("this server calls no others"),
+    "container": read.unsupported("this server runs no code"),
 }
 """Others are passed over, for agents send new ones with each version."""
-_body = fields(MESSAGES, "messages", "max_tokens", others=True)
+_body = some(MESSAGES, "messages", "max_tokens")
 
 
 def read_messages(value: Any, service: Service, *, counted: bool = False) -> Wish:
@@ -113,8 +92,8 @@ def _add(talk: Talk, message: dict[str, Any], name: str) -> None:
     role = message["role"]
     for at, block in enumerate(message["content"]):
         kind = block["type"]
-        if _ROLES.get(kind, role) != role:
-            refuse(f"{name}.content[{at}]", f"a {kind} stands in messages of the {_ROLES[kind]}")
+        if OWNERS.get(kind, role) != role:
+            refuse(f"{name}.content[{at}]", f"a {kind} stands in messages of the {OWNERS[kind]}")
         if kind == "text":
             talk.say(role, block["text"])
         elif kind == "thinking":

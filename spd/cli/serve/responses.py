@@ -5,94 +5,54 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.serve.body import (
-    FLAG,
-    OBJECT,
-    TEXT,
-    ApiError,
-    anything,
-    blocks,
-    fields,
-    listed,
-    one_of,
-    refuse,
-    text_of,
-    unsupported,
-)
+from spd.cli.serve import body as read
+from spd.cli.serve import wishes
+from spd.cli.serve.body import FLAG, OBJECT, TEXT, ApiError, blocks, refuse, some, text_of
 from spd.cli.serve.replies import Choice, Grown, Part, Reply, sse
-from spd.cli.serve.wishes import (
-    ROLES,
-    SAMPLING,
-    Talk,
-    Wish,
-    function,
-    name_of,
-    past_arguments,
-    thinking,
-    wish_of,
-)
+from spd.cli.serve.wishes import ROLES, SAMPLING, Talk, Wish, function, name_of, past_arguments, wish_of
 
 if TYPE_CHECKING:
     from spd.cli.serve.service import Service
     from spd.runtime import Event
 
-_text = fields({"text": TEXT}, "text", others=True)
+_text = some({"text": TEXT}, "text")
 _texts = blocks(dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), _text))
-_call = {"call_id": TEXT, "name": name_of}
-_output = fields({"call_id": TEXT, "output": _texts}, "call_id", "output", others=True)
+CALL = {"call_id": TEXT, "name": name_of, "arguments": past_arguments}
 ITEMS = {
-    "message": fields({"role": one_of(*ROLES), "content": _texts}, "role", "content", others=True),
-    "reasoning": fields({"content": _texts, "summary": _texts, "encrypted_content": TEXT}, others=True),
-    "function_call": fields({**_call, "arguments": past_arguments}, *_call, "arguments", others=True),
-    "function_call_output": _output,
+    "message": some({"role": read.one_of(*ROLES), "content": _texts}, "role", "content"),
+    "reasoning": some({"content": _texts, "summary": _texts, "encrypted_content": TEXT}),
+    "function_call": some(CALL, *CALL),
+    "function_call_output": some({"call_id": TEXT, "output": _texts}, "call_id", "output"),
 }
-_items = blocks(ITEMS)
-_tool = fields(
-    {
-        "type": TEXT,
-        "name": name_of,
-        "description": TEXT,
-        "parameters": OBJECT,
-        "strict": FLAG,
-        "tools": anything,
-    },
-    "type",
-    others=True,
-)
-_tools = listed(_tool, 1024)
-_format = fields(
-    {"type": one_of("text", "json_object", "json_schema"), "name": TEXT, "schema": OBJECT},
-    "type",
-    others=True,
-)
+_items = blocks(ITEMS, usual="message")
+TOOL = {"type": TEXT, "name": name_of, "description": TEXT, "parameters": OBJECT, "strict": FLAG}
+_tools = read.listed(some({**TOOL, "tools": read.anything}, "type"), 1024)
+FORMAT = {"type": read.one_of("text", "json_object", "json_schema"), "name": TEXT, "schema": OBJECT}
 RESPONSES = {
     **{name: SAMPLING[name] for name in ("temperature", "top_p")},
     "max_output_tokens": SAMPLING["max_tokens"],
     "model": TEXT,
-    "input": lambda value, name: _items(_typed(value), name),
+    "input": lambda value, name: _items([_said(value)] if isinstance(value, str) else value, name),
     "instructions": TEXT,
     "stream": FLAG,
     "tools": _tools,
-    "tool_choice": anything,
+    "tool_choice": read.anything,
     "parallel_tool_calls": FLAG,
-    "text": fields({"format": _format}, others=True),
-    "reasoning": fields({"effort": TEXT}, others=True),
-    "previous_response_id": unsupported("this server keeps no responses: send the conversation as `input`"),
-    "conversation": unsupported("this server keeps none: send it as `input`"),
-    "prompt": unsupported("this server keeps none"),
-    "background": unsupported("this server keeps no responses"),
+    "text": some({"format": some(FORMAT, "type")}),
+    "reasoning": some({"effort": TEXT}),
+    "previous_response_id": read.unsupported(
+        "this server keeps no responses: send the conversation as `input`"
+    ),
+    "conversation": read.unsupported("this server keeps none: send it as `input`"),
+    "prompt": read.unsupported("this server keeps none"),
+    "background": read.unsupported("this server keeps no responses"),
 }
 """Others are passed over, for agents send new ones with each version."""
-_body = fields(RESPONSES, "input", others=True)
+_body = some(RESPONSES, "input")
 
 
-def _typed(value: Any) -> Any:
-    """Items with their types, which messages may leave out."""
-    if isinstance(value, str):
-        return [{"type": "message", "role": "user", "content": value}]
-    if not isinstance(value, list):
-        return [value]
-    return [{"type": "message", **one} if isinstance(one, dict) and "role" in one else one for one in value]
+def _said(text: str) -> dict[str, Any]:
+    return {"type": "message", "role": "user", "content": text}
 
 
 def read_response(value: Any, service: Service) -> Wish:
@@ -109,20 +69,17 @@ def read_response(value: Any, service: Service) -> Wish:
     chat["messages"] = talk.messages
     if "max_output_tokens" in body:
         chat["max_tokens"] = body["max_output_tokens"]
-    tools, spaces = _flat(body.get("tools", ()))
+    tools, _ = _flat(body.get("tools", ()))
     chat |= {"tools": tools, "tool_choice": _choice(body.get("tool_choice", "auto"), bool(tools))}
     form = body.get("text", {}).get("format", {"type": "text"})
     chat["response_format"] = {"type": form["type"], "json_schema": form}
     if form["type"] == "json_schema" and "schema" not in form:
         refuse("text.format.schema", "it is missing", "missing_required_parameter")
     effort = body.get("reasoning", {}).get("effort")
-    chat["chat_template_kwargs"] = thinking(service, None if effort is None else effort != "none", effort)
-    repeated = {
-        name: value.get(name) for name in ("instructions", "max_output_tokens", "temperature", "top_p")
-    }
-    repeated |= {"tools": value.get("tools") or [], "tool_choice": value.get("tool_choice") or "auto"}
-    repeated |= {"parallel_tool_calls": body.get("parallel_tool_calls", True), "metadata": {}}
-    return wish_of(chat, tools, service, ResponseReply, repeated=repeated, spaces=spaces)
+    chat["chat_template_kwargs"] = wishes.thinking(
+        service, None if effort is None else effort != "none", effort
+    )
+    return wish_of(chat, tools, service, ResponseReply, asked=value)
 
 
 def _add(talk: Talk, item: Mapping[str, Any]) -> None:
@@ -170,6 +127,13 @@ class ResponseReply(Reply):
 
     _number = -1
 
+    @property
+    def _repeated(self) -> dict[str, Any]:
+        """What a response repeats of its request."""
+        body, repeated = self._wish.asked, {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
+        names = (*repeated, "instructions", "max_output_tokens", "temperature", "top_p")
+        return {name: repeated.get(name) if body.get(name) is None else body[name] for name in names}
+
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
         head = {"id": f"resp_{self._name}", "object": "response", "created_at": self._created}
         empty: dict[str, Any] = {
@@ -179,7 +143,7 @@ class ResponseReply(Reply):
             "usage": None,
             "store": False,
         }
-        return {**head, **self._wish.repeated, "model": self._service.name, "status": status, **empty, **more}
+        return {**head, **self._repeated, "model": self._service.name, "status": status, **empty, **more}
 
     def _event(self, kind: str, /, **fields: Any) -> bytes:
         self._number += 1
@@ -246,7 +210,7 @@ class ResponseReply(Reply):
         """A part as an item of the output."""
         item: dict[str, Any] = {"id": _id(part), "status": status}
         if part.kind == "call":
-            space = self._wish.spaces.get(part.name)
+            space = _flat(self._wish.asked.get("tools") or ())[1].get(part.name)
             item |= {"namespace": space} if space else {}
             called = {"call_id": part.id, "name": part.name, "arguments": part.text}
             return {**item, "type": "function_call", **called}

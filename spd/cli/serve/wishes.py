@@ -218,10 +218,8 @@ class Wish:
     tools: Tools | None = None
     think: int | None = None
     """Tokens of thinking at most."""
-    repeated: Mapping[str, Any] = field(default_factory=dict)
-    """What a reply repeats of its request."""
-    spaces: Mapping[str, Any] = field(default_factory=dict)
-    """The namespaces of functions that have one."""
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    """The request's body, where a reply repeats it."""
 
 
 def read_chat(value: Any, service: Service) -> Wish:
