@@ -127,7 +127,10 @@ class MessagesReply(Reply):
         usage = {"input_tokens": self._size, "output_tokens": 0}
         usage |= {"cache_read_input_tokens": 0, "cache_creation_input_tokens": 0}
         yield self._event("message_start", message=self._message([], usage))
-        yield self._event("ping")
+        yield self.ping()
+
+    def ping(self) -> bytes:
+        return self._event("ping")
 
     def grow(self, choice: Choice, event: Event, grown: Sequence[Grown]) -> Iterator[bytes]:
         for part, text, begins in grown:

@@ -137,6 +137,10 @@ class Reply:
         """What a stream tells of an event."""
         raise NotImplementedError
 
+    def ping(self) -> bytes:
+        """What a stream says while nothing comes."""
+        return b": ping\n\n"
+
     def end(self) -> Iterator[bytes]:
         """What a stream ends with when all choices have ended."""
         yield from ()

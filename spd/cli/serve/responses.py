@@ -150,8 +150,11 @@ class ResponseReply(Reply):
         return sse({"type": kind, "sequence_number": self._number, **fields}, kind)
 
     def begin(self) -> Iterator[bytes]:
-        for kind in ("created", "in_progress"):
-            yield self._event(f"response.{kind}", response=self._response("in_progress"))
+        yield self._event("response.created", response=self._response("in_progress"))
+        yield self.ping()
+
+    def ping(self) -> bytes:
+        return self._event("response.in_progress", response=self._response("in_progress"))
 
     def grow(self, choice: Choice, event: Event, grown: Sequence[Grown]) -> Iterator[bytes]:
         for part, text, begins in grown:

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, StreamingResponse
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     Prepared = tuple[Request, bool | None]
     """A request, and how its reply is parted: see `ThinkingSplitter`."""
 
+T = TypeVar("T")
+PING_SECONDS = 15.0
+"""After which a stream says that it goes on: a long prompt takes minutes, and agents give up after some."""
 QUEUE = 64
 """Requests that may wait beyond those that decode."""
 
@@ -218,8 +221,8 @@ class Answer:
         try:
             for data in self._reply.begin():
                 yield data
-            async for taken in self._taken():
-                for data in self._reply.grow(*taken):
+            async for taken in _or_none(self._taken(), PING_SECONDS):
+                for data in (self._reply.ping(),) if taken is None else self._reply.grow(*taken):
                     yield data
             for data in self._reply.end():
                 yield data
@@ -228,6 +231,23 @@ class Answer:
             self._service.count(f'refused_total{{status="{refusal.status}"}}')
             for data in self._reply.fail(refusal):
                 yield data
+
+
+async def _or_none(things: AsyncIterator[T], seconds: float) -> AsyncIterator[T | None]:
+    """Things as they come, and None each time that none has come for so long."""
+    coming = asyncio.ensure_future(anext(things, None))
+    try:
+        while True:
+            await asyncio.wait({coming}, timeout=seconds)
+            if not coming.done():
+                yield None
+            elif (thing := coming.result()) is None:
+                return
+            else:
+                coming = asyncio.ensure_future(anext(things, None))
+                yield thing
+    finally:
+        coming.cancel()
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:

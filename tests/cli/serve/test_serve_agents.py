@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from spd.cli.serve import service
 from spd.cli.serve.messages import read_messages
 from spd.cli.serve.responses import read_response
 from tests.cli.serve.conftest import Served, scripted
@@ -399,3 +400,18 @@ def test_a_fault_ends_a_stream_in_the_APIs_form(served: Served) -> None:
         assert events[-1]["type"] == kind
         error = events[-1]["error"] if kind == "error" else events[-1]["response"]["error"]
         assert error["message"]
+
+
+def test_a_stream_says_that_it_goes_on(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While nothing comes, and a client that leaves then is noticed."""
+    monkeypatch.setattr(service, "PING_SECONDS", 0.0005)
+    plain = {"max_tokens": 24, "temperature": 0, "messages": [{"role": "user", "content": QUESTION}]}
+    events = served.named_events("/v1/messages", **plain)
+    assert [event["type"] for event in events].count("ping") > 2
+    text = "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta")
+    assert text == served.chat(temperature=0, max_tokens=24)["choices"][0]["message"]["content"]
+    events = served.named_events("/v1/responses", **response(tools=[], temperature=0, max_output_tokens=24))
+    assert [event["type"] for event in events].count("response.in_progress") > 2
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    status, said = served.send("POST", "/v1/chat/completions", {**plain, "stream": True})
+    assert status == 200 and said.count(": ping") > 2 and said.endswith("data: [DONE]\n\n")
