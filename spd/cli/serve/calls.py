@@ -41,10 +41,11 @@ class Tools:
     @property
     def written(self) -> Form:
         """The form in which calls come."""
-        return LISTED if self._has_to and self.form.call is None else self.form
+        return LISTED if self.has_to and self.form.call is None else self.form
 
     @property
-    def _has_to(self) -> bool:
+    def has_to(self) -> bool:
+        """Whether a call has to come."""
         return self.required or self.named is not None
 
     @property
@@ -53,7 +54,7 @@ class Tools:
         from spd.runtime.engine.request import GrammarText
 
         form = self.written
-        if form.call is None or not (self._has_to or (self.strict and form.opening)):
+        if form.call is None or not (self.has_to or (self.strict and form.opening)):
             return None
         chosen = self.functions if self.named is None else {self.named: self.functions[self.named]}
         rules = ["GAP: /\\n{0,2}/", "TEXT: /(.|\\n)*/"]
@@ -70,7 +71,7 @@ class Tools:
         several = self.parallel and self.named is None and form is not HARMONY
         calls = f"{one} ({next_one}){{0,{MAX_CALLS - 1}}}" if several else one
         calls += f" GAP {closing}" * bool(closing)
-        if self._has_to:
+        if self.has_to:
             start = f"GAP {self._thought if form is HARMONY else opening} {calls}"
         elif form.opening in self.special:
             start = f"TEXT | TEXT {opening} {calls}"

@@ -6,7 +6,8 @@ import asyncio
 import hmac
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -31,6 +32,13 @@ SEND_SECONDS = 60.0
 """For which a client may take nothing of what is sent to it."""
 OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?", re.IGNORECASE)
 MODEL, MESSAGES = "/v1/models/", "/v1/messages"
+READERS: Mapping[str, Callable[[Any, Service], Wish]] = {
+    "/v1/chat/completions": read_chat,
+    "/v1/completions": read_completion,
+    "/v1/responses": read_response,
+    MESSAGES: read_messages,
+}
+"""What reads a body that asks for a reply."""
 _detokenize = fields({"tokens": listed(whole(0, 2**31 - 1), 1 << 20), "model": TEXT}, "tokens")
 
 
@@ -51,11 +59,8 @@ class App:
             "/metrics": ("GET", self._metrics),
             "/v1/models": ("GET", self._models),
             MODEL: ("GET", self._model),
-            "/v1/chat/completions": ("POST", self._chat),
-            "/v1/completions": ("POST", self._completions),
-            MESSAGES: ("POST", self._messages),
+            **{path: ("POST", partial(self._complete, read)) for path, read in READERS.items()},
             f"{MESSAGES}/count_tokens": ("POST", self._count_tokens),
-            "/v1/responses": ("POST", self._responses),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenize),
         }
@@ -128,27 +133,16 @@ class App:
         self._service.check_name(request.scope["path"].removeprefix(MODEL))
         return JSONResponse(self._card())
 
-    async def _chat(self, request: Request) -> ASGIApp:
-        return await self._complete(read_chat(await read_body(request), self._service))
-
-    async def _completions(self, request: Request) -> ASGIApp:
-        return await self._complete(read_completion(await read_body(request), self._service))
-
-    async def _messages(self, request: Request) -> ASGIApp:
-        return await self._complete(read_messages(await read_body(request), self._service))
-
     async def _count_tokens(self, request: Request) -> ASGIApp:
         wish = read_messages(await read_body(request), self._service, counted=True)
         return JSONResponse({"input_tokens": len(await asyncio.to_thread(self._ids, wish.prompts[0]))})
-
-    async def _responses(self, request: Request) -> ASGIApp:
-        return await self._complete(read_response(await read_body(request), self._service))
 
     def _ids(self, asked: Asked) -> list[int]:
         vocabulary = self._service.settings.vocabulary
         return encode_asked(asked, vocabulary, vocabulary.config.max_positions)
 
-    async def _complete(self, wish: Wish) -> ASGIApp:
+    async def _complete(self, read: Callable[[Any, Service], Wish], request: Request) -> ASGIApp:
+        wish = read(await read_body(request), self._service)
         self._service.admit(len(wish.prompts) * wish.n)
         return Answer(self._service, wish, await asyncio.to_thread(self._service.prepare, wish))
 

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 
 from spd.cli.serve.body import ApiError, api_error
 from spd.cli.serve.replies import Choice, Grown
+from spd.cli.text.structured import CLOSING
 from spd.runtime.engine.request import derived_seed
 
 if TYPE_CHECKING:
@@ -74,15 +75,19 @@ class Service:
     def prepare(self, wish: Wish) -> list[Prepared]:
         """The requests of a call. Raises what encoding and compiling a grammar raise."""
         prepared: list[Prepared] = []
-        settings = self.settings
+        settings, may_call = self.settings, wish.tools is not None and not wish.tools.has_to
         if wish.think is not None:
             settings = dataclasses.replace(settings, think=str(wish.think))
         for asked in wish.prompts:
             ids = settings.fit(asked)
             for choice in range(wish.n):
                 seed = derived_seed(wish.params.seed, choice) if choice else wish.params.seed
-                params = dataclasses.replace(wish.params, seed=seed)
-                request, inside = settings.request(secrets.token_hex(8), asked, ids, params, wish.grammar)
+                params, shape = dataclasses.replace(wish.params, seed=seed), wish.grammar
+                order = secrets.token_hex(8), asked, ids, params
+                request, inside = settings.request(*order, None if may_call else shape)
+                if may_call and shape is not None:  # it allows every text, so thinking need not come first
+                    end = settings.vocabulary.need_tokenizer().token_to_id(CLOSING) if inside else None
+                    request = dataclasses.replace(request, grammar=dataclasses.replace(shape, after=end))
                 prepared.append((dataclasses.replace(request, draft_max=wish.draft_max), inside))
         self.engine.check(prepared[0][0])
         return prepared

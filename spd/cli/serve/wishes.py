@@ -248,7 +248,7 @@ def wish_of(
         if grammar is not None:
             refuse("response_format", "a reply that may be a tool call cannot be held to a format")
         if "tools" in source:
-            variables["tools"] = list(shown)
+            variables["tools"] = [_shown(tool) for tool in shown]
         grammar = tools.grammar
     messages = body.get("messages", ())
     if not messages:
@@ -259,6 +259,11 @@ def wish_of(
     params = _params(body, service.settings, logprobs)
     asked = (Asked(messages=messages, variables=variables),)
     return Wish(asked, params, reply, **_delivery(body, service), grammar=grammar, tools=tools, **more)
+
+
+def _shown(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as the model sees it: that its calls are held is no word for it."""
+    return {**tool, "function": {name: one for name, one in tool["function"].items() if name != "strict"}}
 
 
 def _as_its_template_wants(message: dict[str, Any], in_channels: bool) -> dict[str, Any]:

@@ -139,6 +139,7 @@ class Scripted:
 
     def __init__(self, served: Served, texts: list[str], reason: str = "stop") -> None:
         self.texts, self.reason, self.requests = texts, reason, list[Any]()
+        self.real = served.service.thread
         self._tokenizer = served.service.settings.vocabulary.need_tokenizer()
 
     def submit(self, request: Any, listener: Any) -> None:
