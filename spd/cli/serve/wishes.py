@@ -16,6 +16,7 @@ from spd.cli.serve.body import (
     TEXT,
     anything,
     api_error,
+    blocks,
     fields,
     listed,
     number,
@@ -68,7 +69,7 @@ def _logit_bias(value: Any, name: str) -> tuple[tuple[int, float], ...]:
 
 def _content(value: Any, name: str) -> str:
     """A message's text, whole or in parts."""
-    return value if isinstance(value, str) else "".join(part["text"] for part in _PARTS(value, name))
+    return "".join(part["text"] for part in _PARTS(value, name))
 
 
 def _prompts(value: Any, name: str) -> tuple[Asked, ...]:
@@ -109,9 +110,7 @@ def _message(value: Any, name: str) -> dict[str, Any]:
     return {"role": ROLES[said["role"]], "content": said.get("content", ""), **message}
 
 
-_OTHER_PARTS = dict.fromkeys(("image_url", "input_audio", "file"), anything)
-_PART_TYPE = unsupported("this server reads no images, audio or files", "text")
-_PARTS = listed(fields({**_OTHER_PARTS, "type": _PART_TYPE, "text": TEXT}, "text"), 10_000)
+_PARTS = blocks({"text": fields({"type": TEXT, "text": TEXT}, "text")})
 _CALL = {
     "id": TEXT,
     "type": anything,
