@@ -44,7 +44,6 @@ TORCH_FREE = {
     "spd.runtime.engine.detokenizer",
     "spd.runtime.engine.draft_length",
     "spd.runtime.engine.driver",
-    "spd.runtime.engine.grammar",
     "spd.runtime.plan.machine",
     "spd.runtime.plan.memory",
     "spd.runtime.plan.drafter_choice",
@@ -205,7 +204,6 @@ def test_planted_violations_are_seen(module: str, source: str) -> None:
 FACADE = {
     "spd.runtime",
     "spd.runtime.engine.driver",
-    "spd.runtime.engine.grammar",
     "spd.runtime.engine.request",
     "spd.runtime.lab",
     "spd.runtime.plan.config",

@@ -120,7 +120,7 @@ class Tools:
 
 def _held(schema: Any) -> Any:
     """A schema with little room for blanks."""
-    from spd.runtime.engine.grammar import JSON_STYLE
+    from spd.runtime.engine.request import JSON_STYLE
 
     return {"x-guidance": JSON_STYLE, **schema} if isinstance(schema, dict) else schema
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spd.errors import IncompatibleError, UsageError
-from spd.runtime.engine.request import GrammarText, ThinkingBudget
+from spd.runtime.engine.request import JSON_STYLE, GrammarText, ThinkingBudget
 from spd.runtime.round.limits import WORD, mask_width
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ MAX_BYTES = 64 * 1024
 """Of a grammar's text."""
 KEPT = 64
 """Compiled grammars that are kept for the next request with the same text."""
-JSON_STYLE: Any = {"whitespace_pattern": r"(\n[ \t]{0,32}| ?)"}
-"""Between the parts of a JSON text nothing, a blank or a new line: weak models would never stop."""
 FLAGS = {
     "schema": ("--schema", """'{"type": "object", "properties": {"name": {"type": "string"}}}'"""),
     "regex": ("--grammar", "'/[0-9]{4}-[0-9]{2}/'"),

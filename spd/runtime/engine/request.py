@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from spd.runtime.engine.metrics import RequestMetrics
 from spd.runtime.round.sampling_params import MAX_TOKENS, SamplingParams, check_range
 
 SEED_BITS = 53
 """Of a seed that is drawn or derived: a JSON reader that holds numbers as floats keeps it as it is."""
+JSON_STYLE: Any = {"whitespace_pattern": r"(\n[ \t]{0,32}| ?)"}
+"""Between the parts of a JSON text nothing, a blank or a new line: weak models would never stop."""
 
 
 def derived_seed(*parts: int | str) -> int:
