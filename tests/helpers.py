@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from spd.formats.folder import ModelFolder
 from spd.formats.model_config import ModelConfig
 from spd.kernels.dispatch import Kernels
 from spd.runtime import Engine, EngineConfig, Request, RequestMetrics, RoundRecord, SamplingParams
+from spd.runtime.round.rows import SlotView
 from tests.recipes.tiny import VARIANTS, write_tiny
 
 PROPOSERS: dict[str, dict[str, Any]] = {
@@ -132,6 +133,11 @@ def make_engine(model: Path, **wishes: Any) -> Engine:
     return Engine(EngineConfig(model=model, **{**defaults, **wishes}))
 
 
+def quick_engine(model: Path, **wishes: Any) -> Engine:
+    """`make_engine` by C kernels where there are any: for what is decided, not for how it is computed."""
+    return make_engine(model, **{"kernels": "auto", **wishes})
+
+
 def run_all(engine: Engine, prompts: list[tuple[int, ...]], params: list[SamplingParams]) -> list[Run]:
     """Run every prompt to its end, together as far as the engine has slots."""
     return run_requests(
@@ -187,6 +193,34 @@ def next_turn(
 def run_one(model: Path, prompt: tuple[int, ...], params: SamplingParams, **wishes: Any) -> Run:
     """One prompt on an engine of its own."""
     return run_all(make_engine(model, **wishes), [prompt], [params])[0]
+
+
+def logits_of(engine: Engine, prompt: Sequence[int], chunk: int = 64) -> torch.Tensor:
+    """Float32 logits [T, V] of a text: whole chunks by the prefill program, the rest by tiles; 0 is tiles."""
+    runner, ids = engine._device.runner, torch.tensor([prompt])
+    view = SlotView(len(prompt), range(2, 10 if len(prompt) <= 512 else 18))  # whole blocks of 512
+    table, start, found = runner.page_row(view.pages, len(view.pages))[None], 0, []
+    with torch.inference_mode():
+        while start < len(prompt):
+            chunked = 0 < chunk <= len(prompt) - start
+            stop = start + (chunk if chunked else min(32, len(prompt) - start))
+            made = runner.forward_prompt(ids, start, stop, table, view.pages, chunked=chunked)
+            found.append(runner.logits(made.hidden)[0])
+            start = stop
+    return torch.cat(found)
+
+
+def speaks_as(reference: Any, engine: Engine, prompt: tuple[int, ...], count: int = 24) -> Run:
+    """Assert that logits and greedy text are those of a model of `transformers`; the engine's run."""
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        assert (logits_of(engine, prompt) - reference(input_ids=ids).logits[0]).abs().max() < 1e-4
+        # The mask is given, or it would be guessed from padding ids.
+        how = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+        whole = reference.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **how)
+    run = run_all(engine, [prompt], [SamplingParams(max_tokens=count)])[0]
+    assert run.tokens == whole[0, len(prompt) :].tolist()
+    return run
 
 
 def replace_transfers(patch: pytest.MonkeyPatch, instead: Callable[..., torch.Tensor]) -> set[str]:

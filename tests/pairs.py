@@ -10,7 +10,7 @@ from typing import Any
 
 from spd.formats.demo import demo_folder
 from spd.runtime import Engine
-from tests.helpers import Damped, TinyShelf, make_engine
+from tests.helpers import Damped, TinyShelf, quick_engine
 from tests.recipes.tiny import VARIANTS
 from tests.recipes.tiny_assistant import write_assistant
 from tests.recipes.tiny_dense import FAMILIES, write_dense
@@ -50,12 +50,13 @@ class Pair:
     """Of a head: what its drafts are by their definition."""
 
     def plain(self, **wishes: Any) -> Engine:
-        return make_engine(self.model, **wishes)
+        """The target alone, by the quickest kernels that there are here."""
+        return quick_engine(self.model, **wishes)
 
     def engine(self, k: int, **wishes: Any) -> Engine:
         """One that drafts k tokens a round, or as other wishes say."""
         drafts = {} if self.speculation["spec"] == "off" else {"draft_max": k}
-        return make_engine(self.model, **{**self.speculation, **drafts, **wishes})
+        return self.plain(**{**self.speculation, **drafts, **wishes})
 
     def changing(self, lengths: Iterable[int] = LENGTHS, **wishes: Any) -> Engine:
         """An engine whose drafts are as many as the lengths say, over and over."""

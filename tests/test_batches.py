@@ -185,7 +185,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     head = write_tiny_eagle3(shelf / "head", target, kind="copy", draft_vocab=288, aux=(1, 2))
     lengths = (66, 50, 74, 51, 82, 52, 90)  # half of them grow into a second page
     prompts = [random_prompts(1, n, 256, seed=n)[0] for n in lengths]
-    made = Bench(target, {"draft": draft, "eagle3": head}, prompts, 10, ctx=192)
+    made = Bench(target, {"draft": draft, "eagle3": head}, prompts, 10, ctx=192, kernels="auto")
     made.parity = 2
     return made
 

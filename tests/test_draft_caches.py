@@ -21,11 +21,9 @@ from spd.runtime.round.rows import SlotView
 from tests.helpers import (
     Run,
     assert_same,
-    make_engine,
     next_turn,
     random_prompts,
     run_all,
-    run_one,
     run_requests,
 )
 from tests.pairs import COPYING, LENGTHS, Pair, Pairs, damped
@@ -57,7 +55,7 @@ def test_a_prefix_hit_drafts_as_a_miss_does(pairs: Pairs, name: str) -> None:
     assert [run.metrics.cached_tokens for run in shared] == [0, 128, 128, 128, 64]
     assert all(run.metrics.cached_tokens == 0 for run in fresh)
     assert_same(shared, fresh)
-    assert_same(shared[:1], [run_one(pair.model, common, params, ctx=500)])
+    assert_same(shared[:1], run_all(pair.plain(ctx=500), [common], [params]))
     assert [run.drafts for run in shared] == [run.drafts for run in fresh]
     engine = pair.engine(4, ctx=500)
     long = SamplingParams(temperature=0.8, max_tokens=50, seed=4, ignore_eos=True)
@@ -171,7 +169,8 @@ def test_a_draft_model_that_is_the_target_has_its_cache(
 
     monkeypatch.setattr(RoundQueue, "launch", checked)
     pair = Pair(target, {"spec": spec, "draft_model": target, "ngram_min": 2})
-    run_requests(engine_of(pair, lengths, lag, **({"ngram_min": 1} if "+" in spec else {})), requests(BOUND))
+    wishes = {"kernels": "torch", **({"ngram_min": 1} if "+" in spec else {})}
+    run_requests(engine_of(pair, lengths, lag, **wishes), requests(BOUND))
     assert compared[0] > 15
 
 
@@ -312,32 +311,13 @@ def test_what_a_match_drafts_was_drawn_from_nothing(pairs: Pairs, monkeypatch: p
     assert min(seen.values()) > 3, seen
 
 
-def test_rules_that_test_drafts_by_their_probability(pairs: Pairs) -> None:
-    """A greedy text is the plain one, a request the same in any company; a match's drafts are certain."""
-    pair = pairs.get("draft+ngram")
-    prompts = random_prompts(4, 24, VOCAB, seed=2)
-    greedy = [SamplingParams(max_tokens=20, ignore_eos=True, logit_bias=FEW)] * 4
-    drawn = [
-        SamplingParams(temperature=0.9, max_tokens=16 + 5 * i, seed=40 + i, logit_bias=FEW) for i in range(4)
-    ]
-    plain = [run.output for run in run_all(pair.plain(), prompts, greedy)]
-    for rule in ("rejection", "block"):
-        how: dict[str, Any] = {"verify": rule, "adaptive": None}
-        assert [run.output for run in run_all(pair.engine(K, **how), prompts, greedy)] == plain
-        alone = [run_all(pair.engine(K, **how), [p], [q])[0] for p, q in zip(prompts, drawn, strict=True)]
-        together = run_all(pair.engine(K, slots=4, lag=2, **how), prompts, drawn)
-        assert [run.output for run in together] == [run.output for run in alone]
-        assert decided(together) == decided(alone)
-        assert any(r.match for run in alone for r in run.rounds)
-
-
 # -- heads, against their definition -------------------------------------------------------------------
 
 
 def assert_the_reference_s(headed: Pair, prompts: list[tuple[int, ...]], runs: list[Run]) -> None:
-    """Every draft must be the reference's."""
+    """Drafts, some of every run, must be the reference's."""
     assert headed.reference is not None
-    wrong, seen, _ = compared(headed.reference(), list(zip(prompts, runs, strict=True)))
+    wrong, seen, _ = compared(headed.reference(), list(zip(prompts, runs, strict=True)), most=16)
     assert seen > 10 and wrong == 0
 
 
@@ -353,7 +333,7 @@ def test_drafts_after_rounds_without_any_are_right(pairs: Pairs, name: str) -> N
     """Pauses shorter and longer than a catch-up, between rounds of every length."""
     headed, prompts = pairs.get(name), PROMPTS[1:5]
     greedy = [SamplingParams(max_tokens=60, ignore_eos=True)] * 4
-    plain = run_all(make_engine(headed.model), prompts, greedy)
+    plain = run_all(headed.plain(), prompts, greedy)
     for slots, lag in ((1, 0), (3, 2)):
         engine = headed.engine(4, adaptive=True, slots=slots, lag=lag)
         source = random.Random(slots)
@@ -383,7 +363,7 @@ def test_pages_given_away_in_a_pause_are_whole(pairs: Pairs, name: str) -> None:
 def test_interrupted_texts_draft_as_before(pairs: Pairs, name: str) -> None:
     prompts = [random_prompts(1, n, VOCAB, seed=n)[0] for n in (70, 130, 9, 200, 64, 30)]
     greedy = [SamplingParams(max_tokens=50 + 9 * i, ignore_eos=True) for i in range(6)]
-    alone = run_all(make_engine(pairs.get(name).model, ctx=320), prompts, greedy)
+    alone = run_all(pairs.get(name).plain(ctx=320), prompts, greedy)
     engine = pairs.get(name).engine(4, ctx=320, slots=5, lag=1, cache_pages=6)
     runs = run_all(engine, prompts, greedy)
     assert [run.output for run in runs] == [run.output for run in alone]

@@ -9,20 +9,15 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from spd.kernels.attention.rotary_store import RotatedRows
 from spd.runtime import Engine, Request, SamplingParams
-from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual
-from spd.runtime.layers.rotary import RotaryRows
-from spd.runtime.models import decoder, layouts
-from spd.runtime.models.attention import LATENT_EPSILON, LatentAttention
-from tests.helpers import Run, accepted, assert_same, drafted, make_engine, random_prompts, run_all, run_one
+from tests.helpers import Run, accepted, assert_same, drafted, quick_engine, random_prompts, run_all, run_one
 from tests.lanes import covering
 from tests.page_checks import check_table
 from tests.pairs import Pair, Pairs
@@ -92,7 +87,8 @@ def of_the_demo() -> Work:
 WORKS: dict[str, Work] = {
     "temperatures": temperatures()[::2],
     "some": temperatures(16)[::4],
-    "repeating": repeating(),
+    "few": temperatures(12)[::5],
+    "repeating": repeating()[::2],
     "mixed": mixed(),
     "demo": of_the_demo(),
     **{
@@ -114,26 +110,31 @@ class Cell:
     lag: int = 0
     changing: bool = False
     """Whether the number of drafts changes from round to round."""
+    form: str = "float32"
     wishes: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         more = "".join(f"-{value}" for value in self.wishes.values())
-        return f"{self.work}-{self.name}-k{self.k}-lag{self.lag}{more}" + "-changing" * self.changing
+        name = f"{self.work}-{self.name}-k{self.k}-lag{self.lag}-{self.form}{more}"
+        return name + "-changing" * self.changing
 
     def engine(self, pair: Pair) -> Engine:
-        wishes = {"lag": self.lag, **self.wishes}
+        wishes = {"lag": self.lag, **FORMS[self.form], **self.wishes}
         if self.name == "draft+ngram" and self.work != "repeating":
             wishes["ngram_min"] = 1
         return pair.changing(**wishes) if self.changing else pair.engine(self.k, **wishes)
 
 
 def table(work: Sequence[str], strength: int, **factors: Sequence[Any]) -> list[Any]:
-    """Every combination as a cell; slow are those that are not needed for `strength` values to meet."""
+    """Every combination as a cell; slow are those that no `strength` values need to meet, with 0 all."""
     every = [
         dict(zip(("work", *factors), values, strict=True))
         for values in itertools.product(work, *factors.values())
     ]
-    few, own = set(covering(every, strength)), ("work", "name", "k", "lag", "changing")
+    few, own = (
+        set(covering(every, strength) if strength else ()),
+        ("work", "name", "k", "lag", "changing", "form"),
+    )
     cells = []
     for i, case in enumerate(every):
         wishes = {name: value for name, value in case.items() if name not in own}
@@ -154,40 +155,50 @@ LOOKED_UP = (
     *("nemotron_h", "nemotron_h_moe"),
 )
 """Families whose attention, norms or caches are their own."""
+FORMS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "torch": {"dtype": "float32", "kernels": "torch"},
+}
+"""By C kernels where there are any, which take a fifth of torch's time on tiny models; and by torch's."""
 LAGS, TYPES = (0, 1, 2), ("float32", "bfloat16")
+
+
+def families(names: Sequence[str], methods: Sequence[str], **factors: Sequence[Any]) -> list[Any]:
+    """Every family with every method; the default lane has each family with one of them."""
+    every = [f"{family}/{method}" for family in names for method in methods]
+    first = [f"{family}/{methods[i % len(methods)]}" for i, family in enumerate(names)]
+    others = [name for name in every if name not in first]
+    return [
+        *table(["few"], 1, name=first, lag=LAGS, form=TYPES, **factors),
+        *table(["few"], 0, name=others, lag=LAGS, form=TYPES, **factors),
+        *table(["few"], 0, name=every, lag=LAGS, form=("torch",), **factors),
+    ]
+
+
 CELLS = [
     *table(["temperatures"], 2, name=METHODS, k=(1, 2, 4, 8), lag=LAGS),
-    *table(["some"], 2, name=HEADS, k=(1, 2, 3, 4), lag=LAGS, dtype=TYPES),
-    *table(["some"], 1, name=("ngram", "draft", "draft+ngram"), k=(1, 4, 8), lag=LAGS, dtype=TYPES[1:]),
-    *table(
-        *(["some"], 1),
-        name=[f"{family}/{method}" for family in WINDOWED for method in ("ngram", "draft")],
-        **{"k": (1, 3, 5), "lag": LAGS, "slots": (1, 3), "dtype": TYPES},
-    ),
-    *table(
-        *(["some"], 1),
-        name=[f"{family}/{method}" for family in SPARSE for method in ("ngram", "draft", "self")],
-        **{"k": (1, 4), "lag": LAGS, "dtype": TYPES, "slots": (1, 4)},
-    ),
-    *table(
-        *(["some"], 1),
-        name=[f"{family}/{method}" for family in LOOKED_UP for method in ("ngram", "self")],
-        **{"k": (1, 3), "lag": LAGS, "dtype": TYPES[:1], "slots": (1, 3)},
-    ),
+    *table(["some"], 2, name=HEADS, k=(1, 2, 3, 4), lag=LAGS, form=TYPES),
+    *table(["few"], 1, name=("draft+ngram", "eagle"), k=(1, 4), lag=LAGS, form=("torch",)),
+    *table(["some"], 0, name=(*METHODS, *HEADS), k=(1, 2, 4), lag=LAGS, form=("torch",)),
+    *table(["some"], 1, name=("ngram", "draft", "draft+ngram"), k=(1, 4, 8), lag=LAGS, form=TYPES[1:]),
+    *families(WINDOWED, ("ngram", "draft"), k=(1, 3, 5), slots=(1, 3)),
+    *families(SPARSE, ("ngram", "draft", "self"), k=(1, 4), slots=(1, 4)),
+    *families(LOOKED_UP, ("ngram", "self"), k=(1, 3), slots=(1, 3)),
     *table(
         *(["repeating"], 2),
         name=[f"{name}+ngram" for name in ("draft", "one", "three", "eagle", "gemma4/assistant")],
-        **{"k": (1, 2, 3, 4), "lag": LAGS, "changing": (False, True), "dtype": TYPES},
+        **{"k": (1, 2, 3, 4), "lag": LAGS, "changing": (False, True), "form": TYPES},
     ),
     *table(["temperatures"], 1, name=("draft", "ngram", "one"), lag=LAGS, changing=(True,)),
-    *table(sorted(PARAMETERS), 2, name=(*METHODS, "one", "one+ngram"), lag=(0, 2), dtype=TYPES[1:]),
-    *table(["mixed"], 1, name=(*METHODS, *HEADS), k=(3,), lag=LAGS, slots=(4,), dtype=TYPES),
+    *table(sorted(PARAMETERS), 1, name=(*METHODS, "one", "one+ngram"), lag=(0, 2), form=TYPES[1:]),
+    *table(["mixed"], 1, name=(*METHODS, *HEADS), k=(3,), lag=LAGS, slots=(4,), form=TYPES),
     *table(
         *(["repeating"], 1),
         name=("gemma4/assistant", "gemma4_moe/assistant"),
-        **{"k": (1, 4), "lag": LAGS, "dtype": TYPES, "slots": (1, 4)},
+        **{"k": (1, 4), "lag": LAGS, "form": ("float32", "torch"), "slots": (1, 4)},
     ),
-    *table(["demo"], 1, name=("demo",), k=(1, 4), lag=LAGS, dtype=TYPES, slots=(3,)),
+    *table(["demo"], 1, name=("demo",), k=(1, 4), lag=LAGS, form=TYPES, slots=(3,)),
 ]
 
 
@@ -206,10 +217,10 @@ def known(pairs: Pairs) -> Callable[[Cell], list[Run]]:
     found: dict[str, list[Run]] = {}
 
     def get(cell: Cell) -> list[Run]:
-        pair, dtype = pairs.get(cell.name), {n: v for n, v in cell.wishes.items() if n == "dtype"}
-        key = str(cell) if cell.k else f"{pair.model} {cell.work} {dtype}"
+        pair = pairs.get(cell.name)
+        key = str(cell) if cell.k else f"{pair.model} {cell.work} {cell.form}"
         if key not in found:
-            engine = cell.engine(pair) if cell.k else pair.plain(**dtype)
+            engine = cell.engine(pair) if cell.k else pair.plain(**FORMS[cell.form])
             found[key] = outputs(engine, WORKS[cell.work])
         return found[key]
 
@@ -218,18 +229,18 @@ def known(pairs: Pairs) -> Callable[[Cell], list[Run]]:
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_nothing_of_a_text_depends_on_speculation(known: Callable[[Cell], list[Run]], cell: Cell) -> None:
-    plain = Cell(cell.work, cell.name, 0, wishes=cell.wishes)
+    plain = Cell(cell.work, cell.name, 0, form=cell.form)
     runs = known(cell)
     assert_same(runs, known(plain))
     if cell.lag and not cell.changing:
         # At fixed k the drafts and acceptances are those of the synchronous run, round by round.
-        first = Cell(cell.work, cell.name, cell.k, 0, wishes=cell.wishes)
+        first = replace(cell, lag=0)
         assert decided(runs) == decided(known(first))
     method = cell.name.rpartition("/")[2]
     if cell.work not in PARAMETERS:
         least = 0 if method == "ngram" and cell.work != "temperatures" else 1
         assert drafted(runs) > 0 and accepted(runs) >= least, "the test saw nothing"
-    if cell.work in ("temperatures", "some") and (method == "draft" or method in HEADS):
+    if cell.work in ("temperatures", "some", "few") and (method == "draft" or method in HEADS):
         assert accepted(runs) < drafted(runs), "nothing was rejected"
         if cell.k > 1 and "/" not in cell.name:
             assert max(record.accepted for run in runs for record in run.rounds) > 1
@@ -247,48 +258,8 @@ def test_every_parameter_shows(known: Callable[[Cell], list[Run]], pairs: Pairs,
     neutral = SamplingParams(temperature=params.temperature, max_tokens=28, seed=5)
     engine = pairs.get("ngram").plain(dtype="bfloat16")
     without = outputs(engine, [(prompt, neutral) for prompt, _ in WORKS[parameter]])
-    shown = known(Cell(parameter, "ngram", 0, wishes={"dtype": "bfloat16"}))
+    shown = known(Cell(parameter, "ngram", 0, form="bfloat16"))
     assert [run.output for run in without] != [run.output for run in shown]
-
-
-# -- other forms of the same layers --------------------------------------------------------------------
-
-
-class NaiveLatentAttention(LatentAttention):
-    """The same layer with keys and values of every head expanded from the pool."""
-
-    def __call__(
-        self, stream: Residual, rotary: RotaryRows, batch: ForwardBatch, cache: LayerCache
-    ) -> Residual:
-        of, (pages,) = self.latent, cache.pools
-        query, latent = self._project(stream, batch)
-        turning = RotatedRows(rotary.cos, rotary.sin, rotary.positions, batch.kv_slots)
-        given = (latent, turning, self.latent_norm, LATENT_EPSILON, pages)
-        turned = self.kernels.latent_store(query[..., of.nope_dim :], *given)
-        query = torch.cat((query[..., : of.nope_dim], turned), -1)
-        values = query.new_zeros(*query.shape[:2], of.value_dim)
-        for slot in range(batch.num_slots):
-            rows = slice(slot * batch.width, (slot + 1) * batch.width)
-            kept = pages[batch.page_table[slot]].flatten(0, 1)
-            still = torch.einsum("tl,hnl->thn", kept[:, : of.rank], self.key_up)
-            key = torch.cat((still, kept[:, None, of.rank :].expand(-1, self.layout.num_heads, -1)), -1)
-            value = torch.einsum("tl,hlv->thv", kept[:, : of.rank], self.value_up)
-            hidden = torch.arange(kept.shape[0]) > batch.positions[rows, None]
-            scores = torch.einsum("qhd,thd->hqt", query[rows], key) * self.scale
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-            values[rows] = torch.einsum("hqt,thv->qhv", weights, value)
-        return self.output(Residual(values.flatten(1)), batch, stream)
-
-
-def test_naive_and_absorbed_accept_alike(pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts, drafts and acceptances, round by round; in float32 the two forms differ in the last bits."""
-    pair = pairs.get("deepseek_v3/draft")
-    work = temperatures(12)[::4]
-    absorbed = outputs(pair.engine(3, slots=2), work)
-    monkeypatch.setitem(decoder.BLOCKS, layouts.LatentLayout, NaiveLatentAttention)
-    naive = outputs(pair.engine(3, slots=2), work)
-    assert_same(naive, absorbed)
-    assert [run.drafts for run in naive] == [run.drafts for run in absorbed] and accepted(naive) > 0
 
 
 # -- one by one ----------------------------------------------------------------------------------------
@@ -311,10 +282,10 @@ def test_draft_context_limit(target: Path, draft: Path) -> None:
     lengths = (*range(limit - k, limit + 2), 3 * limit)
     prompts = [random_prompts(1, n, VOCAB, seed=n)[0] for n in lengths]
     params = [SamplingParams(temperature=0.8, max_tokens=12, seed=i) for i in range(len(prompts))]
-    alone = [run_one(target, p, q) for p, q in zip(prompts, params, strict=True)]
     wishes = {"spec": "draft", "draft_model": draft, "draft_max": k, "draft_ctx": limit}
+    alone = run_all(quick_engine(target), prompts, params)
     for slots in (1, len(prompts)):
-        runs = run_all(make_engine(target, slots=slots, **wishes), prompts, params)
+        runs = run_all(quick_engine(target, slots=slots, **wishes), prompts, params)
         assert [run.output for run in runs] == [run.output for run in alone]
         for prompt, run in zip(prompts, runs, strict=True):
             for record in run.rounds[1:]:
@@ -330,14 +301,14 @@ def test_draft_context_limit(target: Path, draft: Path) -> None:
 @pytest.mark.parametrize("k", [1, 4])
 def test_self_draft_accepts_everything(target: Path, temperature: float, k: int) -> None:
     params = SamplingParams(temperature=temperature, max_tokens=40, seed=8, ignore_eos=True)
-    run = run_one(target, PROMPTS[0], params, spec="draft", draft_model=target, draft_max=k)
+    run = run_one(target, PROMPTS[0], params, spec="draft", draft_model=target, draft_max=k, kernels="auto")
     assert run.metrics.draft_n > 0
     assert run.metrics.draft_n_accepted == run.metrics.draft_n
     assert all(record.draft_forwards == k for record in run.rounds)
 
 
 def test_every_length_and_stop_position_in_the_window(target: Path, pairs: Pairs) -> None:
-    long = run_one(target, PROMPTS[1], SamplingParams(max_tokens=24))
+    long = run_one(target, PROMPTS[1], SamplingParams(max_tokens=24), kernels="auto")
     for method in ("self", "draft"):
         engine = pairs.get(method).engine(7)
         for count in range(1, 18):
@@ -383,14 +354,14 @@ def test_an_adversarial_drafter_changes_nothing(
 def test_many_rounds_without_drafts_then_drafting(target: Path) -> None:
     """The draft's cache is brought up after k = 0 rounds: self-drafting still accepts everything."""
     ks = iter([0] * 21 + [4] * 100)
-    engine = make_engine(target, draft_max=4, spec="draft", draft_model=target)
+    engine = quick_engine(target, draft_max=4, spec="draft", draft_model=target)
     engine._draft_length.choose = lambda: next(ks)  # type: ignore[method-assign]
     run = run_all(engine, [PROMPTS[0]], [SamplingParams(max_tokens=50, ignore_eos=True)])[0]
     assert run.metrics.draft_n_accepted == run.metrics.draft_n > 10
 
 
 def test_not_finite_logits_end_one_request_only(target: Path, pairs: Pairs) -> None:
-    alone = [run_one(target, p, SamplingParams(max_tokens=20)) for p in PROMPTS[:3]]
+    alone = [run_one(target, p, SamplingParams(max_tokens=20), kernels="auto") for p in PROMPTS[:3]]
     engine = pairs.get("draft").engine(3, slots=3)
     honest = engine._device.runner.logits
 
@@ -411,7 +382,7 @@ def test_not_finite_logits_end_one_request_only(target: Path, pairs: Pairs) -> N
 
 
 def test_abort_in_flight_frees_everything(target: Path, pairs: Pairs) -> None:
-    alone = run_one(target, PROMPTS[0], SamplingParams(max_tokens=30))
+    alone = run_one(target, PROMPTS[0], SamplingParams(max_tokens=30), kernels="auto")
     engine = pairs.get("draft").engine(3, slots=2, lag=2)
     available = engine._pages.num_available
     engine.add(Request("a", PROMPTS[1], SamplingParams(max_tokens=200)))

@@ -14,29 +14,29 @@ from spd.errors import IncompatibleError
 from spd.formats.demo import demo_folder
 from spd.kernels.native import build
 from spd.kernels.native.build import instructions, obstacle
-from spd.runtime import Engine, EngineConfig, Request, SamplingParams
+from spd.runtime import EngineConfig, Request, SamplingParams
 from spd.runtime.plan.machine import cpu_has_fast_bfloat16
 from spd.runtime.plan.plan import make_plan
-from spd.runtime.round.rows import SlotView
-from tests.helpers import TinyShelf, make_engine, random_prompts, run_all, run_requests
+from tests.helpers import TinyShelf, logits_of, make_engine, random_prompts, run_all, run_requests
 from tests.page_checks import check_pages
 from tests.recipes.tiny import VARIANTS
 from tests.recipes.tiny_dense import FAMILIES, write_dense
-from tests.recipes.tiny_eagle3 import write_tiny_pair
-from tests.recipes.tiny_mtp import write_tiny_mtp
 
 needs_native = pytest.mark.skipif(obstacle() is not None, reason=f"no C kernels here: {obstacle()}")
-EVERY = sorted(VARIANTS)
+FEW = ("biases", "qwen3", "deepseek_v3", "deepseek_v2_lite", "glm4_moe", "qwen3_moe", "ernie4_5_moe")
+"""Variants of the default lane; the others differ from them in numbers alone."""
 TORCH_ALONE = {
     "gpt_oss": "attention with sinks is torch's alone",
     "gemma4_moe": "experts with gelu gates are torch's alone",
     "nemotron_h_moe": "experts without gates are torch's alone",
 }
 """Families without C kernels, and what the plan says."""
-SHAPES = [*(f"tiny-{name}" for name in EVERY), *sorted(FAMILIES.keys() - TORCH_ALONE.keys())]
+SHAPES = [
+    *(pytest.param(f"tiny-{name}", marks=() if name in FEW else pytest.mark.slow) for name in VARIANTS),
+    *sorted(FAMILIES.keys() - TORCH_ALONE.keys()),
+]
 BFLOAT16 = {"dtype": "bfloat16"}
 NATIVE = {dtype: {"dtype": dtype, "kernels": "native"} for dtype in ("bfloat16", "float32")}
-each_dtype = pytest.mark.parametrize("dtype", NATIVE)
 
 
 @pytest.fixture(scope="module")
@@ -55,33 +55,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return get
 
 
-def logits_of(engine: Engine, prompt: tuple[int, ...]) -> Tensor:
-    runner, ids = engine._device.runner, torch.tensor([prompt])
-    view = SlotView(len(prompt), list(range(2, 10)))
-    table = runner.page_row(view.pages, len(view.pages))[None]
-    with torch.inference_mode():
-        parts = [
-            runner.forward_prompt(
-                ids, start, min(start + 32, len(prompt)), table, view.pages, chunked=False
-            ).hidden
-            for start in range(0, len(prompt), 32)
-        ]
-        return torch.cat([runner.logits(part)[0] for part in parts])
-
-
 @needs_native
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_of_every_family(model: Callable[..., Path], shape: str) -> None:
     """No farther from float32 than twice torch's bfloat16 is."""
     folder, prompt = model(shape), random_prompts(1, 90, 250, seed=len(shape))[0]
     exact, usual, found = (
-        logits_of(make_engine(folder, **wishes), prompt)
+        logits_of(make_engine(folder, **wishes), prompt, 0)
         for wishes in ({}, {**BFLOAT16, "kernels": "torch"}, NATIVE["bfloat16"])
     )
     # Of most rows: an expert that is nearly another's equal may be chosen in its place.
     off, allowed = (((each - exact).norm(dim=1) / exact.norm(dim=1)).median() for each in (found, usual))
     assert 0 < off <= 2 * allowed, (off, allowed)
-    close = logits_of(make_engine(folder, **NATIVE["float32"]), prompt)
+    close = logits_of(make_engine(folder, **NATIVE["float32"]), prompt, 0)
     assert 0 < (close - exact).norm() / exact.norm() < 5e-6
 
 
@@ -91,58 +77,6 @@ def test_a_family_without_c_kernels_falls_back_and_says_why(model: Callable[...,
     assert (plan.shape.kernels, plan.kernels_reason) == ("torch", TORCH_ALONE[shape])
     with pytest.raises(IncompatibleError, match="cannot run this model"):
         make_plan(EngineConfig(model=model(shape), kernels="native"))
-
-
-def company(engine: Engine, requests: list[Request]) -> list[list[int]]:
-    return [run.tokens for run in run_requests(engine, requests)]
-
-
-def mixed_requests() -> list[Request]:
-    """Prompts of many lengths, two of which begin alike; greedy and drawn, with and without penalties."""
-    shared = random_prompts(1, 140, 250, seed=4)[0]
-    lengths = (3, 16, 17, 40, 64, 65, 100, 200)
-    prompts = [p for n in lengths for p in random_prompts(1, n, 250, seed=n)]
-    prompts += [shared, (*shared[:130], 7, 8, 9)]
-    return [Request(f"r{i}", prompt, mixed_params(i)) for i, prompt in enumerate(prompts)]
-
-
-def mixed_params(i: int) -> SamplingParams:
-    """Every second one draws, every third one is penalised."""
-    return SamplingParams(
-        max_tokens=40,
-        ignore_eos=True,
-        temperature=(0.0, 1.0)[i % 2],
-        seed=i,
-        presence_penalty=0.5 * (i % 3 == 0),
-    )
-
-
-@needs_native
-@pytest.mark.covers(1)
-@each_dtype
-@pytest.mark.parametrize("shape", ["tiny-qwen3", "gemma2", "phi3", "tiny-deepseek_v3"])
-def test_texts_in_any_company(model: Callable[..., Path], shape: str, dtype: str) -> None:
-    """Alone, together, late, speculated, short of pages, from shared pages: not one token changes."""
-    soft = {"residual_gain": lambda layer: 1.0 if layer < 2 else 0.12, "seed": 3}
-    target, draft = model(shape, **soft), model(shape, **soft, layers=2)
-    wishes: dict[str, Any] = {**NATIVE[dtype], "ctx": 320}
-    alone = make_engine(target, **wishes, slots=1, prefix_sharing=False)
-    expected = company(alone, mixed_requests())
-    drafted = {"spec": "draft", "draft_model": draft, "draft_max": 3}
-    looked_up = {"spec": "ngram", "ngram_min": 1, "draft_max": 5}
-    for more in (
-        {"slots": 4},
-        {"slots": 10, "lag": 2},
-        {"slots": 10, "threads": 2, **drafted},
-        {"slots": 3, "lag": 1, **drafted},
-        {"slots": 10, **looked_up},
-        {"slots": 5, "lag": 2, "cache_pages": 6, **looked_up},
-        {"slots": 5, "cache_pages": 6, **drafted},
-    ):
-        runs = run_requests(make_engine(target, **wishes, **more), mixed_requests())
-        assert [run.tokens for run in runs] == expected, more
-        if "cache_pages" in more:
-            assert sum(run.metrics.preemptions for run in runs)
 
 
 @needs_native
@@ -227,38 +161,6 @@ def test_the_dtype_follows_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned(kernels="torch") == (of_torch, "torch", "asked for")
     monkeypatch.setattr(build, "find_compiler", tuple)
     assert planned() == (of_torch, "torch", f"not the C kernels: {obstacle()}")
-
-
-HEADS: dict[str, dict[str, Any]] = {
-    "mimo": {"family": "mimo", "modules": 3, "hidden_share": 0.1},
-    "deepseek": {"family": "deepseek", "variant": "deepseek_v3"},
-    "eagle3": {"aux": (1, 2, 3), "hidden_share": 0.3, "target_options": {"layers": 3}},
-}
-
-
-@needs_native
-@each_dtype
-@pytest.mark.parametrize("name", HEADS)
-def test_heads_draft_alike_in_any_company(tmp_path: Path, name: str, dtype: str) -> None:
-    """A head reads what a pass gave for its own prompt: the drafts it makes alone, plain decoding's text."""
-    folder, speculation = tmp_path / "model", {"spec": "mtp"}
-    if name == "eagle3":
-        head = write_tiny_pair(folder, tmp_path / "head", kind="copy", **HEADS[name])
-        speculation = {"spec": "eagle3", "draft_model": head}
-    else:
-        write_tiny_mtp(folder, kind="copy", **HEADS[name])
-    wishes: dict[str, Any] = {**NATIVE[dtype], "ctx": 320, "draft_max": 3, **speculation}
-    alone = make_engine(folder, **wishes, slots=1, prefix_sharing=False)
-    assert alone.plan.draft_kernels == "native"
-    expected = run_requests(alone, mixed_requests())
-    assert sum(run.metrics.draft_n_accepted for run in expected)
-    assert [run.tokens for run in expected] == company(
-        make_engine(folder, **NATIVE[dtype], ctx=320), mixed_requests()
-    )
-    for more in ({"slots": 10}, {"slots": 4, "lag": 1}):
-        together = run_requests(make_engine(folder, **wishes, **more), mixed_requests())
-        assert [run.tokens for run in together] == [run.tokens for run in expected]
-        assert [run.drafts for run in together] == [run.drafts for run in expected]
 
 
 @needs_native

@@ -11,7 +11,7 @@ import pytest
 from spd.errors import UsageError
 from spd.runtime import Engine, Event, Request, SamplingParams
 from spd.runtime.engine.engine import BUSY_PASSES
-from tests.helpers import make_engine, random_prompts, run_all, run_one
+from tests.helpers import quick_engine, random_prompts, run_all, run_one
 from tests.page_checks import check_pages
 
 VOCAB, CTX, PAGES = 256, 320, 6
@@ -35,7 +35,7 @@ def target(tiny: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(target: Path) -> list[Any]:
-    return [run_one(target, p, q, ctx=CTX) for p, q in zip(PROMPTS, PARAMS, strict=True)]
+    return run_all(quick_engine(target, ctx=CTX, slots=1), PROMPTS, PARAMS)
 
 
 def squeezed(target: Path, method: str, **wishes: Any) -> Engine:
@@ -44,7 +44,7 @@ def squeezed(target: Path, method: str, **wishes: Any) -> Engine:
         "ngram": {"spec": "ngram", "ngram_min": 1, "draft_max": 3},
         "draft": {"spec": "draft", "draft_model": target, "draft_max": 3},
     }
-    return make_engine(target, ctx=CTX, **how[method], **wishes)
+    return quick_engine(target, ctx=CTX, **how[method], **wishes)
 
 
 @pytest.mark.parametrize("sharing", [True, False])
@@ -75,7 +75,7 @@ def test_interrupted_texts_are_the_same(
 @pytest.mark.parametrize("lag", [0, 2])
 def test_long_prompts_do_not_stall_what_decodes(target: Path, lag: int) -> None:
     """Few passes over prompts come between two rounds: every step brings the others a token."""
-    engine = squeezed(target, "off", slots=3, lag=lag)
+    engine = squeezed(target, "off", slots=3, lag=lag, kernels="torch")
     engine.add(Request("a", PROMPTS[2], SamplingParams(max_tokens=40)))
     steps: list[list[Event]] = [engine.step() for _ in range(4)]
     engine.add(Request("long", PROMPTS[3], SamplingParams(max_tokens=4)))
@@ -99,7 +99,7 @@ def test_long_prompts_do_not_stall_what_decodes(target: Path, lag: int) -> None:
 @pytest.mark.parametrize(("arriving", "most"), [(1, 1), (2, BUSY_PASSES), (6, BUSY_PASSES)])
 def test_passes_over_prompts_between_two_rounds(target: Path, arriving: int, most: int) -> None:
     """One where no more join than decode; a few where more do, until as many decode."""
-    engine = squeezed(target, "off", slots=7, lag=0)
+    engine = squeezed(target, "off", slots=7, lag=0, kernels="torch")
     prompt = random_prompts(1, 300, 256, seed=9)[0]  # five passes and more
     engine.add(Request("a", prompt[:20], SamplingParams(max_tokens=60)))
     engine.step()
@@ -118,7 +118,7 @@ def test_passes_over_prompts_between_two_rounds(target: Path, arriving: int, mos
 
 
 def test_an_abort_waits_for_one_pass_over_a_prompt(target: Path) -> None:
-    engine = squeezed(target, "off", slots=2, lag=0)
+    engine = squeezed(target, "off", slots=2, lag=0, kernels="torch")
     engine.add(Request("a", random_prompts(1, 300, 256, seed=9)[0], SamplingParams(max_tokens=4)))
     assert engine.step() == []
     held = engine._scheduler.prefilling
@@ -131,7 +131,7 @@ def test_an_abort_waits_for_one_pass_over_a_prompt(target: Path) -> None:
 def test_requests_choose_how_many_drafts(target: Path) -> None:
     """0 to k drafts each, in one batch: never more than asked for, and the text is the same."""
     params = SamplingParams(max_tokens=24, ignore_eos=True)
-    alone = run_one(target, PROMPTS[0], params)
+    alone = run_one(target, PROMPTS[0], params, kernels="auto")
     engine = squeezed(target, "draft", slots=5, lag=1)
     seen: dict[str, list[int]] = {}
     engine.trace = lambda record: seen.setdefault(record.request, []).append(len(record.draft))
@@ -146,4 +146,4 @@ def test_requests_choose_how_many_drafts(target: Path) -> None:
 
 def test_a_pool_too_small_for_one_request_is_refused(target: Path) -> None:
     with pytest.raises(UsageError, match="4 cache pages hold 256 positions, but the context is 320"):
-        make_engine(target, ctx=CTX, cache_pages=4)
+        quick_engine(target, ctx=CTX, cache_pages=4)

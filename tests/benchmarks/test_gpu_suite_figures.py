@@ -1,4 +1,4 @@
-"""What the GPU suite computes of what it measures: bytes, shares, imposed acceptance, gains, intervals."""
+"""What the GPU suite computes of what it measures: bytes, gains, intervals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 from benchmarks.gpu_suite import shapes
-from benchmarks.gpu_suite.speculation import acceptance_rate, gain, mean_length, reference_length
+from benchmarks.gpu_suite.speculation import gain
 from benchmarks.summaries import median_interval
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import expected_tensors
@@ -62,20 +62,6 @@ def test_bytes_of_a_round_by_hand_and_by_part() -> None:
     assert parts["draft embedding"] == (2 + 1 + 1) * 2 * 8
     assert parts["draft keys and values"] == (10 + 11 + 12) * kv // 3
     assert sum(parts.values()) == shapes.round_bytes(TINY, tied, [10], 3)
-
-
-def test_imposed_acceptance() -> None:
-    assert mean_length(0.5, 3) == 1.875
-    assert acceptance_rate(1.875, 3) == pytest.approx(0.5, abs=1e-9)
-    assert acceptance_rate(1.0, 4) == pytest.approx(0.0, abs=1e-9)
-    assert acceptance_rate(5.0, 4) == 1.0
-    rate = acceptance_rate(3.08, 4)
-    assert rate + rate**2 + rate**3 + rate**4 == pytest.approx(2.08)
-    assert reference_length(4) == pytest.approx(3.08)
-    assert reference_length(1) == pytest.approx(1 + rate)
-    for wrong in (0.9, 5.1):
-        with pytest.raises(ValueError, match="no acceptance"):
-            acceptance_rate(wrong, 4)
 
 
 def test_gain_of_a_perfect_and_of_a_published_round() -> None:

@@ -38,13 +38,13 @@ def dtypes(device: str) -> tuple[torch.dtype, ...]:
 
 
 @pytest.fixture(scope="session")
-def native_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], NativeLibrary]:
-    """The C kernels of a set of instructions and a dtype, as `HERE` names them, compiled once."""
+def native_with(pytestconfig: pytest.Config) -> Callable[[str], NativeLibrary]:
+    """The C kernels of a set of instructions and a dtype, as `HERE` names them; kept by their source."""
 
     @functools.cache
     def made(named: str) -> NativeLibrary:
         instructions, dtype = named.split()
-        path = library_path(lambda: tmp_path_factory.mktemp("native"), instructions, dtype=dtype)
+        path = library_path(lambda: pytestconfig.cache.mkdir("native"), instructions, dtype=dtype)
         library = NativeLibrary(path, getattr(torch, dtype))
         assert library.instructions == instructions
         return library

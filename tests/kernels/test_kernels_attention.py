@@ -321,7 +321,7 @@ def test_latents_by_their_definition(form: Form, heads: int, rank: int, turned: 
         pytest.skip("the interpreter is slow")
     for dtype in form.dtypes:
         check(form, make_latents(form, dtype, 6, 256, heads, rank, turned), WINDOWS, 5)
-        for start, rows in ((0, 20), (3, 1), (64, 37), (160, 5)):
+        for start, rows in ((0, 20), (64, 37), (160, 5)):
             check_prompt(form, make_latents(form, dtype, 1, start + rows, heads, rank, turned), start, rows)
 
 
@@ -358,7 +358,7 @@ def test_a_row_alone_is_the_row_among_others(
     """Windows of every width, padded or not, in any slot, beside any others, over any pages."""
     for dtype in form.dtypes if whole else form.dtypes[start % 2 :][:1]:
         cache = case_of(form, dtype, 3, 208, kind)
-        widths = range(1, 10) if whole else (2, 5)
+        widths = (1, 2, 5, 9) if whole else (2, 5)
         query, noise = random_query(cache, max(widths)), random_query(cache, 3, 10)
         alone = [
             attend(form, cache, [Window(start + i, 1)], query[i][None, None])[0, 0] for i in range(len(query))
@@ -404,7 +404,7 @@ def test_more_rows_than_a_tile(form: Form, count: int) -> None:
         for first in (0, 15, 16, 19, count - 1):
             part = attend(form, cache, [Window(start + first, 1)], query[:, first : first + 1])
             assert torch.equal(part[:, 0], whole[:, first])
-        for width in (2, 5, 9, 33) if form.native else ():
+        for width in (5, 33) if form.native else ():
             for first in range(0, count - width + 1, width):
                 part = attend(form, cache, [Window(start + first, width)], query[:, first : first + width])
                 assert torch.equal(part[0], whole[0, first : first + width]), (width, first)

@@ -30,6 +30,7 @@ FEW = (
     "fp16|wide|i8|fp8|int4 (64|32)|e2m1 32|int8 |e4m3 |out_8b_(int4|e2m1)|0.6b|v3|odd|one_hot|ids|down|7168"
     "|commit_8|commit_32|many|lookup_2048|sliding|logits"
     "|gelu|greedy|noise|^truncated|law_plain|rejection|kept|^plain_"
+    "|out_|30b_int4|8b_e2m1|mamba|^1$|^32$"
 )
 """What the default lane leaves out: every kernel is compiled, and not in each of its forms."""
 RECORDED = ROOT / "benchmarks/results/compiled_kernels.json"

@@ -114,7 +114,14 @@ compiled_once = cache(build._compile)
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def hastily(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile to slower code, in less than half of the time."""
+    assert build.FLAGS[0] == "-O3"
+    monkeypatch.setattr(build, "FLAGS", ("-O1", *build.FLAGS[1:]))
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, hastily: None) -> list[int]:
     """The compiler runs once for all; grows with each library that would have been compiled."""
     runs: list[int] = []
     monkeypatch.setattr(build, "_compile", lambda *given: (runs.append(1), compiled_once(*given))[1])
@@ -179,7 +186,7 @@ def test_a_library_without_a_place(
     assert len(compiled) == 2 and "home directory" in caplog.text and "Not a directory" in caplog.text
 
 
-def test_what_was_checked_is_loaded(tmp_path: Path) -> None:
+def test_what_was_checked_is_loaded(tmp_path: Path, compiled: list[int]) -> None:
     """Whatever becomes of the kept file after it was read."""
     library_path(lambda: tmp_path)
     path = library_path(lambda: tmp_path)
@@ -188,7 +195,7 @@ def test_what_was_checked_is_loaded(tmp_path: Path) -> None:
 
 
 def test_the_compiler_takes_nothing_from_the_working_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hastily: None
 ) -> None:
     """Relative and empty entries of what it searches lead to nothing."""
     for name in ("gcc", "cc", "as", "ld", "cc1", "collect2"):
@@ -235,6 +242,7 @@ GIVEN = {
 }
 
 
+@pytest.mark.covers(count=3)
 @pytest.mark.parametrize(
     ("dtype", "name"), [(dtype, name) for dtype in build.DTYPE_FLAGS for name in build.fitting(dtype)]
 )

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from spd.kernels.sampling.sampling import token_mass, truncate
-from tests.kernels.sampling_cases import EXTREMES, INFINITY, NAN, number, random_case
+from spd.kernels.sampling.sampling import truncate
+from tests.kernels.sampling_cases import EXTREMES, INFINITY, number, random_case
 
 triton = pytest.importorskip("triton")
 
-import triton.language as tl  # noqa: E402
 
 from spd.kernels.sampling import truncation_triton  # noqa: E402
 
@@ -66,34 +65,3 @@ def test_truncation_at_its_edges(name: str, device: str, small_blocks: None) -> 
         torch.tensor([top_k], device=device),
         torch.tensor([top_p], device=device),
     )
-
-
-def test_masses_are_the_same_integers_everywhere(device: str) -> None:
-    """Also at the ends of the range, beyond it, and for what is no number."""
-    generator = torch.Generator().manual_seed(4)
-    differences = -30 * torch.rand(4000, generator=generator)
-    edges = torch.tensor([0.0, -0.0, -1e-9, -27.7, -27.8, -1e3, -INFINITY, NAN])
-    differences = torch.cat((differences, edges)).to(device)
-    found = torch.empty(len(differences), dtype=torch.int64, device=device)
-    mass_kernel[(1,)](differences, found, len(differences), SIZE=4096, enable_fp_fusion=False)
-    assert torch.equal(found, token_mass(differences, torch.zeros(1, device=device)))
-
-
-@triton.jit
-def mass_kernel(x, out, size, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.arange(0, SIZE)
-    value = tl.load(x + at, mask=at < size, other=0.0)
-    tl.store(out + at, truncation_triton.token_mass(value, 0.0), mask=at < size)
-
-
-def test_masses_are_right_and_fall_with_the_logit() -> None:
-    differences = torch.linspace(-30, 0, 200_001)
-    mass = token_mass(differences, torch.zeros(1))
-    exact = differences.double().exp() * 2.0**32
-    assert (mass.double() - exact).abs().le(exact * 2e-6 + 1).all()
-    near = differences > -1
-    assert (mass.double() - exact)[near].abs().le(exact[near] * 2e-7).all()
-    assert (mass.diff() >= 0).all()
-    assert int(token_mass(torch.tensor(7.5), torch.tensor(7.5))) == 2**32
-    assert token_mass(torch.tensor([NAN, -INFINITY, INFINITY]), torch.tensor(INFINITY)).tolist() == [0, 0, 0]
-    assert int(token_mass(torch.tensor(-27.9), torch.tensor(0.0))) == 0

@@ -17,10 +17,10 @@ from spd.runtime.load.loader import read_part
 from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import Shard
 from spd.runtime.models.weights import cuts_of
-from tests.helpers import Damped, Run, make_engine, random_prompts, read_model_config, run_all
+from tests.helpers import Damped, Run, quick_engine, random_prompts, read_model_config, run_all
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny import VARIANTS
-from tests.recipes.tiny_dense import write_dense
+from tests.recipes.tiny_dense import FAMILIES, write_dense
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.recipes.tiny_mtp import soft, write_tiny_mtp
 
@@ -55,28 +55,37 @@ def family(name: str, tiny: Callable[..., Path], folder: Path) -> Path:
     return tiny(name) if name in VARIANTS else write_dense(folder / name, name)
 
 
-COVERING = [("gqa8", 4), ("deepseek_v3", 2), ("gemma2", 2), ("fp8", 4)]
+FEW = [("gqa8", 4), ("deepseek_v3", 2), ("gemma2", 2), ("fp8", 4)]
+WHOLE = "granite_hybrid_moe"
+"""Its Mamba-2 heads are one group, whose outputs are normalised together."""
+OTHERS = [(name, 2) for name in (*VARIANTS, *sorted(FAMILIES.keys() - {WHOLE}))]
 
 
-@pytest.mark.parametrize(("name", "ranks"), COVERING)
+@pytest.mark.parametrize(
+    ("name", "ranks"), [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
+)
 def test_a_family_on_several_ranks(name: str, ranks: int, tiny: Callable[..., Path], tmp_path: Path) -> None:
-    """The long lane has every family with every drafter: see test_parallel_families."""
     folder = family(name, tiny, tmp_path)
-    plain = outputs(texts(make_engine(folder, slots=2)))
-    speculated = texts(make_engine(folder, slots=2, tp=ranks, spec="ngram", ngram_min=1, draft_max=4))
+    plain = outputs(texts(quick_engine(folder, slots=2)))
+    speculated = texts(quick_engine(folder, slots=2, tp=ranks, spec="ngram", ngram_min=1, draft_max=4))
     assert outputs(speculated) == plain
     assert sum(run.metrics.draft_n for run in speculated)
+
+
+def test_one_group_of_recurrent_heads_is_not_divided(tmp_path: Path) -> None:
+    with pytest.raises(IncompatibleError, match="--tp 2 does not divide"):
+        quick_engine(write_dense(tmp_path, WHOLE), tp=2)
 
 
 @pytest.mark.parametrize("name", [pytest.param("gqa4", marks=pytest.mark.slow), "deepseek_v3"])
 def test_int8_rows_have_the_scales_of_whole_rows(name: str, tiny: Callable[..., Path]) -> None:
     """Each rank rounds its part of a row as one rank rounds the row: the text is the same."""
     folder, wishes = tiny(name), {"slots": 2, "quantize": "int8"}
-    plain = outputs(texts(make_engine(folder, **wishes)))
-    assert outputs(texts(make_engine(folder, tp=4, **wishes))) == plain
+    plain = outputs(texts(quick_engine(folder, **wishes)))
+    assert outputs(texts(quick_engine(folder, tp=4, **wishes))) == plain
     short = {**wishes, "tp": 2, "dtype": "bfloat16"}
-    assert outputs(texts(make_engine(folder, **short))) == outputs(
-        texts(make_engine(folder, spec="ngram", ngram_min=1, draft_max=4, **short))
+    assert outputs(texts(quick_engine(folder, **short))) == outputs(
+        texts(quick_engine(folder, spec="ngram", ngram_min=1, draft_max=4, **short))
     )
 
 
@@ -131,13 +140,13 @@ def test_a_drafter_on_fewer_ranks_than_its_target(
         wishes["draft_model"] = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
     else:
         target = write_tiny_mtp(tmp_path / "mtp", modules=2, kind="copy", layers=3, residual_gain=soft)
-    plain = outputs(texts(make_engine(target, slots=2)))
-    alone = texts(make_engine(target, **wishes))
+    plain = outputs(texts(quick_engine(target, slots=2)))
+    alone = texts(quick_engine(target, **wishes))
     accepted = [run.drafts for run in alone]
     assert outputs(alone) == plain
     assert EAGLES.get(method, {}).get("kind") == "random" or any(n for drafts in accepted for _, n in drafts)
     for group in groups:
-        runs = texts(make_engine(target, tp=ranks, draft_tp=group, **wishes))
+        runs = texts(quick_engine(target, tp=ranks, draft_tp=group, **wishes))
         assert outputs(runs) == plain, group
         assert [run.drafts for run in runs] == accepted, group
 
@@ -145,8 +154,8 @@ def test_a_drafter_on_fewer_ranks_than_its_target(
 def test_every_parameter(tiny: Callable[..., Path]) -> None:
     """Draws that need whole logits, beside a neighbour whose draw does not."""
     folder = tiny("gqa4")
-    whole = texts(make_engine(folder, slots=2), EVERY_PARAMETER)
-    parts = texts(make_engine(folder, slots=2, tp=2, spec="ngram", draft_max=3), EVERY_PARAMETER)
+    whole = texts(quick_engine(folder, slots=2), EVERY_PARAMETER)
+    parts = texts(quick_engine(folder, slots=2, tp=2, spec="ngram", draft_max=3), EVERY_PARAMETER)
     assert outputs(parts) == outputs(whole)
     for one, other in zip(parts, whole, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
@@ -156,8 +165,8 @@ def test_every_parameter(tiny: Callable[..., Path]) -> None:
 def test_the_other_rules(rule: str, tiny: Callable[..., Path]) -> None:
     target = tiny("qwen3", layers=4, residual_gain=damped, seed=3)
     wishes = {"spec": "draft", "draft_model": target, "draft_max": 3, "verify": rule}
-    one = texts(make_engine(target, **wishes))
-    assert outputs(texts(make_engine(target, tp=2, draft_tp=1, **wishes))) == outputs(one)
+    one = texts(quick_engine(target, **wishes))
+    assert outputs(texts(quick_engine(target, tp=2, draft_tp=1, **wishes))) == outputs(one)
 
 
 def test_ties_go_to_the_lowest_id_across_ranks(tiny: Callable[..., Path], tmp_path: Path) -> None:
@@ -173,7 +182,7 @@ def test_ties_go_to_the_lowest_id_across_ranks(tiny: Callable[..., Path], tmp_pa
     half = head.shape[0] // 2
     tensors["lm_head.weight"] = torch.cat((head[:half], head[:half])).contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    one, two = (texts(make_engine(folder, tp=ranks)) for ranks in (1, 2))
+    one, two = (texts(quick_engine(folder, tp=ranks)) for ranks in (1, 2))
     assert outputs(one) == outputs(two)
     assert all(token < half for run in two[::2] for token in run.tokens), "greedy takes the first of twins"
 
@@ -220,7 +229,7 @@ def test_sizes_that_do_not_divide(
     wishes: dict[str, Any], kind: type[SpdError], said: str, fix: str, tiny: Callable[..., Path]
 ) -> None:
     with pytest.raises(kind) as caught:
-        make_engine(**{"model": tiny("qwen3"), "spec": "auto", **wishes})
+        quick_engine(**{"model": tiny("qwen3"), "spec": "auto", **wishes})
     assert said in caught.value.message and fix in caught.value.fix
 
 
@@ -230,7 +239,7 @@ def test_a_head_of_few_ids_is_not_divided(tmp_path: Path) -> None:
     head = write_tiny_pair(target, tmp_path / "head", draft_vocab=24, aux=(1, 2), target_options=shape)
     wishes: dict[str, Any] = {"spec": "eagle3", "draft_model": head, "tp": 2}
     with pytest.raises(IncompatibleError, match="--draft-tp 2 does not divide the drafter"):
-        make_engine(target, draft_tp=2, **wishes)
+        quick_engine(target, draft_tp=2, **wishes)
 
 
 def test_a_head_is_divided_as_its_target_and_a_draft_model_is_not(tmp_path: Path) -> None:

@@ -180,26 +180,6 @@ QUANTIZED = {
         ),
         tensors=297_728,
     ),
-    # @ 27a8f16f
-    "RedHatAI/Qwen3-Coder-Next-NVFP4": Packed(
-        NEXT,
-        {rf"{EXPERTS}|{SHARED}|{ATTENTION}": "nvfp4"},
-        _compressed(
-            "nvfp4-pack-quantized",
-            NVFP4,
-            [
-                *_by_layer(
-                    48,
-                    "linear_attn.in_proj_qkvz linear_attn.in_proj_ba linear_attn.out_proj",
-                    "",
-                    *GATES,
-                ),
-                "lm_head",
-            ],
-        ),
-        tensors=296_151,
-        drafts=False,
-    ),
     # @ 1355db6a; the MTP layer's experts are stacked
     "nvidia/Qwen3.6-35B-A3B-NVFP4": Packed(
         replace(RELEASES["Qwen3.6-35B-A3B"], apart=("model.",)),
@@ -230,30 +210,6 @@ QUANTIZED = {
         },
         tensors=124_468,
     ),
-    # @ 98915d83
-    "nvidia/Qwen3.5-122B-A10B-NVFP4": Packed(
-        replace(BIG, float32=False, apart=("model.", "mtp.")),
-        {EXPERTS: "modelopt-nvfp4"},
-        _modelopt(
-            {"Linear": 4},
-            [
-                "lm_head",
-                *_by_layer(
-                    48,
-                    "linear_attn*",
-                    "self_attn*",
-                    "mlp.shared_expert*",
-                    "mlp.shared_expert_gate",
-                    prefix=SEEING,
-                ),
-                "model.visual*",
-                "mtp.layers.0*",
-                "mtp*",
-            ],
-            quant_algo="NVFP4",
-        ),
-        tensors=149_309,
-    ),
     # @ 56a6bdda; of the MTP layer the list names nothing but `fc`
     "Sehyo/Qwen3.5-122B-A10B-NVFP4": Packed(
         replace(BIG, float32=False, apart=("model.", "mtp.")),
@@ -270,8 +226,6 @@ QUANTIZED = {
         ),
         tensors=149_885,
     ),
-    # @ a099dee7
-    "Qwen/Qwen3.5-122B-A10B-FP8": Packed(replace(BIG, fp8=True), {}, {}, tensors=76_656),
     # @ a398088c: files of 10,952 and 486.58 million bytes
     "RedHatAI/Qwen3.5-9B-quantized.w4a16": Packed(
         replace(RELEASES["Qwen3.5-9B"], float32=False),

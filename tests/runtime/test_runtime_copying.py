@@ -67,35 +67,6 @@ def test_what_lookup_gives_says_nothing_of_the_model() -> None:
     assert (length.rate, own.accepted, own.tried) == before and not own.copies
 
 
-def test_it_is_held_against_what_the_model_brings() -> None:
-    """A model that is nearly free and always right is better than a few more rows."""
-    copied = [True] * 80
-    for draft_seconds, row_seconds, better in ((0.0, 0.02, False), (0.004, 0.0001, True)):
-        length = DraftLength(K, True, copying=COPYING)
-        chosen = play(length, copied, [(Acceptance(), COPYING)], draft_seconds, row_seconds, rate=1.0)
-        assert (chosen[40:].count(COPYING) > 20) is better
-
-
-def test_rounds_of_many_of_whom_one_copies() -> None:
-    """Others would go without drafts for its sake."""
-    length = DraftLength(K, True, copying=COPYING)
-    present = [(Acceptance(), COPYING) for _ in range(8)]
-    play(length, [False] * 40, present, rate=0.9)
-    present[0][0].copies = True
-    assert length.choose() <= K
-    for own, _ in present:
-        own.copies = True
-    length.times.trials.clear()
-    assert length.choose() == COPYING
-
-
-@pytest.mark.parametrize("most", [0, 1, K])
-def test_who_wants_few_drafts_gets_no_more(most: int) -> None:
-    length = DraftLength(K, True, copying=COPYING)
-    assert max(play(length, [True] * 60, [(Acceptance(), most)])) <= max(most, K)
-    assert COPYING not in play(length, [True] * 60, [(Acceptance(), most)])
-
-
 def test_disappointment_ends_it() -> None:
     """Where copies break off at once, hoping for them is given up."""
     length, own = DraftLength(K, True, copying=COPYING), Acceptance()
@@ -123,17 +94,6 @@ def test_where_no_model_pays_a_match_is_followed() -> None:
     for accepted, trail in ((COPYING, True), (3, False)):
         length.observe(COPYING, COPYING, accepted, own, 6)
         assert own.copies == trail
-
-
-def test_who_sat_out_the_drafting_of_a_round_says_nothing_of_copies() -> None:
-    """It has no drafts there, and still the match that it had before."""
-    length, own = DraftLength(K, True, copying=COPYING), Acceptance(copies=True)
-    length.attend([(own, COPYING)])
-    before = length.copied
-    length.observe(COPYING, 0, 0, own, 8)
-    assert length.copied == before and own.copies
-    length.observe(COPYING, 0, 0, own)
-    assert length.copied != before and not own.copies, "lookup had nothing any more"
 
 
 def test_rounds_of_lookup_alone_are_captured_ahead_for_one_slot() -> None:

@@ -13,7 +13,6 @@ from spd.runtime.engine.draft_length import (
     ENOUGH,
     PATIENCE,
     PROBE_EVERY,
-    PROBE_MEMORY,
     PROBE_OUTCOMES,
     PROBE_SELDOM,
     SAMPLES,
@@ -22,7 +21,6 @@ from spd.runtime.engine.draft_length import (
     Acceptance,
     DraftLength,
     RoundTimes,
-    chance_of_next,
     expected_tokens,
     foretold,
 )
@@ -93,60 +91,6 @@ def test_k_follows_the_measured_cost_of_verification() -> None:
     assert length.choose() == 0
 
 
-@pytest.mark.parametrize(
-    ("rounds", "costs"),
-    [
-        # What a round does after its commit takes time without drafts, too: plain rounds are not free of it.
-        ([(0, 0.010, 0.005, 0), (2, 0.010, 0.008, 2)] * ENOUGH, {0: 0.015, 1: 0.0165, 2: 0.018}),
-        # Drafting takes what so many forwards were seen to take.
-        ([(1, 0.004, 0.0010, 1), (2, 0.004, 0.0016, 2)] * ENOUGH, {1: 0.005, 2: 0.0056, 3: 0.0062}),
-        # A first cold time is not believed.
-        ([(0, 0.01, 0.0, 0), (0, 0.01, 0.0, 0), (2, 0.05, 0.0, 0)], {2: 0.01}),
-        ([(0, 0.01, 0.0, 0), (0, 0.01, 0.0, 0), (2, 0.05, 0.0, 0), (2, 0.02, 0.0, 0)], {2: 0.02}),
-    ],
-)
-def test_what_rounds_are_taken_to_cost(
-    rounds: list[tuple[int, float, float, int]], costs: dict[int, float]
-) -> None:
-    length = DraftLength(4, adaptive=True)
-    for one in rounds:
-        length.observe_cost(*one)
-    assert length.times.costs(costs) == pytest.approx(costs)
-
-
-def test_the_rate_is_conditional() -> None:
-    """Drafts after the first rejected one say nothing: one failure a round, not k."""
-    length = DraftLength(8, adaptive=True, overall=Acceptance(5.0, 10.0))
-
-    def told(accepted: float, tried: float) -> None:
-        assert (length.overall.accepted, length.overall.tried) == pytest.approx((accepted, tried))
-
-    length.observe(8, 8, 0)
-    told(5, 11)
-    length.observe(8, 8, 8)
-    told(13 - foretold(8), 19 - foretold(8))
-    length.observe(0, 0, 0)  # nothing was to be drafted
-    told(13 - foretold(8), 19 - foretold(8))
-    length.observe(8, 0, 0)  # nothing could be: as good as rejected
-    told(13 - foretold(8), 20 - foretold(8))
-    length.observe(8, 3, 2)
-    told(15 - foretold(8) - foretold(3), 23 - foretold(8) - foretold(3))
-
-
-@pytest.mark.parametrize("k", [1, 2, 4, 6])
-@pytest.mark.parametrize("rate", [0.2, 0.58, 0.9])
-def test_what_is_expected_is_what_comes(k: int, rate: float) -> None:
-    """Where chances rise along a round as `chance_of_next` says, the first one's is found at any k.
-
-    10,000 rounds; a false alarm is rarer than 1e-6: 5 standard errors of at most 0.5 / sqrt(10,000).
-    """
-    source, length = random.Random(k), DraftLength(k, adaptive=True, overall=Acceptance(0.0, 0.0))
-    for _ in range(10_000):
-        accepted = next((a for a in range(k) if source.random() >= chance_of_next(rate, a)), k)
-        length.observe(k, k, accepted)
-    assert length.rate == pytest.approx(rate, abs=0.025)
-
-
 def test_a_rounds_slots_weigh_together() -> None:
     """Sixteen slots' outcomes are one round's evidence: their order means nothing, and none rules alone."""
     outcomes = [0, 4, 4, 2, 1, 4, 0, 3, 4, 4, 1, 2, 4, 0, 4, 3]
@@ -161,18 +105,6 @@ def test_a_rounds_slots_weigh_together() -> None:
     could = [accepted + (accepted < 4) for accepted in outcomes]
     told = sum(map(foretold, could))
     assert rates == pytest.approx([(sum(outcomes) - told) / (sum(could) - told)] * 3, rel=0.02)
-
-
-def test_a_probe_can_overrule_what_was_seen() -> None:
-    length = DraftLength(4, adaptive=True)
-    play(length, 110, 0.0)
-    assert length.rate < 0.1
-    while not length.choose():
-        length.observe_cost(0, 0.01, 0.0, 0)
-    assert 0.9 * PROBE_MEMORY < length.overall.tried <= PROBE_MEMORY, "nor is it forgotten"
-    for _ in range(4):
-        length.observe(2, 2, 2)
-    assert length.rate > 0.3
 
 
 def test_rounds_held_up_are_outvoted() -> None:
@@ -265,28 +197,3 @@ def test_each_requests_own_acceptance_weighs() -> None:
     rates = [one.rate(length.rate) for one in (good, bad)]
     each = [expected_tokens([rate], [6], 6)[6] for rate in rates]
     assert expected_tokens(rates, [6, 6], 6)[6] == pytest.approx(sum(each) / 2)
-
-
-def test_no_request_gets_more_than_the_most_that_one_wants() -> None:
-    for adaptive in (True, False):
-        length = DraftLength(6, adaptive=adaptive)
-        for wants, k in (([6, 0], 6), ([2, 1], 2), ([0, 0], 0)):
-            length.attend([(Acceptance(), most) for most in wants])
-            assert length.choose() == k
-    length = DraftLength(8, adaptive=False, tiers=(0, 4, 8))
-    length.attend([(Acceptance(), 3)])
-    assert length.choose() == 4, "the shape that holds what is wanted"
-
-
-def test_costs_of_few_and_many_requests_are_kept_apart() -> None:
-    """Verifying four drafts costs nothing more alone, and four times as much among sixteen."""
-    length = DraftLength(4, adaptive=True)
-    for count in (1, 16) * 8:
-        length.attend([(Acceptance(9, 10), 4) for _ in range(count)])
-        length.times.begun = True
-        for k in (0, 4):
-            length.observe_cost(k, 0.010 * (1 + (k * 1.5 if count == 16 else 0)), 0.0, 0)
-    for count, wanted in ((1, 4), (16, 0), (1, 4), (20, 0)):
-        length.attend([(Acceptance(9, 10), 4) for _ in range(count)])
-        length.times.plain_best = PATIENCE
-        assert length.choose() == wanted, count

@@ -100,11 +100,12 @@ def test_drafts_are_the_reference_s(pairs: Shelf, tmp_path: Path, name: str, k: 
             if name not in BY_LIBRARY
             else library_eagle3(target, head, tmp_path / kind)
         )
-        engine = make_engine(target, spec="eagle3", draft_model=head, draft_max=k)
-        runs = texts(engine, 24 if (name, k) in SHORT else 60)
-        wrong, seen, rejected = compared(plain, runs)
+        short, kernels = (name, k) in SHORT, "torch" if k == 1 else "auto"
+        engine = make_engine(target, spec="eagle3", draft_model=head, draft_max=k, kernels=kernels)
+        runs = texts(engine, 24 if short else 60)
+        wrong, seen, rejected = compared(plain, runs, 10 if short else 1000)
         assert wrong == 0, (kind, wrong, seen)
-        assert rejected > 20 and seen > 40
+        assert rejected > (8 if short else 20) and seen > (20 if short else 40)
         if kind == "copy":
             records = [record for _, run in runs for record in run.rounds if record.draft]
             accepted, drafted = (
@@ -199,7 +200,7 @@ def test_another_convention_is_seen(tmp_path: Path, slip: Callable[[Config, Tens
     write_json(other / "config.json", config)
     write_tensors(other, tensors)
     runs = texts(make_engine(target, spec="eagle3", draft_model=other, draft_max=3), 16)
-    assert compared(plain, runs)[0] > 0
+    assert compared(plain, runs, most=8)[0] > 0
 
 
 def offsets_are_ids(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,4 +227,4 @@ FAULTS = (shifted, turned_by_slots, offsets_are_ids, streams_normed, stale)
 def test_a_planted_fault_is_seen(pairs: Shelf, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
     target, head = pairs("speculators", "copy" if fault is stale else "random")
     runs = with_fault(target, fault, monkeypatch, spec="eagle3", draft_model=head)
-    assert compared(PlainEagle3(target, head), runs)[0] > 0
+    assert compared(PlainEagle3(target, head), runs, most=8)[0] > 0

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from spd.errors import CheckpointError
 from spd.runtime import Engine, EngineConfig, SamplingParams
-from spd.runtime.models import eagle3
 from spd.runtime.plan.plan import make_plan
 from tests.helpers import Run, make_engine, random_prompts, read_model_config, run_all
 from tests.recipes.tiny_eagle3 import write_tiny_pair
@@ -61,19 +60,6 @@ def test_ids_in_any_order_and_in_any_integers(pair: tuple[Path, Path], tmp_path:
 
     head = altered(pair[1], tmp_path / "head", shuffled)
     assert story(drafted(pair, head)) == story(drafted(pair))
-
-
-def test_all_ids_in_another_order(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    whole = write_tiny_pair(tmp_path / "target", tmp_path / "whole", kind="copy", draft_vocab=None)
-    both = tmp_path / "target", whole
-
-    def reversed_ids(tensors: Tensors) -> None:
-        size = len(tensors["lm_head.weight"])
-        tensors["d2t"] = torch.arange(size).flip(0) - torch.arange(size)
-        tensors["lm_head.weight"] = tensors["lm_head.weight"].flip(0)
-
-    head = altered(whole, tmp_path / "head", reversed_ids)
-    assert story(drafted(both, head)) == story(drafted(both))
 
 
 def test_other_ids_for_the_rows_of_the_target_s_own_table(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -168,8 +154,3 @@ def test_tensors_that_change_nothing_are_told(
     with caplog.at_level(logging.WARNING):
         make_engine(pair[0], spec="eagle3", draft_model=head, draft_max=2)
     assert "1 tensors of" in caplog.text and "'optimizer' first" in caplog.text
-
-
-def test_a_head_makes_logits_of_the_ids_it_knows(pair: tuple[Path, Path]) -> None:
-    tensors = load_file(pair[1] / "model.safetensors")
-    assert eagle3.head_rows(read_model_config(pair[1])) == len(tensors["d2t"])

@@ -17,7 +17,7 @@ from spd.runtime import Request, SamplingParams
 from spd.runtime.engine.grammar import KEPT, MAX_BYTES, Grammar, GrammarCompiler
 from spd.runtime.engine.request import GrammarText
 from spd.runtime.round.limits import mask_width
-from tests.helpers import make_engine, random_prompts, run_requests
+from tests.helpers import quick_engine, random_prompts, run_requests
 
 VOCAB, PATTERN = 320, "(ab|cd|[0-9]{3}){4,9}!"
 SCHEMA = {
@@ -80,13 +80,13 @@ def test_texts_match_and_are_the_same_however_they_are_made(
     target: Path, temperature: float, wishes: dict[str, Any], lags: tuple[int, ...]
 ) -> None:
     asked = requests(temperature)
-    plain = run_requests(make_engine(target), asked)
+    plain = run_requests(quick_engine(target), asked)
     for kind, run in zip(TEXTS, plain, strict=False):
         assert run.finish_reason in ("stop", "length")
         assert run.finish_reason == "length" or fits(kind, run.text), run.text
     assert sum(run.finish_reason == "stop" for run in plain) >= 2
     wishes = {**wishes, "draft_model": target} if wishes is ITSELF else wishes
-    made = [run_requests(make_engine(target, slots=4, lag=lag, **wishes), asked) for lag in lags]
+    made = [run_requests(quick_engine(target, slots=4, lag=lag, **wishes), asked) for lag in lags]
     for runs in made:
         assert [run.output for run in runs] == [run.output for run in plain]
         # Waiting for masks costs no draft: what is verified is the same at every lag.
@@ -96,7 +96,7 @@ def test_texts_match_and_are_the_same_however_they_are_made(
 
 def test_requests_without_a_grammar_wait_for_none(target: Path) -> None:
     """At lag 2 a grammar slot sits out two of three rounds; the slot beside it takes part in all."""
-    engine = make_engine(target, slots=2, lag=2)
+    engine = quick_engine(target, slots=2, lag=2)
     free, bound = requests(1.0)[3], requests(1.0)[0]
     rounds: list[tuple[bool, bool]] = []
     launch = engine._device.launch
@@ -176,7 +176,7 @@ def free_rows(rows: int, vocab_size: int) -> torch.Tensor:
 
 def thinking(target: Path) -> tuple[list[int], int, int]:
     """(tokens, position, id) of a token that a plain run says for the first time somewhere inside."""
-    plain = run_requests(make_engine(target), [Request("p", PROMPTS[1], SamplingParams(max_tokens=30))])[0]
+    plain = run_requests(quick_engine(target), [Request("p", PROMPTS[1], SamplingParams(max_tokens=30))])[0]
     seen = plain.tokens
     at = next(i for i in range(6, 30) if seen[i] not in seen[:i] and i % 5 in (2, 3))
     return seen, at, seen[at]
@@ -188,11 +188,11 @@ def test_a_grammar_begins_behind_the_end_of_thinking(target: Path) -> None:
     text = GrammarText("regex", PATTERN, after=end)
     request = Request("t", PROMPTS[1], SamplingParams(max_tokens=60), grammar=text)
     runs = [
-        run_requests(make_engine(target, **wishes), [request])[0]
+        run_requests(quick_engine(target, **wishes), [request])[0]
         for wishes in ({}, {"spec": "draft", "draft_model": target, "draft_max": 4, "lag": 2})
     ]
     assert runs[0].output == runs[1].output and runs[0].tokens[: at + 1] == seen[: at + 1]
-    tokenizer = make_engine(target).tokenizer
+    tokenizer = quick_engine(target).tokenizer
     assert tokenizer is not None
     assert re.fullmatch(PATTERN, tokenizer.decode(runs[0].tokens[at + 1 :])), runs[0].text
     assert runs[1].drafted[at] and runs[1].drafted[at - 1], "the end was no draft inside an accepted run"
@@ -202,7 +202,7 @@ def test_a_text_that_ends_while_thinking_is_an_error(target: Path) -> None:
     seen, at, end = thinking(target)
     params = SamplingParams(max_tokens=60, stop_token_ids=(seen[at - 1],))
     request = Request("t", PROMPTS[1], params, grammar=GrammarText("regex", "a", after=end))
-    done = make_engine(target).generate([request])[0]
+    done = quick_engine(target).generate([request])[0]
     assert done.finish_reason == "error" and "before its thinking ended" in str(done.error)
 
 
@@ -217,7 +217,7 @@ def test_an_end_before_the_grammar_s_is_said(target: Path) -> None:
         ("a[0-9]{4}", {"stop_token_ids": digits}, ("stop", "the text ended before the regex was complete")),
     ]
     for spec in ({"lag": 2}, NGRAM):
-        engine = make_engine(target, **spec)
+        engine = quick_engine(target, **spec)
         for pattern, wishes, ended in cases:
             grammar = GrammarText("regex", pattern)
             (done,) = engine.generate([Request("a", PROMPTS[0], SamplingParams(**wishes), grammar=grammar)])
@@ -227,8 +227,8 @@ def test_an_end_before_the_grammar_s_is_said(target: Path) -> None:
 def test_a_dead_end_is_an_error_and_no_token(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing allowed behind the third token: the three are kept, and no other request notices."""
     asked = requests(1.0)
-    alone = run_requests(make_engine(target), [asked[3]])[0]
-    whole = run_requests(make_engine(target), [asked[0]])[0]
+    alone = run_requests(quick_engine(target), [asked[3]])[0]
+    whole = run_requests(quick_engine(target), [asked[0]])[0]
     honest, count = Grammar._write, 0
 
     def write(self: Grammar, row: torch.Tensor) -> None:
@@ -239,7 +239,7 @@ def test_a_dead_end_is_an_error_and_no_token(target: Path, monkeypatch: pytest.M
             row.zero_()
 
     monkeypatch.setattr(Grammar, "_write", write)
-    engine = make_engine(target, slots=2, lag=2)
+    engine = quick_engine(target, slots=2, lag=2)
     done = engine.generate([asked[0], asked[3]])
     assert (done[0].finish_reason, list(done[0].token_ids)) == ("error", whole.tokens[:3])
     assert "grammar dead end" in str(done[0].error)
@@ -253,8 +253,8 @@ def test_interrupted_grammars_go_on_where_they_were(target: Path) -> None:
         for i in range(2)
         for r in requests(1.0)
     ]
-    alone = [run.output for run in run_requests(make_engine(target, ctx=192), asked)]
-    engine = make_engine(target, slots=5, ctx=192, cache_pages=3, lag=1, spec="ngram", ngram_min=1)
+    alone = [run.output for run in run_requests(quick_engine(target, ctx=192), asked)]
+    engine = quick_engine(target, slots=5, ctx=192, cache_pages=3, lag=1, spec="ngram", ngram_min=1)
     runs = run_requests(engine, asked)
     assert [run.output for run in runs] == alone
     assert sum(run.metrics.preemptions for run in runs) > 1
@@ -275,7 +275,7 @@ BAD = [
 
 @pytest.mark.parametrize(("kind", "text", "why"), BAD)
 def test_what_cannot_be_read_is_refused_at_admission(target: Path, kind: Any, text: str, why: str) -> None:
-    engine = make_engine(target)
+    engine = quick_engine(target)
     flag = {"schema": "--schema", "regex": "--grammar", "lark": "--grammar"}[kind]
     with pytest.raises(UsageError, match=f"^{flag} cannot be used: .*({why})") as caught:
         engine.add(Request("x", (1,), SamplingParams(), grammar=GrammarText(kind, text)))
@@ -284,7 +284,7 @@ def test_what_cannot_be_read_is_refused_at_admission(target: Path, kind: Any, te
 
 
 def test_a_grammar_needs_a_tokenizer(tiny: Callable[..., Path]) -> None:
-    engine = make_engine(tiny("qwen3", vocab=61, tokenizer=False, layers=1))
+    engine = quick_engine(tiny("qwen3", vocab=61, tokenizer=False, layers=1))
     with pytest.raises(IncompatibleError, match="needs a tokenizer"):
         engine.add(Request("x", (1,), SamplingParams(), grammar=GrammarText("regex", "a")))
 

@@ -67,9 +67,9 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
     return get
 
 
-def work(count: int = 24) -> tuple[list[tuple[int, ...]], list[SamplingParams]]:
-    """Every prompt at every temperature."""
-    cases = [(prompt, t) for prompt in PROMPTS for t in TEMPERATURES]
+def work(count: int) -> tuple[list[tuple[int, ...]], list[SamplingParams]]:
+    """Prompts of every length, each temperature among them."""
+    cases = [(prompt, t) for prompt in PROMPTS for t in TEMPERATURES][1::4]
     params = [
         SamplingParams(temperature=t, max_tokens=count, seed=i, ignore_eos=True)
         for i, (_, t) in enumerate(cases)
@@ -77,7 +77,7 @@ def work(count: int = 24) -> tuple[list[tuple[int, ...]], list[SamplingParams]]:
     return [prompt for prompt, _ in cases], params
 
 
-def outputs(engine: Engine, count: int = 24) -> list[Run]:
+def outputs(engine: Engine, count: int) -> list[Run]:
     """All of `work` to its end."""
     return run_all(engine, *work(count))
 
@@ -88,7 +88,7 @@ def outputs(engine: Engine, count: int = 24) -> list[Run]:
 needs_native = pytest.mark.skipif(obstacle() is not None, reason=f"no C kernels here: {obstacle()}")
 
 
-@pytest.mark.covers(2)
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=needs_native)])
 @pytest.mark.parametrize("wrapped", [False, True], ids=["text", "wrapped"])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -191,24 +191,30 @@ def test_the_plan_counts_what_is_kept_of_slots(hybrid: Shelf, mtp: bool) -> None
 # -- drafts ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.covers(count=2)
-@pytest.mark.parametrize("k", [1, 2, 4])
-def test_drafts_of_its_mtp_layer_are_the_reference_s(hybrid: Shelf, k: int) -> None:
+@pytest.mark.parametrize(
+    ("k", "kernels"), [(1, "torch"), (4, "auto"), pytest.param(2, "torch", marks=pytest.mark.slow)]
+)
+def test_drafts_of_its_mtp_layer_are_the_reference_s(hybrid: Shelf, k: int, kernels: str) -> None:
     total = 0
     for agreeing in (False, True):
         folder = hybrid(mtp=True, agreeing=agreeing)
-        prompts = random_prompts(4, 20, 256)
-        params = [SamplingParams(max_tokens=40, ignore_eos=True)] * 4
-        runs = run_all(make_engine(folder, kernels="torch", spec="mtp", draft_max=k), prompts, params)
-        wrong, seen, _ = compared(PlainHybrid(folder), list(zip(prompts, runs, strict=True)))
+        prompts = random_prompts(2, 20, 256)
+        params = [SamplingParams(max_tokens=30, ignore_eos=True)] * 2
+        runs = run_all(make_engine(folder, kernels=kernels, spec="mtp", draft_max=k), prompts, params)
+        wrong, seen, _ = compared(PlainHybrid(folder), list(zip(prompts, runs, strict=True)), most=12)
         assert wrong == 0
         total += seen
-    assert total > 100
+    assert total > 25
 
 
-@pytest.mark.covers(1)
-@pytest.mark.parametrize("k", [1, 2, 4])
-@pytest.mark.parametrize("form", ["torch", pytest.param("native", marks=needs_native)])
+@pytest.mark.parametrize(
+    ("form", "k"),
+    [
+        ("torch", 2),
+        *(pytest.param("native", k, marks=needs_native) for k in (1, 4)),
+        pytest.param("torch", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_drafts_of_an_eagle3_head_are_the_reference_s(
     hybrid: Shelf, tmp_path: Path, form: str, k: int
 ) -> None:
@@ -217,13 +223,14 @@ def test_drafts_of_an_eagle3_head_are_the_reference_s(
     head = write_tiny_eagle3(tmp_path / "head", target, aux=(1, 4, 7))
     wishes = {"dtype": "float32", "kernels": form, "ctx": 320}
     engine = make_engine(target, **wishes, spec="eagle3", draft_model=head, draft_max=k)
-    asked = work(40 if form == "native" else 12)  # torch's recurrence is slow
-    runs = run_all(engine, *asked)
-    greedy = list(zip(asked[0], runs, strict=True))[:: len(TEMPERATURES)]
-    wrong, seen, _ = compared(PlainEagle3(target, head, PlainHybrid(target)), greedy)
-    assert wrong == 0 and seen > (100 if form == "native" else 30)
-    plain = run_all(make_engine(target, **wishes), *asked)
-    assert [run.tokens for run in runs] == [run.tokens for run in plain]
+    prompts = PROMPTS[:: 2 if form == "native" else 4]  # torch's recurrence is slow
+    params = [SamplingParams(max_tokens=24 if form == "native" else 10, ignore_eos=True)] * len(prompts)
+    runs = run_all(engine, prompts, params)
+    plain = PlainEagle3(target, head, PlainHybrid(target))
+    wrong, seen, _ = compared(plain, list(zip(prompts, runs, strict=True)), most=16)
+    assert wrong == 0 and seen > (25 if form == "native" else 8)
+    plain_runs = run_all(make_engine(target, **wishes), prompts, params)
+    assert [run.tokens for run in runs] == [run.tokens for run in plain_runs]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -232,15 +239,18 @@ def test_a_model_that_drafts_for_itself_is_always_right(hybrid: Shelf, form: str
     if form == "native" and obstacle() is not None:
         pytest.skip("no C kernels here")
     folder = hybrid(dtype=FORMS[form]["dtype"])
-    for k, wishes in ((1, {}), (4, {"lag": 2, "slots": 4}), (3, {"adaptive": True})):
+    cases: list[tuple[int, dict[str, Any]]] = [(4, {"lag": 2, "slots": 4})]
+    if form == "native":
+        cases += [(1, {}), (3, {"adaptive": True})]
+    for k, wishes in cases:
         engine = make_engine(
             folder, spec="draft", draft_model=folder, draft_max=k, **{**FORMS[form], **wishes}
         )
-        params = [SamplingParams(max_tokens=40, ignore_eos=True, seed=i) for i in range(len(PROMPTS))]
+        params = [SamplingParams(max_tokens=20, ignore_eos=True, seed=i) for i in range(len(PROMPTS))]
         runs = run_all(engine, PROMPTS, params)
         drafted = sum(run.metrics.draft_n for run in runs)
         assert drafted == sum(run.metrics.draft_n_accepted for run in runs)
-        assert drafted > 100 or "adaptive" in wishes
+        assert drafted > 50 or "adaptive" in wishes
 
 
 # -- invisibility ----------------------------------------------------------------------------------
@@ -261,8 +271,11 @@ def ways(hybrid: Shelf, form: str) -> dict[str, dict[str, Any]]:
     ("form", "method"),
     [
         *(("native", method) for method in ("ngram", "draft", "mtp", "mtp+ngram")),
-        *(("torch", method) for method in ("draft", "mtp")),
-        *(pytest.param("torch", method, marks=pytest.mark.slow) for method in ("ngram", "mtp+ngram")),
+        ("torch", "mtp"),
+        *(
+            pytest.param("torch", method, marks=pytest.mark.slow)
+            for method in ("ngram", "draft", "mtp+ngram")
+        ),
     ],
 )
 def test_speculation_changes_no_token(hybrid: Shelf, form: str, method: str) -> None:
@@ -361,11 +374,11 @@ def test_a_planted_fault_is_seen(
     hybrid: Shelf, fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = hybrid(mtp=True, agreeing=True)
-    plain = [run.output for run in outputs(make_engine(folder, kernels="torch"), 12)]
+    plain = [run.output for run in outputs(make_engine(folder, kernels="torch"), 9)]
     fault(monkeypatch)
     try:
         engine = make_engine(folder, kernels="torch", spec="mtp", draft_max=3, slots=3)
-        seen = [run.output for run in outputs(engine, 12)]
+        seen = [run.output for run in outputs(engine, 9)]
     except (AssertionError, RuntimeError):
         return
     assert seen != plain

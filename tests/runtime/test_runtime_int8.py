@@ -10,21 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.demo import demo_folder
 from spd.kernels.linear.eight_bits import int8_linear, int8_rows, multiplies_int8
 from spd.kernels.linear.skinny_linear import ScaledWeight
 from spd.runtime import Engine, EngineConfig, SamplingParams, make_plan
-from spd.runtime.models.moe import RoutedExperts
-from spd.runtime.models.weights import WeightForm
-from spd.runtime.plan.memory import tensor_bytes
-from tests.helpers import Damped, make_engine, random_prompts, read_model_config, run_all
+from tests.helpers import Damped, make_engine, random_prompts, run_all
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime.demo_logits import demo_logits, relative_error
-from tests.runtime.graph_stand_in import tensors_in
 
 PROMPTS = random_prompts(2, 20, 256) + random_prompts(1, 75, 256, seed=1)
 PARAMS = [SamplingParams(max_tokens=16, temperature=t, seed=7) for t in (0.0, 0.8, 1.2)]
@@ -153,37 +148,6 @@ def test_the_plan_says_how_weights_are_kept(tiny: Callable[..., Path]) -> None:
     widened = make_plan(replace(wishes, dtype="float32"))
     assert widened.weights == "float32" and "kept as float32" in widened.weights_reason
     assert json.dumps(plan.as_dict())
-
-
-@pytest.mark.parametrize("variant", ["qwen3", "qwen3_moe", "deepseek_v3"])
-def test_an_engine_holds_what_its_plan_counts(variant: str, tiny: Callable[..., Path]) -> None:
-    """Every tensor of the layers, by the byte; without the caches, tables and packed copies."""
-    folder = tiny(variant)
-    engine = make_engine(folder, dtype="bfloat16", quantize="int8")
-    model: Any = engine._device.runner.model
-    held = {t.untyped_storage().data_ptr(): t for _, t in tensors_in(list(model.layers))}
-    int8 = sum(t.untyped_storage().nbytes() for t in held.values() if t.dtype == torch.int8)
-    config = read_model_config(folder)
-    form = WeightForm("int8", vectors=True)
-    scales = sum(
-        t.untyped_storage().nbytes()
-        for p in [
-            *products(engine),
-            *(layer.mlp.experts for layer in model.layers if hasattr(layer.mlp, "experts")),
-        ]
-        for t in _scales(p)
-    )
-    wide, kept = tensor_bytes(config, "bfloat16"), tensor_bytes(config, "bfloat16", form)
-    assert int8 > 0 and wide - kept == 2 * int8 - int8 - scales
-    assert engine.plan.need.weights >= kept
-
-
-def _scales(product: Any) -> list[Tensor]:
-    if isinstance(getattr(product, "weight", None), ScaledWeight):
-        return [product.weight.scales]
-    if isinstance(product, RoutedExperts):
-        return [product.gate_up.scales, product.down.scales]  # type: ignore[union-attr]
-    return []
 
 
 def test_what_is_refused(tiny: Callable[..., Path], tmp_path: Path) -> None:

@@ -1,25 +1,23 @@
-"""Latent attention and routed experts in whole models: the naive form, published figures, equal bits."""
+"""Latent attention and routed experts in whole models: published figures, equal bits."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from spd.formats.block_config import LatentConfig
 from spd.formats.model_config import ModelConfig
 from spd.formats.rope_config import RopeConfig
-from spd.runtime.layers.base import LayerCache, Residual
+from spd.runtime.layers.base import LayerCache
 from spd.runtime.layers.rotary import inverse_frequencies
 from spd.runtime.models import families, family_layout
 from spd.runtime.models.weights import expected_tensors, scale_shape
 from spd.runtime.round.model_runner import ModelRunner
-from spd.runtime.round.rows import SlotRows, SlotView
+from spd.runtime.round.rows import SlotView
 from tests.helpers import make_engine, read_model_config
 
 pytestmark = pytest.mark.usefixtures("every_trial")
@@ -58,69 +56,6 @@ def test_the_scale_is_corrected_for_yarn_only(tiny: Callable[..., Path]) -> None
     unstretched = replace(config, rope=RopeConfig("default", 10000.0))
     for other in (without, unstretched):
         assert families.softmax_scale(other) == pytest.approx(192**-0.5, rel=1e-12)
-
-
-# -- the naive form --------------------------------------------------------------------------------
-
-
-def rotate_pairs(x: torch.Tensor, positions: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """x [T, heads, R] turned in interleaved pairs, by complex numbers."""
-    angles = positions[:, None].double() * inverse_frequencies(rope, x.shape[-1]).double()
-    pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
-    turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
-    return torch.view_as_real(turned).flatten(-2)
-
-
-def naive(x: torch.Tensor, tensors: dict[str, torch.Tensor], config: ModelConfig) -> torch.Tensor:
-    """Keys and values of every head expanded; float64, the checkpoint's own tensors, no cache."""
-    of, heads, rows = config.latent, config.num_heads, x.shape[0]
-    assert of is not None
-
-    def linear(name: str, value: torch.Tensor) -> torch.Tensor:
-        bias = tensors.get(f"{name}.bias")
-        return value @ tensors[f"{name}.weight"].double().T + (0 if bias is None else bias.double())
-
-    def norm(name: str, value: torch.Tensor, epsilon: float) -> torch.Tensor:
-        scale = (value.square().mean(-1, keepdim=True) + epsilon).rsqrt()
-        return value * scale * tensors[f"{name}.weight"].double()
-
-    h = norm("input_layernorm", x.double(), config.rms_norm_eps)
-    if of.query_rank is None:
-        query = linear("self_attn.q_proj", h)
-    else:
-        query = norm("self_attn.q_a_layernorm", linear("self_attn.q_a_proj", h), 1e-6)
-        query = linear("self_attn.q_b_proj", query)
-    query = query.view(rows, heads, -1)
-    latent, turning = linear("self_attn.kv_a_proj_with_mqa", h).split((of.rank, of.rope_dim), -1)
-    both = linear("self_attn.kv_b_proj", norm("self_attn.kv_a_layernorm", latent, 1e-6))
-    still, value = both.view(rows, heads, -1).split((of.nope_dim, of.value_dim), -1)
-    positions = torch.arange(rows)
-    key = torch.cat((still, rotate_pairs(turning[:, None], positions, config.rope).expand(-1, heads, -1)), -1)
-    turned = rotate_pairs(query[..., of.nope_dim :], positions, config.rope)
-    query = torch.cat((query[..., : of.nope_dim], turned), -1)
-    scores = torch.einsum("qhd,khd->hqk", query, key) * families.softmax_scale(config)
-    scores = scores.masked_fill(torch.ones(rows, rows).triu(1).bool(), -math.inf).softmax(-1)
-    return linear("self_attn.o_proj", torch.einsum("hqk,khd->qhd", scores, value).flatten(1))
-
-
-@pytest.mark.parametrize("variant", ["deepseek_v3", "deepseek_v3_lite", "deepseek_v3_bias"])
-def test_the_absorbed_form_is_the_naive_one(tiny: Callable[..., Path], variant: str) -> None:
-    folder = tiny(variant)
-    config, runner = read_model_config(folder), make_engine(folder)._device.runner
-    stored = load_file(folder / "model.safetensors")
-    prefix = "model.layers.0."
-    tensors = {name.removeprefix(prefix): t for name, t in stored.items() if name.startswith(prefix)}
-    x = torch.randn(32, config.hidden_size, generator=torch.Generator().manual_seed(0))
-    view = SlotView(32, range(2, 10))
-    with torch.inference_mode():
-        table, ids = runner.page_row(view.pages, 8)[None], torch.zeros(1, 32, dtype=torch.long)
-        rows = runner.prompt_rows(ids, 0, table)
-        batch = runner._batch(SlotRows(rows, table, [view]), 32)
-        model = runner.model
-        attention = model.layers[0].attention
-        found = attention(Residual(x), model.rotary_rows(batch), batch, runner.cache.layers[0])
-    added = found.x.double() - x.double()
-    assert (added - naive(x, tensors, config)).abs().max() < 1e-5
 
 
 # -- equal bits ------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +15,18 @@ from spd.errors import CheckpointError, IncompatibleError
 from spd.formats.checkpoint import Checkpoint
 from spd.runtime import EngineConfig, SamplingParams, make_plan
 from spd.runtime.load import loader
-from spd.runtime.load.dummy_weights import dummy_fill
-from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import Cut
-from spd.runtime.models.weights import expected_tensors
 from tests.helpers import (
     cut_when_read,
     edit_config,
     edit_weights,
     make_engine,
     random_prompts,
-    read_model_config,
     refused_weights,
     run_all,
 )
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny_eagle3 import write_tiny_pair
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -102,80 +96,6 @@ def test_faults_of_blocks_in_one_message(tiny: Callable[..., Path], tmp_path: Pa
     said = refused_weights(folder, spoil)
     assert "5 missing, 1 of another shape" in said
     assert all(name in said for name in gone) and "shape is [64, 31], expected [128, 32]" in said
-
-
-WIDTHS = {"hidden": 144, "intermediate": 160}
-"""More than a block of FP8 each, the last one partial."""
-
-
-@pytest.fixture
-def filled(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
-    """What a loader's random fill wrote, by the checkpoint's names."""
-    tensors: dict[str, torch.Tensor] = {}
-
-    def watched(*arguments: Any) -> Callable[[Mapping[str, torch.Tensor]], None]:
-        fill = dummy_fill(*arguments)
-
-        def both(views: Mapping[str, torch.Tensor]) -> None:
-            fill(views)
-            tensors.update({name: view.clone() for name, view in views.items()})
-
-        return both
-
-    monkeypatch.setattr(loader, "dummy_fill", watched)
-    return tensors
-
-
-def documented_deviation(name: str, columns: int, tied: bool) -> float:
-    """A product is as large as its input; logits deviate by 3, and an MLP is four times as loud."""
-    gain = 3.0 if name == ("model.embed_tokens.weight" if tied else "lm_head.weight") else 1.0
-    return (4.0 if name.endswith("down_proj.weight") else gain) / columns**0.5
-
-
-def spread_as(tensor: torch.Tensor, deviation: float) -> bool:
-    """Whether so many normal numbers may lie so: five standard errors, and what FP8 rounds."""
-    values, count = tensor.double(), tensor.numel()
-    near = abs(float(values.std()) / deviation - 1) < 5 / (2 * count) ** 0.5 + 0.01
-    return bool(values.any()) and near and abs(float(values.mean())) < 5 * deviation / count**0.5
-
-
-@pytest.mark.parametrize(
-    ("variant", "form"),
-    [("tied", ""), ("biases", ""), ("qwen3", "int8"), ("deepseek_v3", "fp8")],
-)
-def test_dummy_weights_are_normal_numbers_and_never_zeros(
-    tiny: Callable[..., Path], tmp_path: Path, filled: dict[str, torch.Tensor], variant: str, form: str
-) -> None:
-    source = tiny(
-        variant, **({} if form == "" else WIDTHS), **({"dtype": "bfloat16"} if form == "fp8" else {})
-    )
-    folder = write_twin(source, tmp_path / "twin") if form == "fp8" else source
-    wishes: dict[str, Any] = {"kernels": "triton"} if form else {}
-    wishes |= {"quantize": "int8"} if form == "int8" else {}
-    make_engine(folder, load="dummy", **wishes)
-    config = read_model_config(folder)
-    wanted = expected_tensors(config, family_layout(config))
-    assert set(wanted) == {name for name in filled if not name.endswith("_scale_inv")}
-    matrices: dict[tuple[int, ...], list[torch.Tensor]] = {}
-    for name, tensor in filled.items():
-        scale = filled.get(f"{name}_scale_inv")
-        if name.endswith("norm.weight"):
-            assert (tensor == 1).all(), name
-        elif name.endswith("_scale_inv"):
-            assert form == "fp8" and f"{name.removesuffix('_scale_inv')}" in filled
-        elif tensor.dim() == 1:
-            assert spread_as(tensor, 0.02), name
-        else:
-            deviation = documented_deviation(name, tensor.shape[1], config.tie_embeddings)
-            if scale is not None:
-                assert tensor.dtype == torch.float8_e4m3fn and scale.unique().tolist() == [
-                    pytest.approx(deviation)
-                ]
-            assert spread_as(tensor, deviation if scale is None else 1.0), name
-            others = matrices.setdefault(tuple(tensor.shape), [])
-            assert not any(torch.equal(tensor.float(), other) for other in others), name
-            others.append(tensor.float())
-    assert sum(map(len, matrices.values())) > 10 and (form == "fp8") == any("_scale_inv" in n for n in filled)
 
 
 def test_a_draft_with_another_vocabulary_is_refused(tiny: Callable[..., Path], copied: Path) -> None:

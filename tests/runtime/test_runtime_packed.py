@@ -73,12 +73,13 @@ def test_words_of_every_width(bits: int, count: int) -> None:
     assert torch.equal(unpacked_words(packed_twin.words(codes, bits), bits, count), codes.to(torch.uint8))
 
 
-def spoken(folder: Path, count: int = 12, vocab: int = 256, **wishes: Any) -> list[Any]:
+def spoken(folder: Path, count: int = 6, vocab: int = 256, **wishes: Any) -> list[Any]:
     params = [SamplingParams(max_tokens=count), SamplingParams(max_tokens=count, temperature=0.8, seed=1)]
     engine = make_engine(folder, **{"dtype": "float32", "kernels": "torch", **wishes})
     return [run.output for run in run_all(engine, random_prompts(2, 2 * count, vocab), params)]
 
 
+@pytest.mark.covers(count=6)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_twin_speaks_as_its_dequantised_copy(way: str, tiny: Tiny, tmp_path: Path) -> None:
     twin, plain = write_twins(tiny("qwen3", **SIZES), tmp_path, way)

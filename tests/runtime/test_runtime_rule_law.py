@@ -7,6 +7,7 @@ counts of texts drawn with the real noise.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from spd.runtime.round.sampler import Sampler
 from spd.runtime.round.sampling_params import SamplingParams
 from tests.runtime import seeded_faults as fault
 from tests.runtime.round_law import EVERYTHING, MIN_TOKENS, PENALTIES, PLAIN, STOPS_AND_LIMIT, TRUNCATION
-from tests.runtime.rule_law import RULES, RuleCase, check_rule, drawn_texts
+from tests.runtime.rule_law import RULES, Passing, RuleCase, check_rule, drawn_texts
 from tests.runtime.seeded_faults import Mutation, Patch
 from tests.runtime.target_law import PROMPT
 from tests.runtime.test_runtime_sampler import FALSE_ALARM, assert_fair
@@ -112,7 +113,40 @@ def kept_of_the_first_drafting(patch: Patch) -> None:
     patch.setattr(Sampler, "draw_draft", changed)
 
 
+def last_token(change: Callable[..., Tensor]) -> Mutation:
+    """Another law of the last token, given the right one and its arguments."""
+    right = draft_verify.last_token_weights
+    return lambda patch: patch.setattr(draft_verify, "last_token_weights", lambda *a: change(right, *a))
+
+
+def block_chances(change: Callable[..., tuple[Tensor, Tensor]]) -> Mutation:
+    """Other chances of a block's prefixes, and joint ratios, given the right ones and their arguments."""
+    right = draft_verify.block_chances
+    return lambda patch: patch.setattr(draft_verify, "block_chances", lambda *a: change(right, *a))
+
+
+def passed(change: Callable[[Tensor], Tensor]) -> Mutation:
+    """Other tests than the comparison says passed."""
+    right = Passing.__lt__
+    return lambda patch: patch.setattr(Passing, "__lt__", lambda self, chances: change(right(self, chances)))
+
+
+def uncapped(right: Callable[..., tuple[Tensor, Tensor]], *arguments: Tensor) -> tuple[Tensor, Tensor]:
+    joint = draft_verify.draft_ratios(*arguments[:3]).cumprod(dim=-1)
+    joint = torch.cat((torch.ones_like(joint[:, :1]), joint), dim=1).clamp(max=1)
+    return right(*arguments)[0], joint
+
+
+def unclamped(right: Callable[..., Tensor], p: Tensor, q: Tensor, x: Tensor, *rest: Tensor) -> Tensor:
+    n, a, _ = rest
+    at = a.clamp(max=1)[:, None, None].expand(-1, 1, 3)
+    residual = (p[:, :-1] - q).abs().gather(1, at)[:, 0]
+    return torch.where((a < n)[:, None], residual, right(p, q, x, *rest))
+
+
 TWO = RuleCase((2,), seed=5)
+SINGLY = RuleCase((2,), seed=5, rule="rejection")
+THREE = RuleCase((3,), seed=5)
 CERTAIN = RuleCase((2,), seed=5, drawn=False)
 
 
@@ -152,15 +186,46 @@ MUTANTS: dict[str, tuple[Mutation, RuleCase]] = {
         dataclasses.replace(CERTAIN, rule="rejection"),
     ),
     "a block is tested one by one": (
-        lambda patch: patch.setattr(
-            draft_verify,
-            "block_chances",
-            lambda p, q, x, n: (
+        block_chances(
+            lambda _, p, q, x, n: (
                 draft_verify.draft_ratios(p, q, x).clamp(max=1),
-                torch.ones_like(p[:, :, 0]),
-            ),
+                torch.ones_like(p[..., 0]),
+            )
         ),
         TWO,
+    ),
+    "the target's row for the residual": (
+        last_token(lambda right, p, q, x, n, a, s: right(p, q, x, a, a, s)),
+        SINGLY,
+    ),
+    "the residual is not clamped": (last_token(unclamped), SINGLY),
+    "the residual comes from the next row": (
+        last_token(lambda right, p, *rest: right(p.roll(-1, 1), *rest)),
+        SINGLY,
+    ),
+    "the bonus comes from the last row": (
+        last_token(
+            lambda right, p, q, x, n, a, s: torch.where((a == n)[:, None], p[:, -1], right(p, q, x, n, a, s))
+        ),
+        SINGLY,
+    ),
+    "a draft after a rejected one is accepted": (
+        passed(lambda tests: tests.flip(-1).cumsum(dim=-1).flip(-1) > 0),
+        SINGLY,
+    ),
+    "a block ends at its first failure": (passed(lambda tests: tests.long().cumprod(dim=-1) > 0), THREE),
+    "a block's residual is not scaled": (
+        last_token(lambda right, *given: right(*given[:-1], torch.ones_like(given[-1]))),
+        THREE,
+    ),
+    "a block's joint ratio is capped at the end only": (block_chances(uncapped), THREE),
+    "a block's inner prefixes pass by the joint ratio": (
+        block_chances(lambda right, *given: (right(*given)[1][:, 1:], right(*given)[1])),
+        THREE,
+    ),
+    "a shorter block is taken for a whole one": (
+        block_chances(lambda right, p, q, x, n: right(p, q, x, torch.full_like(n, x.shape[1]))),
+        THREE,
     ),
     "accepted drafts are not counted": (
         fault.operation("round_commit", lambda a: {"generated": None}),

@@ -13,7 +13,7 @@ from spd.errors import UsageError
 from spd.runtime import Request, SamplingParams
 from spd.runtime.engine.grammar import Grammar
 from spd.runtime.engine.request import GrammarText, ThinkingBudget
-from tests.helpers import make_engine, random_prompts, run_requests
+from tests.helpers import quick_engine, random_prompts, run_requests
 
 BEGIN, END = 300, 301
 PROMPT = random_prompts(1, 12, 256)[0]
@@ -41,7 +41,7 @@ def asked(temperature: float) -> list[Request]:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_text_is_the_same_however_it_is_made(target: Path, temperature: float) -> None:
-    runs = run_requests(make_engine(target), asked(temperature))
+    runs = run_requests(quick_engine(target), asked(temperature))
     plain = {request.id: run for request, run in zip(asked(temperature), runs, strict=True)}
     free = plain["free"].tokens
     assert END not in free, "else another seed"
@@ -56,7 +56,7 @@ def test_the_text_is_the_same_however_it_is_made(target: Path, temperature: floa
         {"spec": "draft", "draft_model": target, "draft_max": 4, "lag": 2},
     )
     for wishes in methods:
-        runs = run_requests(make_engine(target, slots=6, **wishes), asked(temperature))
+        runs = run_requests(quick_engine(target, slots=6, **wishes), asked(temperature))
         assert [run.output for run in runs] == [run.output for run in plain.values()], wishes
 
 
@@ -85,4 +85,4 @@ def test_refused(target: Path) -> None:
     with pytest.raises(UsageError, match="thinking budget -1 is out of range"):
         ThinkingBudget(-1, END)
     with pytest.raises(UsageError, match="token id 5000 is out of range"):
-        make_engine(target).add(Request("x", PROMPT, SamplingParams(), thinking=ThinkingBudget(1, 5000)))
+        quick_engine(target).add(Request("x", PROMPT, SamplingParams(), thinking=ThinkingBudget(1, 5000)))

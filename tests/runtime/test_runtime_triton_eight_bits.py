@@ -15,9 +15,7 @@ from safetensors.torch import load_file, save_file
 from spd.kernels.linear.skinny_linear import ScaledWeight
 from spd.runtime import Engine, EngineConfig, SamplingParams, make_plan
 from spd.runtime.layers.linear import SkinnyLinear
-from spd.runtime.round.limits import NUM_RESERVED
-from spd.runtime.round.rows import SlotView
-from tests.helpers import INTERPRETED, Damped, Run, few_programs, make_engine, random_prompts, run_all
+from tests.helpers import INTERPRETED, Damped, Run, few_programs, make_engine, run_all
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny_mtp import write_tiny_mtp
 
@@ -139,30 +137,6 @@ def test_the_same_text_with_every_drafter(
 # -- the weights as they are kept ------------------------------------------------------------------
 
 
-def logits_of(engine: Engine, ids: tuple[int, ...]) -> torch.Tensor:
-    """Float32 logits [T, V] of a window."""
-    view = engine._device.runner
-    pages = list(range(NUM_RESERVED, NUM_RESERVED + view.pages_per_block))
-    table = view.page_row(pages, len(pages))[None]
-    with torch.inference_mode():
-        rows = view.prompt_rows(torch.tensor([ids]), 0, table)
-        return view.logits(view.forward(rows, table, [SlotView(len(ids), pages)]).hidden)[0]
-
-
-def test_blocks_are_what_they_are_multiplied_out(folders: dict[str, Path]) -> None:
-    """FP8 kept against FP8 widened: roundings of float32 alone; against what was quantised: bounded."""
-    ids = random_prompts(1, 7, VOCAB, seed=4)[0]
-    for name in ("dense", "latent"):
-        kept, widened, source = (
-            logits_of(make_engine(folders[folder], kernels=kernels, ctx=128), ids)
-            for folder, kernels in ((f"{name}-fp8", "triton"), (f"{name}-fp8", "torch"), (name, "torch"))
-        )
-        spread = source.std()
-        assert (kept - widened).abs().max() < 1e-4 * spread
-        error = float((widened - source).square().mean().sqrt() / spread)
-        assert 1e-3 < error < 0.2, "three bits of mantissa"
-
-
 @pytest.mark.parametrize("ue8m0", [False, True])
 def test_every_kept_matrix_bit_for_bit(tiny: Callable[..., Path], tmp_path: Path, ue8m0: bool) -> None:
     """Values and scales of fused matrices, against what the loader multiplies out."""
@@ -246,30 +220,3 @@ def test_blocks_of_another_size_are_multiplied_out(tiny: Callable[..., Path], tm
         assert plan.weights == "float32" and why in plan.weights_reason
     config = json.loads((twin / "config.json").read_text())
     assert config["quantization_config"]["weight_block_size"] == [16, 16]
-
-
-def test_random_weights_of_a_configuration(folders: dict[str, Path]) -> None:
-    """`--load dummy` keeps FP8 too, with scales that keep a product as large as its input."""
-    for folder in ("dense-fp8", "latent-fp8"):
-        engine = make_engine(folders[folder], kernels="triton", ctx=128, load="dummy")
-        assert engine.plan.weights == "fp8" and any(scaled_products(engine).values())
-        weight = layers_of(engine)[0].attention.output.weight
-        assert float(weight.plain(torch.float32).std()) == pytest.approx(weight.shape[1] ** -0.5, rel=0.1)
-        logits = logits_of(engine, PROMPT[0])
-        assert logits.isfinite().all() and 0.5 < float(logits.std()) < 12
-
-
-@pytest.mark.parametrize("weights", ["fp8", pytest.param("int8", marks=SLOW)])
-def test_a_prompt_chunk(folders: dict[str, Path], weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from spd.runtime.plan import memory
-
-    monkeypatch.setattr(memory, "CHUNK", {"torch": 64, "triton": 64})
-    prompt, params = random_prompts(1, 66, VOCAB, seed=6), [SamplingParams(max_tokens=3)]
-    folder, wishes = (
-        (folders["dense-fp8"], {}) if weights == "fp8" else (folders["dense"], {"quantize": "int8"})
-    )
-    first, second = (
-        run_all(make_engine(folder, kernels=kernels, ctx=128, **wishes), prompt, params)
-        for kernels in ("torch", "triton")
-    )
-    assert [run.output for run in second] == [run.output for run in first]

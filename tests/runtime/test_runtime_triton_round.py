@@ -113,7 +113,7 @@ def _counted(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, co
         return with_operations(found, **{name: count(name, getattr(found, name)) for name in OPERATIONS})
 
     monkeypatch.setattr(assembly, "load_kernels", load)
-    monkeypatch.setattr(memory, "CHUNK", {"torch": 64, "triton": 64})
+    monkeypatch.setattr(memory, "CHUNK", {"torch": 32, "triton": 32})
     few_programs(monkeypatch)
 
 
@@ -159,7 +159,7 @@ METHODS = ("off", "ngram", "draft", "draft+ngram")
 
 @pytest.mark.parametrize(
     ("method", "count"),
-    [("draft", 7), *(pytest.param(method, 16, marks=SLOW) for method in METHODS)],
+    [("draft", 5), *(pytest.param(method, 16, marks=SLOW) for method in METHODS)],
 )
 def test_every_method(
     target: Path, methods: Methods, no_host_reads: HostWatch, method: str, count: int
@@ -179,7 +179,7 @@ def test_every_method(
     ("method", "rule", "count"),
     [
         ("ngram", "rejection", 4),
-        ("draft+ngram", "block", 5),
+        ("draft+ngram", "block", 4),
         pytest.param("draft", "block", 5, marks=SLOW),
         pytest.param("ngram", "block", 16, marks=SLOW),
         pytest.param("draft", "rejection", 16, marks=SLOW),
@@ -198,12 +198,12 @@ def test_rules_that_test_a_drafts_probability(
 def test_every_step_of_sampling(target: Path, methods: Methods) -> None:
     """Two slots: truncation, penalties, a bias, a minimum length, stops and log-probabilities."""
     params = [
-        SamplingParams(max_tokens=6, temperature=0.9, top_p=0.8, top_k=40, min_p=0.01, frequency_penalty=0.3),
+        SamplingParams(max_tokens=4, temperature=0.9, top_p=0.8, top_k=40, min_p=0.01, frequency_penalty=0.3),
         SamplingParams(
-            max_tokens=6,
+            max_tokens=4,
             repetition_penalty=1.3,
             logit_bias=((5, 3.0), (6, -50.0)),
-            min_tokens=4,
+            min_tokens=3,
             stop_token_ids=(5, 7, 11),
             logprobs=2,
         ),
@@ -211,7 +211,7 @@ def test_every_step_of_sampling(target: Path, methods: Methods) -> None:
     prompts = [PROMPT[0], random_prompts(1, 5, 97)[0]]
     first, second = both(target, prompts, params, slots=2, lag=1, **methods["draft"])
     assert_same(first, second)
-    assert len(second[1].logprobs) == len(second[1].tokens) >= 4
+    assert len(second[1].logprobs) == len(second[1].tokens) >= 3
     assert second[1].logprobs == pytest.approx(first[1].logprobs, abs=1e-4)
 
 
@@ -221,7 +221,7 @@ def test_a_family_that_slides_and_caps(tmp_path: Path, methods: Methods) -> None
     folder = write_dense(tmp_path / "target", "gemma2", layers=2, **shape)
     draft = {**methods["draft"], "draft_model": write_dense(tmp_path / "draft", "gemma2", layers=1, **shape)}
     prompts = [random_prompts(1, n, 97, seed=n)[0] for n in (66, 30)]
-    params = [SamplingParams(max_tokens=4, temperature=t, seed=3) for t in (0.0, 0.8)]
+    params = [SamplingParams(max_tokens=3, temperature=t, seed=3) for t in (0.0, 0.8)]
     first, second = both(folder, prompts, params, slots=2, **draft)
     assert_same(first, second)
     assert sum(run.metrics.draft_n_accepted for run in first) > 0
@@ -242,10 +242,10 @@ def test_an_mtp_head_of_two_modules(tmp_path: Path) -> None:
     """A chunk of the prompt and its tail through the modules, then rounds of three drafts."""
     shape = {"layers": 2, **SHAPE}
     target = write_tiny_mtp(tmp_path / "head", family="mimo", modules=2, kind="copy", **shape)
-    prompt, params = random_prompts(1, 66, 97, seed=4), [SamplingParams(max_tokens=6)]
-    first, second = both(target, prompt, params, ctx=192, spec="mtp", draft_max=3)
+    prompt, params = random_prompts(1, 34, 97, seed=4), [SamplingParams(max_tokens=4)]
+    first, second = both(target, prompt, params, ctx=128, spec="mtp", draft_max=3)
     assert_same(first, second)
-    assert sum(len(record.draft) for record in second[0].rounds) >= 3
+    assert sum(len(record.draft) for record in second[0].rounds) >= 2
 
 
 def test_a_deepseek_head(tmp_path: Path) -> None:
@@ -253,12 +253,12 @@ def test_a_deepseek_head(tmp_path: Path) -> None:
     shape = {"layers": 2, **LATENT_SHAPE}
     target = write_tiny_mtp(tmp_path / "head", family="deepseek", variant="deepseek_v3", kind="copy", **shape)
     prompt, params = (
-        random_prompts(1, 66, 97, seed=4),
-        [SamplingParams(max_tokens=5, temperature=0.8, seed=3)],
+        random_prompts(1, 34, 97, seed=4),
+        [SamplingParams(max_tokens=4, temperature=0.8, seed=3)],
     )
     first, second = both(target, prompt, params, spec="mtp", draft_max=2)
     assert_same(first, second)
-    assert sum(len(record.draft) for record in second[0].rounds) > 2
+    assert sum(len(record.draft) for record in second[0].rounds) >= 2
 
 
 def test_a_hybrid_and_its_head(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_a_hybrid_and_its_head(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 2, "full_attention_interval": 2, "num_attention_heads": 2}
     sizes |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_value_head_dim": 16}
     folder = write_tiny_hybrid(tmp_path, mtp=True, agreeing=True, **sizes)
-    prompts = [random_prompts(1, n, 256, seed=n)[0] for n in (66, 9)]
+    prompts = [random_prompts(1, n, 256, seed=n)[0] for n in (34, 9)]
     params = [SamplingParams(max_tokens=6, temperature=t, seed=3, ignore_eos=True) for t in (0.0, 0.8)]
     first, second = both(folder, prompts, params, slots=2, spec="mtp", draft_max=2)
     assert_same(first, second)
@@ -275,16 +275,16 @@ def test_a_hybrid_and_its_head(tmp_path: Path) -> None:
 
 
 def test_mamba_layers(tmp_path: Path) -> None:
-    """Granite 4: three layers that keep states and one that attends, over a chunk of a prompt."""
+    """Granite 4: a layer that keeps states and one that attends, over a chunk of a prompt."""
     sizes = {name: SHAPE[name] for name in ("vocab", "tokenizer", "seed", "intermediate")}
-    config = {"shared_intermediate_size": 48}
-    folder = write_dense(tmp_path, "granite_hybrid", **sizes, config=config, residual_gain=damped)
-    prompts = [random_prompts(1, n, 97, seed=n)[0] for n in (66, 9)]
-    params = [SamplingParams(max_tokens=5, temperature=t, seed=3) for t in (0.0, 0.8)]
+    config = {"shared_intermediate_size": 48, "layer_types": ["mamba", "attention"]}
+    folder = write_dense(tmp_path, "granite_hybrid", layers=2, **sizes, config=config, residual_gain=damped)
+    prompts = [random_prompts(1, n, 97, seed=n)[0] for n in (34, 9)]
+    params = [SamplingParams(max_tokens=4, temperature=t, seed=3) for t in (0.0, 0.8)]
     wishes = {"spec": "draft", "draft_model": folder, "draft_max": 2}
     first, second = both(folder, prompts, params, slots=2, **wishes)
     assert_same(first, second)
-    assert tally(first)[0] == tally(first)[1] >= 4
+    assert tally(first)[0] == tally(first)[1] >= 2
 
 
 def test_short_convolutions(tmp_path: Path, methods: Methods) -> None:
@@ -292,12 +292,12 @@ def test_short_convolutions(tmp_path: Path, methods: Methods) -> None:
     folder = write_dense(
         tmp_path, "lfm2", layers=3, **SHAPE, config={"block_ff_dim": 72}, residual_gain=damped
     )
-    prompts = [random_prompts(1, n, 97, seed=n)[0] for n in (66, 9)]
-    params = [SamplingParams(max_tokens=6, temperature=t, seed=3) for t in (0.0, 0.8)]
+    prompts = [random_prompts(1, n, 97, seed=n)[0] for n in (34, 9)]
+    params = [SamplingParams(max_tokens=4, temperature=t, seed=3) for t in (0.0, 0.8)]
     wishes = {"spec": "draft", "draft_model": folder, "draft_max": 2}
     first, second = both(folder, prompts, params, slots=2, **wishes)
     assert_same(first, second)
-    assert tally(first)[0] == tally(first)[1] > 4
+    assert tally(first)[0] == tally(first)[1] >= 2
 
 
 EAGLES: dict[str, dict[str, Any]] = {

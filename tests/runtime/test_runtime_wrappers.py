@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from spd.runtime import SamplingParams
-from spd.runtime.round.rows import SlotView
-from tests.helpers import make_engine, random_prompts, run_all
+from tests.helpers import make_engine, random_prompts, speaks_as
 from tests.recipes.tiny import write_tokenizer
 
 SMALL = {
@@ -86,26 +84,10 @@ def test_text_of_a_saved_wrapper_equals_transformers(
     transformers = pytest.importorskip("transformers")
     made = getattr(transformers, name)
     facts = made.config_class(**{"tie_word_embeddings": False, **config}, architectures=[name])
-    prompt = random_prompts(1, 90, 250, seed=3)[0]
-    ids = torch.tensor([prompt])
     with torch.inference_mode():
         reference = made(facts).eval()
         shaken(reference)
         reference.save_pretrained(tmp_path)
-        expected = reference(input_ids=ids).logits[0]
     write_tokenizer(tmp_path, 320, 512)
-    engine = make_engine(tmp_path)
-    with torch.inference_mode():
-        runner, view = engine._device.runner, SlotView(90, list(range(2, 10)))
-        table = runner.page_row(view.pages, 8)[None]
-        found = []
-        for start, stop in ((0, 64), (64, 90)):
-            out = runner.forward_prompt(ids, start, stop, table, view.pages, chunked=stop == 64)
-            found.append(runner.logits(out.hidden)[0])
-        assert (torch.cat(found) - expected).abs().max() < 1e-4
-        mask = torch.ones_like(ids)
-        options = {"max_new_tokens": 64, "do_sample": False, "pad_token_id": 256}
-        whole = reference.generate(input_ids=ids, attention_mask=mask, **options)
-    run = run_all(engine, [prompt], [SamplingParams(max_tokens=64)])[0]
-    assert run.tokens == whole[0, 90:].tolist()
+    speaks_as(reference, make_engine(tmp_path), random_prompts(1, 90, 250, seed=3)[0])
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [name]

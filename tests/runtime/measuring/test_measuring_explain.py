@@ -13,9 +13,7 @@ import pytest
 
 from spd.errors import UsageError
 from spd.runtime.engine.metrics import RoundRecord
-from spd.runtime.lab.cost_model import Acceptance
 from spd.runtime.lab.explain import (
-    Explanation,
     Trace,
     TraceHeader,
     bottleneck,
@@ -82,13 +80,6 @@ def test_acceptance_that_falls_with_k_is_foreseen_from_what_was_held(left_out: i
     assert explain_traces([together]).acceptance.held == {}, "adaptive k tells nothing of other k"
 
 
-def test_only_a_little_more_than_what_was_held_is_weighed() -> None:
-    found = explain_traces([make_trace(0, 0.0), make_trace(3, 0.8)])
-    assert [prospect.k for prospect in found.own] == [1, 2, 3, 4, 5] and found.best.k <= 5
-    few = Acceptance((0.2, 0.1, 0.1))  # all six rounds that got so far accepted the third, too
-    assert few.length(5) < 1 + 0.4 + 0.1 * (0.75 + 0.75**2)
-
-
 def test_rounds_of_lookup_alone_say_nothing_of_a_model_beside_it() -> None:
     """They come where text is copied, and more tokens at a time than the model drafts."""
     trace = make_trace(3, 0.5)
@@ -114,24 +105,6 @@ def test_no_length_is_advised_beside_lookup(method: str, advised: bool) -> None:
     found = explain_traces(traces)
     assert (found.k, found.best.method) == (1, method) and found.best.k > 1
     assert ("--draft-max" in found.as_dict()["try"]) is advised
-
-
-def test_what_a_plan_adds_to_the_words() -> None:
-    """Acceptance that was imposed, and states that each round moves."""
-    trace = make_trace(3, 0.8)
-    said = {False: paragraph(explain_traces([trace]))}
-    trace.header = TraceHeader("m", 0.0, {"synthetic_acceptance": 2.5, "state_bytes": 48 << 20})
-    assert explain_traces([trace]).as_dict()["acceptance"] == "imposed"
-    said[True] = paragraph(explain_traces([trace]))
-    for words in ("Acceptance was imposed", "Recurrent states, 48.00 MiB, are read and written once a round"):
-        assert [words in text for text in said.values()] == [False, True]
-
-
-def test_plain_decoding_is_carried_over_where_no_plain_round_was_seen() -> None:
-    found = explain_traces([make_trace(2, 0.7), make_trace(4, 0.7)])
-    assert not found.costs.plain_measured and "holds no plain rounds" in paragraph(found)
-    assert found.plain.round_ms == pytest.approx(10.6, rel=0.1)
-    assert found.as_dict()["break_even"]["4"] == pytest.approx((11.0 + 4 + 0.4) / 10.6, rel=0.1)
 
 
 GOOD, WIDE, NARROW = (10.0, 0.2), (6.0, 2.5), (5.0, 1.5)
@@ -202,21 +175,3 @@ def test_a_damaged_line_of_a_trace_is_named(tmp_path: Path, line: int, change: d
     path.write_text("\n".join(lines))
     with pytest.raises(UsageError, match=rf"trace, line {line} is no round of a trace"):
         read_trace(path)
-
-
-@pytest.mark.parametrize("text", ["{}", '{"schema": "spd.bench/1", "rows": []}', "[1]", '{"requ', "3"])
-def test_one_line_that_is_no_trace_is_not_taken_for_a_cut_one(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "other"
-    path.write_text(text)
-    with pytest.raises(UsageError, match="other, line 1 is no round of a trace"):
-        read_trace(path)
-    path.write_text(f"{write(path, make_trace(3, 0.5, rounds=20)).read_text()}{{}}")
-    with pytest.raises(UsageError, match=r"line \d+ is no round of a trace"):
-        read_trace(path)
-
-
-def test_an_explanation_is_plain_json() -> None:
-    found: Explanation = explain_traces([make_trace(4, 0.7, temperature=0.5)])
-    shown = json.loads(json.dumps(found.as_dict()))
-    assert shown["schema"] == "spd.explain/1" and shown["best"]["k"] == found.best.k
-    assert shown["words"] == paragraph(found)

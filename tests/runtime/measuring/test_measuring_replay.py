@@ -24,7 +24,6 @@ from spd.runtime.lab.replay import (
 from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import Damped, random_prompts
 from tests.runtime import seeded_faults as planted
-from tests.runtime.measuring.drafts_again import draft_replay, lag_parity
 
 Pair = tuple[EngineConfig, EngineConfig]
 
@@ -54,10 +53,6 @@ def test_the_engine_passes(pair: Pair) -> None:
     result = replay_requests(plain, late, requests())
     assert result.differences == [] and result.texts == 8 and result.tokens == 8 * 24
     assert result.speculated > 20 and promised_equal(result.plans)
-    parity = lag_parity(late, result.candidate)
-    assert parity.rounds > 50 and parity.differing == 0
-    drafts = draft_replay(result.plans[1], result.candidate, 24, seed=0)
-    assert drafts is not None and (drafts.rounds, drafts.differing) == (24, 0)
 
 
 def test_the_demo_across_a_quarter_of_a_thousand_positions() -> None:
@@ -105,46 +100,6 @@ def test_a_planted_fault_changes_tokens(
     assert not all(difference.near_tie for difference in result.differences)
     if first.margin is not None:  # the reference's own token has its best score
         assert first.margin >= 0
-
-
-def test_beside_lookup_the_model_drafts_from_the_text(pair: Pair) -> None:
-    """Drafts that lookup made are left out: they are not what the model says."""
-    plain, spec = pair
-    both = replace(spec, spec="draft+ngram", ngram_min=1)
-    result = replay_requests(plain, both, requests(40))
-    assert any(record.match for record in result.candidate.records)
-    drafts = draft_replay(result.plans[1], result.candidate, 60, seed=0)
-    assert drafts is not None and drafts.rounds > 40 and drafts.differing == 0
-
-
-def test_a_leaking_draft_cache_changes_drafts_only(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted.operation("draft_step", after=planted.draft_kv_one_off)(monkeypatch)
-    result = replay_requests(*pair, requests())
-    assert result.differences == []
-    drafts = draft_replay(result.plans[1], result.candidate, 24, seed=0)
-    assert drafts is not None and drafts.differing > 0 and drafts.first is not None
-
-
-def test_a_race_is_seen_in_the_acceptance(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drafter that reads a length which is not yet written, as happens only when the host runs ahead."""
-    from spd.runtime.round.round_queue import RoundQueue
-
-    launch = RoundQueue.launch
-
-    def changed(self: RoundQueue, *arguments: object) -> object:
-        if self.__dict__.get("ahead", 0) % 5 == 4 and late[0]:
-            self.state.draft.fill_(7)
-        self.__dict__["ahead"] = self.__dict__.get("ahead", 0) + 1
-        return launch(self, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(RoundQueue, "launch", changed)
-    late = [True]
-    spec = replace(pair[1], lag=2)
-    result = replay_requests(pair[0], spec, requests())
-    assert result.differences == []
-    late[0] = False
-    parity = lag_parity(spec, result.candidate)
-    assert parity.differing > 0 and parity.first is not None
 
 
 @pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16")])

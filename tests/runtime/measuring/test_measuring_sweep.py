@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from spd.errors import IncompatibleError, UsageError
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime import EngineConfig
 from spd.runtime.lab.load import Load, Work
-from spd.runtime.lab.prompt_set import Prompt, Question, choose, encode_questions, read_prompts
+from spd.runtime.lab.prompt_set import Prompt, Question, encode_questions, read_prompts
 from spd.runtime.lab.rows import make_rows
 from spd.runtime.lab.sweep import Settings, Sweep
 from tests.helpers import random_prompts
@@ -96,30 +95,6 @@ def test_imposed_acceptance_is_labelled_and_not_compared(tiny: Callable[..., Pat
     assert {row["method"]: row["acceptance"] for row in rows} == {"plain": "natural", "ngram": "imposed"}
 
 
-def test_the_number_of_repetitions_follows_from_the_time(tiny: Callable[..., Path]) -> None:
-    sweep = make_sweep(tiny(), Settings(temperatures=(0.0,), max_tokens=2, repetitions=None, seconds=0.0))
-    sweep.run()
-    assert {sample.repetition for sample in sweep.samples} == {0, 1, 2}
-
-
-def test_its_own_prompts() -> None:
-    prompts = read_prompts()
-    assert {prompt.category for prompt in prompts} == {"code", "edit", "summarise", "reasoning", "creative"}
-    assert len({prompt.text for prompt in prompts}) == len(prompts) == 20
-    assert [p.name for p in choose(prompts, ["edit", "code"], 1)] == ["edit/1", "code/1"]
-
-
-@pytest.mark.parametrize(("category", "said"), [("all", "all stands for"), ("", ""), (3, "")])
-def test_a_category_of_ones_own_is_no_other(tmp_path: Path, category: object, said: str) -> None:
-    """A row over all categories is called all."""
-    path = tmp_path / "p.jsonl"
-    lines = [{"prompt": "a", "category": "every"}, {"prompt": "b", "category": category}]
-    path.write_text("\n".join(map(json.dumps, lines)))
-    with pytest.raises(UsageError, match=r"p\.jsonl, line 2: category .* is not a name") as caught:
-        read_prompts(path)
-    assert said in "".join(caught.value.reason)
-
-
 @pytest.mark.parametrize("line", ['{"prompt": ' + "[" * 200_000, '{"prompt": "a", "category": "\\ud800"}'])
 def test_what_is_no_json_text_is_refused(tmp_path: Path, line: str) -> None:
     path = tmp_path / "p.jsonl"
@@ -147,12 +122,6 @@ def test_prompts_and_lengths_that_are_far_too_long_are_not_encoded(
     cut, filled = encode_questions(folder, [long, short], [40], 4)
     assert len(cut.ids) == len(filled.ids) == 40
     assert sum(sizes) < 500_000
-
-
-def test_a_prompt_of_no_tokens_is_refused(tiny: Callable[..., Path]) -> None:
-    with pytest.raises(UsageError, match="--prompt-tokens 0 is out of range"):
-        encode_questions(tiny("qwen3"), read_prompts()[:1], [8, 0], 4)
-    assert len(encode_questions(tiny("qwen3"), read_prompts()[:1], [1], 4)[0].ids) == 1
 
 
 def test_a_text_is_held_against_plain_decoding_on_as_many_ranks(tiny: Callable[..., Path]) -> None:
