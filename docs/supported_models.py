@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import get_args
 
-from spd.formats import eagle3, mtp
+from spd.formats import assistant, eagle3, mtp
 from spd.formats.block_config import KINDS
 from spd.formats.checkpoint import FLOAT_DTYPES
 from spd.formats.model_config import REFUSED_ARCHITECTURES, SUPPORTED_ARCHITECTURES, WRAPPERS
@@ -65,6 +65,9 @@ and so is a folder in which a tensor is missing or has another shape. Tensors th
   the target's vocabulary or a part of it. Tensors are safetensors here, too: the first published heads
   are pickles, which spd does not open; the refusal names the command that converts one. A head drafts up
   to the end of the context, even beyond its training length.
+- **Assistants of Gemma 4** ({assistants}): folders given as `--draft-model`, or
+  found by the target's name with `-assistant` behind it, beside the target or in the cache. They read the
+  target's own keys and values and take no cache; their sliding layers see as many positions as the target's.
 """
 
 
@@ -100,6 +103,7 @@ def document() -> str:
         ropes=", ".join(get_args(RopeKind)),
         kinds=" and ".join(f"`{kind}`" for kind in KINDS),
         eagle3=", ".join(f"`{name}`" for name in eagle3.ARCHITECTURES),
+        assistants=", ".join(f"`{name}`" for name in assistant.ARCHITECTURES),
     )
     lines = [
         "# Supported models",

@@ -69,9 +69,9 @@ def test_a_certificate(spd_run: Run, pair: Pair, tmp_path: Path) -> None:
 def test_inspect(spd_run: Run, pair: Pair) -> None:
     target, head = pair
     alone = spd_run("inspect", head)
-    words = "  eagle3          target hidden size 64 · draft vocab size 288 · aux layers 1, 2\n"
+    words = "  head            kind eagle3 · target hidden size 64 · draft vocab size 288 · aux layers 1, 2\n"
     assert alone.code == 0 and words in alone.text
-    facts = spd_run("inspect", head, "--json").json["target"]["eagle3"]
+    facts = spd_run("inspect", head, "--json").json["target"]["head"]
     assert (facts["target_hidden_size"], facts["draft_vocab_size"], facts["aux_layers"]) == (64, 288, [1, 2])
     shown = spd_run("inspect", target, "--draft", head, "--json").json
     assert shown["compatible"] and (shown["speculation"]["method"], shown["speculation"]["draft_max"]) == (

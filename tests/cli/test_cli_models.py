@@ -202,7 +202,7 @@ ANSWERS = [
     *(json.dumps(value).encode() for value in ([1], None, {"id": NAME, "sha": "../../x"})),
     *(
         json.dumps({"id": NAME, "sha": COMMIT, "siblings": files}).encode()
-        for files in ("text", [{}], [SIBLING | {"rfilename": 3}], [SIBLING | {"lfs": {"sha256": "x"}}])
+        for files in ("text", [{}], [SIBLING | {"lfs": {"sha256": "x"}}])
     ),
 ]
 

@@ -60,8 +60,8 @@ def inspect(session: Session, options: InspectOptions) -> None:
         refusal = choice if isinstance(choice, SpdError) else None
         shown["compatible"] = refusal is None
         if draft.config.eagle3 is not None and refusal is None:
-            shown["draft"]["eagle3"]["aux_layers"] = draft.config.eagle3.aux_layers(target["layers"])
-    if target["eagle3"] is None:  # a head by itself runs nothing
+            shown["draft"]["head"]["aux_layers"] = draft.config.eagle3.aux_layers(target["layers"])
+    if target["head"] is None:  # a head by itself runs nothing
         shown["speculation"] = speculation(choice, folder, draft)
         config = EngineConfig(model=folder, draft_model=draft, quantize=options.quantize, tp=options.tp)
         shown["needs"] = needs(config, choice)
@@ -97,7 +97,7 @@ def describe(name: str, folder: ModelFolder) -> Facts:
         "shards": len(checkpoint.shards),
         "unexpected_tensors": check_names(checkpoint, config),
         "mtp": mtp_facts(folder),
-        "eagle3": eagle3_facts(config),
+        "head": head_facts(config),
         "kv_bytes_per_token": Size(position_size(config) * DTYPE_BYTES[config.dtype]),
         "state_bytes_per_slot": Size(state_bytes(config)),
         "vocabulary": {
@@ -148,14 +148,16 @@ def mtp_facts(folder: ModelFolder) -> dict[str, Any] | None:
     }
 
 
-def eagle3_facts(config: ModelConfig) -> dict[str, Any] | None:
-    """How an EAGLE-3 head reads its target; None for a model."""
-    if (head := config.eagle3) is None:
+def head_facts(config: ModelConfig) -> dict[str, Any] | None:
+    """How an EAGLE-3 head or an assistant reads its target; None for a model."""
+    facts, eagle3 = config.eagle3 or config.assistant, config.eagle3
+    if facts is None:
         return None
     return {
-        "target_hidden_size": head.target_hidden_size,
-        "draft_vocab_size": head.draft_vocab_size or config.vocab_size,
-        "aux_layers": head.listed_layers,
+        "kind": config.head_kind,
+        "target_hidden_size": facts.target_hidden_size,
+        "draft_vocab_size": (eagle3 and eagle3.draft_vocab_size) or config.vocab_size,
+        "aux_layers": eagle3 and eagle3.listed_layers,
     }
 
 

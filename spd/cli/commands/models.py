@@ -120,7 +120,7 @@ def ls(session: Session, options: JsonOptions) -> None:
     rows = []
     for model in models:
         runs = "yes" if model["supported"] else f"no: {model['reason']}"
-        runs = "as a head: --draft-model" if model["eagle3"] else runs
+        runs = "as a head: --draft-model" if model["head"] else runs
         facts = (model["dtype"] or "?", model["architecture"] or "?", "yes" if model["mtp"] else "no")
         rows.append((model["model"], show_size(model["bytes"]), *facts, runs))
     lines = table_lines(("MODEL", "SIZE", "DTYPE", "ARCHITECTURE", "MTP", "RUNS"), rows)
@@ -136,7 +136,7 @@ def cached_facts(name: str) -> dict[str, Any]:
 
     facts: dict[str, Any] = {"model": name, "bytes": _bytes_below(cached_folder(name))}
     facts |= dict.fromkeys(("folder", "dtype", "architecture", "reason"))
-    facts |= dict.fromkeys(("mtp", "eagle3", "supported"), False)
+    facts |= dict.fromkeys(("mtp", "head", "supported"), False)
     try:
         folder = ModelFolder.named(name)
         facts["folder"] = str(folder)
@@ -144,7 +144,7 @@ def cached_facts(name: str) -> dict[str, Any]:
         check_names(checkpoint, config)
         facts |= {"dtype": config.dtype, "architecture": config.architecture, "supported": True}
         facts["mtp"] = any(is_mtp_tensor(tensor, config.num_layers) for tensor in checkpoint.tensors)
-        facts["eagle3"] = config.eagle3 is not None
+        facts["head"] = config.head_kind is not None
     except SpdError as error:
         facts["reason"] = error.message.replace(f"{facts['folder']}/", "").removeprefix(f"{name}: ")
     return facts

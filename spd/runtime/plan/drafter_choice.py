@@ -64,7 +64,7 @@ def choose_drafter(config: EngineConfig, target: ModelFolder) -> Drafter:
             if method == "assistant":
                 raise
             why = f"{path.name} cannot be used: {error.message}"
-    if draft is None and target.path in map(demo_folder, DEMOS):
+    if draft is None and method != "assistant" and target.path in map(demo_folder, DEMOS):
         own = demo_eagle3_folder() if method == "eagle3" else demo_draft_folder()
         fits = own.exists() and (method != "eagle3" or target.path == own.parent)
         draft = ModelFolder(own) if fits else None
