@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.recipes.tiny import generator_of, write_json, write_tensors
+
+
+def assistant_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the floating-point tensors by their published names, but for clusters."""
+    text, wide = config["text_config"], config["backbone_hidden_size"]
+    hidden, inner, vocab = text["hidden_size"], text["intermediate_size"], text["vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "pre_projection.weight": (hidden, 2 * wide),
+        "post_projection.weight": (wide, hidden),
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for number, kind in enumerate(text["layer_types"]):
+        size = text["head_dim"] if kind == "sliding_attention" else text["global_head_dim"]
+        width, at = text["num_attention_heads"] * size, f"model.layers.{number}."
+        shapes |= {f"{at}self_attn.q_proj.weight": (width, hidden)}
+        shapes |= {f"{at}self_attn.o_proj.weight": (hidden, width)}
+        shapes |= {f"{at}self_attn.q_norm.weight": (size,), f"{at}layer_scalar": (1,)}
+        shapes |= {f"{at}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+        shapes |= {f"{at}mlp.down_proj.weight": (hidden, inner)}
+        norms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm")
+        for name in (*norms, "post_feedforward_layernorm"):
+            shapes[f"{at}{name}.weight"] = (hidden,)
+    return shapes
 
 
 def write_assistant(
@@ -41,23 +66,7 @@ def write_assistant(
         **{"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"},
         **{"backbone_hidden_size": wide, "text_config": text, "tie_word_embeddings": True, "dtype": dtype},
     }
-    shapes: dict[str, tuple[int, ...]] = {
-        "pre_projection.weight": (hidden, 2 * wide),
-        "post_projection.weight": (wide, hidden),
-        "model.embed_tokens.weight": (vocab, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    for number, kind in enumerate(layers):
-        size = of["head_dim"] if kind == "sliding_attention" else of["global_head_dim"]
-        at = f"model.layers.{number}."
-        shapes |= {f"{at}self_attn.q_proj.weight": (heads * size, hidden)}
-        shapes |= {f"{at}self_attn.o_proj.weight": (hidden, heads * size)}
-        shapes |= {f"{at}self_attn.q_norm.weight": (size,), f"{at}layer_scalar": (1,)}
-        shapes |= {f"{at}mlp.{name}_proj.weight": (3 * hidden, hidden) for name in ("gate", "up")}
-        shapes |= {f"{at}mlp.down_proj.weight": (hidden, 3 * hidden)}
-        norms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm")
-        for name in (*norms, "post_feedforward_layernorm"):
-            shapes[f"{at}{name}.weight"] = (hidden,)
+    shapes = assistant_shapes(config)
     tensors = {}
     for name, shape in shapes.items():
         noise = torch.randn(shape, generator=generator_of(f"{seed}/{name}"))

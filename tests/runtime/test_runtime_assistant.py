@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spd.errors import CheckpointError, IncompatibleError
-from spd.runtime import SamplingParams
+from spd.formats.folder import ModelFolder
+from spd.runtime import EngineConfig, SamplingParams
+from spd.runtime.models.assistant import check_assistant
+from spd.runtime.plan.machine import Machine
+from spd.runtime.plan.memory import measure
+from spd.runtime.plan.plan import outline
 from tests.helpers import make_engine, random_prompts, run_all
+from tests.recipes.mtp_folders import write_hollow
 from tests.recipes.tiny import write_json
-from tests.recipes.tiny_assistant import write_assistant
+from tests.recipes.tiny_assistant import assistant_shapes, write_assistant
 from tests.recipes.tiny_dense import write_dense
 from tests.runtime.assistant_reference import LibraryAssistant
 from tests.runtime.test_runtime_mtp import compared
 
 FEW = (5, 17, 40)
 """Ids that texts are made of."""
+CARD = Machine("cuda", 24 * 2**30, (8, 9), foreseen=True)
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "clusters": {"clusters": 4, "kept": 3}}
 
 
@@ -114,3 +122,81 @@ def test_suppressed_ids_are_not_drafted(
         (run,) = run_all(engine, random_prompts(1, 20, 320), [params])
         seen.update(token_id for record in run.rounds for token_id in record.draft)
     assert drafted[0] & {5, 17} and not drafted[1] & {5, 17} and drafted[1]
+
+
+TURNING = {
+    "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+    "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+}
+E2B: dict[str, Any] = {
+    **{
+        "model_type": "gemma4_text",
+        "attention_k_eq_v": False,
+        "enable_moe_block": False,
+        "dtype": "bfloat16",
+    },
+    **{
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+    },
+    **{
+        "num_global_key_value_heads": None,
+        "num_key_value_heads": 1,
+        "num_experts": None,
+        "top_k_experts": None,
+    },
+    **{"max_position_embeddings": 131072, "rope_parameters": TURNING, "sliding_window": 512},
+    **{"tie_word_embeddings": True, "use_bidirectional_attention": None, "vocab_size": 262144},
+}
+"""What google/gemma-4-E2B-it and its assistant share."""
+E2B_TARGET = {
+    **E2B,
+    **{"architectures": ["Gemma4ForCausalLM"], "hidden_size": 1536, "intermediate_size": 6144},
+    **{"num_hidden_layers": 35, "num_attention_heads": 8, "num_kv_shared_layers": 20},
+    **{"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "use_double_wide_mlp": True},
+    "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+}
+E2B_ASSISTANT = {
+    **{
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "model_type": "gemma4_assistant",
+        "dtype": "bfloat16",
+    },
+    **{"backbone_hidden_size": 1536, "centroid_intermediate_top_k": 32, "num_centroids": 2048},
+    **{"tie_word_embeddings": True, "use_ordered_embeddings": True},
+    "text_config": {
+        **E2B,
+        **{"architectures": None, "hidden_size": 256, "intermediate_size": 2048, "num_attention_heads": 4},
+        **{"num_hidden_layers": 4, "num_kv_shared_layers": 4, "hidden_size_per_layer_input": 0},
+        **{"use_double_wide_mlp": False, "vocab_size_per_layer_input": 0, "final_logit_softcapping": None},
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+    },
+}
+"""As the config.json of google/gemma-4-E2B-it-assistant has it."""
+NOTED = {
+    **{"pre_projection.weight": (256, 3072), "post_projection.weight": (1536, 256)},
+    **{"model.embed_tokens.weight": (262144, 256), "masked_embedding.centroids.weight": (2048, 256)},
+    "masked_embedding.token_ordering": (262144,),
+}
+"""Shapes of its header, as public readers noted them."""
+
+
+def test_the_published_assistant_of_e2b_is_planned_for(tmp_path: Path) -> None:
+    target, folder = tmp_path / "it", tmp_path / "it-assistant"
+    shapes = {**assistant_shapes(E2B_ASSISTANT), **NOTED}
+    for path, config in ((target, E2B_TARGET), (folder, E2B_ASSISTANT)):
+        path.mkdir()
+        write_json(path / "config.json", config)
+    kinds = {"masked_embedding.token_ordering": "I64"}
+    entries = [(name, kinds.get(name, "BF16"), shape) for name, shape in shapes.items()]
+    write_hollow(folder / "model.safetensors", entries)
+    given = ModelFolder(folder)
+    assert check_assistant(given.config, given.checkpoint) == []
+    assert 77e6 < sum(math.prod(shape) for shape in shapes.values()) - 262144 < 79e6, "78M, as it is called"
+    plan = outline(EngineConfig(model=target, spec="assistant"), CARD)
+    assert plan.drafter.reason == "the model's own assistant"
+    assert plan.shape.draft is not None and plan.shape.draft.head_kind == "assistant"
+    need = measure(plan.shape)
+    assert need.draft_cache == 0 and 150e6 < need.draft_weights < 165e6
