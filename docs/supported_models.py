@@ -57,8 +57,8 @@ and so is a folder in which a tensor is missing or has another shape. Tensors th
   rows of the latest rounds; short convolutions (LFM2) keep rows alone. A prompt continues from the latest
   saved copy of what is kept for its beginning. Copies are kept in the host's memory: at the end of a turn, at
   the end of a prompt, and along a long one. With `--tp N` each rank holds the states of its own key heads
-  and of the value heads that read them: N must divide the number of key heads, 16 in the published Qwen3.5, or
-  of Mamba-2's groups, which for Granite 4 is one.
+  and of the value heads that read them: N must divide the number of key heads, 16 in Qwen3.5, or of
+  Mamba-2's groups, which for Granite 4 is one.
 - **Draft models**: any of these with the target's tokenizer.
 - **EAGLE-3 heads**: folders given as `--draft-model`, for any of these targets, that say
   {eagle3} or the type `eagle3` of `speculators`: one Llama layer, with

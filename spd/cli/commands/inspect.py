@@ -7,6 +7,7 @@ touched.
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,13 +16,15 @@ from spd.cli.options import JsonOptions, ModelArgument, printed
 from spd.cli.text.output import Session, Sink
 from spd.cli.text.wrap import Size
 from spd.errors import SpdError
-from spd.runtime.plan.config import METHODS, EngineConfig
+from spd.runtime.plan.config import METHODS, QUANTIZE, EngineConfig
 
 if TYPE_CHECKING:
     from spd.formats.checkpoint import Checkpoint
     from spd.formats.folder import ModelFolder
     from spd.formats.model_config import ModelConfig
     from spd.runtime import Drafter
+    from spd.runtime.plan.machine import Machine
+    from spd.runtime.plan.memory import EngineShape
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 PROBE = ({"role": "user", "content": "Hello"},)
@@ -199,6 +202,26 @@ def speculation(choice: Drafter | SpdError, folder: ModelFolder, draft: ModelFol
     return found
 
 
+def forms(config: EngineConfig, machine: Machine, usable: int) -> list[Facts]:
+    """For weights as they are stored, and rounded at load: their bytes, and the longest context that fits."""
+    from spd.runtime import outline
+    from spd.runtime.plan.memory import at_context, largest, measure
+    from spd.runtime.round.limits import PAGE_SIZE
+
+    found = []
+    for name in QUANTIZE:
+        with suppress(SpdError):  # such weights, or such a drafter, cannot be rounded
+            shape = outline(replace(config, quantize=name), machine).shape
+            most = shape.target.max_positions
+
+            def fits(ctx: int, shape: EngineShape = shape) -> bool:
+                return bool(measure(at_context(shape, ctx)).total <= usable)
+
+            longest = largest(fits, most, PAGE_SIZE)
+            found.append({"quantize": name, "weights": Size(measure(shape).weights), "ctx": longest})
+    return found
+
+
 def needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
     """Bytes that a run with one request and no flags takes here, part by part, and at other contexts.
 
@@ -237,5 +260,6 @@ def needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
         "draft_tp_reason": plan.draft_tp_reason,
         "usable": Size(usable),
         "fits": fits,
+        "forms": forms(config, machine, usable),
         "contexts": [{"ctx": n, "total": Size(size), "fits": size <= usable} for n, size in totals.items()],
     }
