@@ -36,7 +36,8 @@ def read_defaults(command: str, path: Path) -> dict[str, Any]:
     Raises UsageError naming file and key.
     """
     params, loaded = _options_of(command), _load(path)
-    own = loaded.get(command, {})
+    found = loaded.get(command)
+    own = found if isinstance(found, dict) else {}  # `verify` is a command and an option
     values: dict[str, Any] = {}
     for key, value in loaded.items():
         if isinstance(value, dict):

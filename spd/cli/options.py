@@ -153,7 +153,7 @@ class EngineOptions(ModelOptions):
         autocompletion=spec_names,
     )
     draft_model: str | None = first(
-        None, "MODEL", "A smaller model of the same vocabulary, or an EAGLE-3 head."
+        None, "MODEL", "A smaller model of the same vocabulary, an EAGLE-3 head or an assistant."
     )
     draft_max: int | None = first(None, "K", "Draft tokens a round at most.")
     mtp: str | None = _model(None, "HEAD", "A folder with an MTP head.")

@@ -16,6 +16,7 @@ Source: `gemma4_assistant` of Hugging Face transformers 5, and the published con
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from spd.formats.json_file import Fields
 
@@ -38,6 +39,12 @@ class AssistantConfig:
     """Into which ids are divided, each with a vector; 0: logits are made of all ids."""
     kept: int = 0
     """Clusters whose ids get logits: those whose vectors fit best."""
+
+
+def suppressed_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
+    """Ids that an assistant does not draft, as its generation_config.json says. Raises CheckpointError."""
+    path = folder / "generation_config.json"
+    return Fields.of(path).token_ids("suppress_tokens", vocab_size) if path.exists() else ()
 
 
 def read_assistant(fields: Fields) -> tuple[AssistantConfig, Fields] | None:

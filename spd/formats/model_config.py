@@ -104,6 +104,7 @@ class _Family:
     """What reads of recurrent layers, where there are some."""
     spelled: Callable[[Fields], Mapping[str, object]] | None = None  # what keys say in a way of its own
     only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)  # as `_SUPPORTED`
+    own: tuple[str, ...] = ()  # those of `_OTHER_NAMES` that count also beside the name that is read here
     local_base: str | None = None  # the key of the base of layers that slide, where these turn in another way
     global_still: bool = False  # where layers slide, those that see everything do not turn
     gemma4: bool = False  # whether layers have the keys of `read_gemma4`
@@ -166,6 +167,7 @@ _FAMILIES = {
         "lfm2",
         {**_LFM2, "block_auto_adjust_ff_dim": True},
         recurrent=_read_conv,
+        own=("norm_eps",),
         spelled=blocks.lfm2_keys,
     ),
     "Lfm2MoeForCausalLM": _Family(
@@ -173,6 +175,7 @@ _FAMILIES = {
         {**_LFM2, **_GROUPS, "first_k_dense_replace": 2},
         blocks.LFM2,
         recurrent=_read_conv,
+        own=("norm_eps",),
         spelled=blocks.lfm2_keys,
     ),
     "Qwen3NextForCausalLM": _Family(
@@ -182,7 +185,11 @@ _FAMILIES = {
     "Qwen3_5MoeForCausalLM": _Family("qwen3_5_moe_text", _HYBRID_MOE, blocks.SHARED, recurrent=_read_delta),
     "Ernie4_5ForCausalLM": _Family("ernie4_5", _ERNIE, spelled=blocks.ernie_keys),
     "Ernie4_5_MoeForCausalLM": _Family(
-        "ernie4_5_moe", {**_ERNIE, "first_k_dense_replace": 1}, blocks.ERNIE, only={"use_bias": (False,)}
+        "ernie4_5_moe",
+        {**_ERNIE, "first_k_dense_replace": 1},
+        blocks.ERNIE,
+        only={"use_bias": (False,)},
+        own=("moe_k",),
     ),
     "SmolLM3ForCausalLM": _Family("smollm3", _SMOLLM3),
     "Olmo3ForCausalLM": _Family(
@@ -206,6 +213,7 @@ _FAMILIES = {
         recurrent=_read_single,
         spelled=blocks.nemotron_keys,
         only={"use_bias": (False,), "mlp_bias": (False,)},
+        own=("layer_norm_epsilon",),
     ),
     "SeedOssForCausalLM": _Family(
         "seed_oss", {"max_position_embeddings": 524288, "attention_bias": True, "head_dim": 128}
@@ -223,6 +231,7 @@ _FAMILIES = {
             **{**_FOURTH, **_EPS, "max_position_embeddings": 8192, "tie_word_embeddings": True},
             "logit_scale": 0.0625,
         },
+        own=("layer_norm_eps",),
         global_still=True,
     ),
     "Gemma4ForCausalLM": _Family(
@@ -233,6 +242,7 @@ _FAMILIES = {
         local_base=_LOCAL,
         gemma4=True,
         also=("gemma4_unified_text",),
+        own=("top_k_experts",),
     ),
     "GptOssForCausalLM": _Family(
         "gpt_oss",
@@ -414,6 +424,8 @@ def _decoder_config(fields: Fields) -> ModelConfig:
 def _spelled(fields: Fields, family: _Family) -> Fields:
     """What a configuration says, in the keys that are read here, with what absent ones count as."""
     fields = fields.renamed(_OTHER_NAMES)
+    own = [(key, name) for key, names in _OTHER_NAMES.items() for name in names if name in family.own]
+    fields = fields.having({key: fields.get(name) for key, name in own if name in fields}, dict(own))
     read = fields.values.keys() - (_OWN - family.absent.keys())
     said = {key: fields.get(key) for key in read if key in fields or key in _NULL_IS_NONE}
     fields = Fields(fields.where, {**_COMMON, **family.absent, **said}, fields.called)
@@ -455,7 +467,6 @@ class GenerationConfig:
     repetition_penalty: float | None = field(default=None, metadata=keyed("repetition_penalty", 1e-6, 1e4))
     top_k: int | None = field(default=None, metadata=keyed("top_k", 0, 1 << 31))
     do_sample: bool | None = field(default=None, metadata=keyed("do_sample"))
-    suppress_tokens: tuple[int, ...] = ()
 
 
 def read_generation_config(folder: Path, *, vocab_size: int = MAX_VOCAB) -> GenerationConfig:
@@ -466,7 +477,4 @@ def read_generation_config(folder: Path, *, vocab_size: int = MAX_VOCAB) -> Gene
     if GENERATION not in names_in(folder):
         return GenerationConfig()
     fields = Fields.of(folder / GENERATION)
-    ids = {key: fields.token_ids(key, vocab_size) for key in ("eos_token_id", "suppress_tokens")}
-    return fields.facts(
-        GenerationConfig, eos_token_ids=ids["eos_token_id"], suppress_tokens=ids["suppress_tokens"]
-    )
+    return fields.facts(GenerationConfig, eos_token_ids=fields.token_ids("eos_token_id", vocab_size))

@@ -48,7 +48,7 @@ class BenchOptions(ModelArgument, ModelOptions):
     """Everything `spd bench` takes. The axes of the sweep are comma lists."""
 
     spec: str = first("auto", "METHODS", f"{', '.join(METHODS)}; mtp+ngram. Plain is always measured.")
-    draft_model: str | None = first(None, "MODEL", "A smaller model, or an EAGLE-3 head.")
+    draft_model: str | None = first(None, "MODEL", "A smaller model, an EAGLE-3 head or an assistant.")
     draft_max: str = first("auto", "K,…", "Draft tokens a round; a list of them is held fixed.")
     temperature: str = first("0,0.8", "T,…", "Sampling temperatures. Default: 0,0.8.")
     max_tokens: int = first(64, "N", "Tokens a reply at most. Default: 64.", "-n", min=2)

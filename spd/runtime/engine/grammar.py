@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 64 * 1024
 """Of a grammar's text."""
+BEGINNING = 2
+"""Tokens of a reply among which its thinking has to begin."""
 KEPT = 64
 """Compiled grammars that are kept for the next request with the same text."""
 FLAGS = {
@@ -57,6 +59,8 @@ class Grammar:
         self.began = matcher is not None and after is None
         self._left = budget.tokens if budget is not None and budget.inside else None
         """Tokens of thinking that are left; None outside of it."""
+        self._count = 0
+        """Tokens that were accepted."""
 
     @property
     def finished(self) -> bool:
@@ -85,7 +89,7 @@ class Grammar:
                 if i < legal and drafts[i] != self._budget.end:
                     return i
             if i < legal:
-                left = self._left_behind(left, drafts[i])
+                left = self._left_behind(left, drafts[i], self._count + i)
         return legal
 
     def _guided(self, drafts: Sequence[int], rows: Tensor) -> int:
@@ -131,14 +135,15 @@ class Grammar:
         elif not self._matcher.try_consume_tokens([token]):
             self._raise_error()
             raise GrammarError(f"token {token} is not allowed by the grammar")
-        self._left = self._left_behind(self._left, token)
+        self._left = self._left_behind(self._left, token, self._count)
+        self._count += 1
 
-    def _left_behind(self, left: int | None, token: int) -> int | None:
-        """Tokens of thinking that are left behind a token, of which `left` were before."""
+    def _left_behind(self, left: int | None, token: int, index: int) -> int | None:
+        """Tokens of thinking that are left behind the reply's token of this index, `left` before it."""
         if self._budget is None or token == self._budget.end:
             return None
         if left is None:
-            return self._budget.tokens if token == self._budget.begin else None
+            return self._budget.tokens if token == self._budget.begin and index < BEGINNING else None
         return left - 1
 
 

@@ -8,9 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from spd.errors import CheckpointError
-from spd.formats.assistant import ORDER
+from spd.formats.assistant import ORDER, suppressed_ids
 from spd.formats.checkpoint import Checkpoint, check_tensors
-from spd.formats.model_config import ModelConfig, read_generation_config
+from spd.formats.model_config import ModelConfig
 from spd.runtime.models import families
 from spd.runtime.models.destinations import Destination, Shard
 from spd.runtime.models.layouts import GqaLayout
@@ -83,8 +83,7 @@ def parts(config: ModelConfig, target: ModelLayout, checkpoint: Checkpoint | Non
     assert facts is not None
     if checkpoint is not None:
         tell_unused(check_assistant(config, checkpoint), checkpoint.folder)
-        generation = read_generation_config(checkpoint.folder, vocab_size=config.vocab_size)
-        rules = HeadRules(never=generation.suppress_tokens)
+        rules = HeadRules(never=suppressed_ids(checkpoint.folder, config.vocab_size))
         order = _order(checkpoint, config.vocab_size) if facts.clusters else None
     elif facts.clusters:
         import torch
