@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from spd.cli.serve import body as read
 from spd.cli.serve.body import FLAG, OBJECT, TEXT, ApiError, listed, one_of, refuse, some, text_of
-from spd.cli.serve.replies import Choice, Grown, Part, Reply, sse
+from spd.cli.serve.replies import Part, Reply, sse
 from spd.cli.serve.wishes import SAMPLING, Talk, Wish, function, name_of, thinking, wish_of
 from spd.cli.text.structured import CLOSING
 
 if TYPE_CHECKING:
     from spd.cli.serve.service import Service
-    from spd.runtime import Event
 
 BILLING = "x-anthropic-billing-header:"
 """How a text of Claude Code begins that is new in every request: it would keep prompts from the cache."""
@@ -107,57 +106,51 @@ def _add(talk: Talk, message: dict[str, Any], name: str) -> None:
 class MessagesReply(Reply):
     """As messages: each part of a reply is a block."""
 
-    def _message(self, content: Sequence[Any], usage: dict[str, int], **ended: Any) -> dict[str, Any]:
-        head = {
+    def _message(
+        self, content: Sequence[Any], prompt: int, cached: int, completion: int, **ended: Any
+    ) -> dict[str, Any]:
+        return {
             "id": f"msg_{self._name}",
             "type": "message",
             "role": "assistant",
             "model": self._service.name,
-        }
-        return {
-            **head,
             "content": content,
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": usage,
+            "usage": _usage(prompt, cached, completion),
             **ended,
         }
 
     def begin(self) -> Iterator[bytes]:
-        usage = {"input_tokens": self._size, "output_tokens": 0}
-        usage |= {"cache_read_input_tokens": 0, "cache_creation_input_tokens": 0}
-        yield self._event("message_start", message=self._message([], usage))
+        yield self._event("message_start", message=self._message([], self._size, 0, 0))
         yield self.ping()
 
     def ping(self) -> bytes:
         return self._event("ping")
 
-    def grow(self, choice: Choice, event: Event, grown: Sequence[Grown]) -> Iterator[bytes]:
-        for part, text, begins in grown:
-            if begins:
-                yield from self._stop(part.index - 1)
-                block = _block(Part(part.kind, part.index, "", part.name, part.id))
-                yield self._event("content_block_start", index=part.index, content_block=block)
-            kind, field = _DELTAS[part.kind]
-            yield self._event("content_block_delta", index=part.index, delta={"type": kind, field: text})
+    def _first(self, part: Part) -> Iterator[bytes]:
+        yield self._event("content_block_start", index=part.index, content_block=_block(part))
+
+    def _more(self, part: Part, text: str) -> bytes:
+        kind, field = _DELTAS[part.kind]
+        return self._event("content_block_delta", index=part.index, delta={"type": kind, field: text})
+
+    def _last(self, part: Part) -> Iterator[bytes]:
+        yield self._event("content_block_stop", index=part.index)
 
     def end(self) -> Iterator[bytes]:
-        yield from self._stop(len(self._choices[0].parts) - 1)
-        yield self._event("message_delta", delta=self._ended, usage=self._usage)
+        yield self._event("message_delta", delta=self._ended, usage=_usage(*self._counts[:3]))
         yield self._event("message_stop")
 
     def fail(self, error: ApiError) -> Iterator[bytes]:
         yield sse(error.of_messages().body, "error")
 
     def whole(self) -> dict[str, Any]:
-        return self._message([_block(part) for part in self._choices[0].parts], self._usage, **self._ended)
+        blocks = [_block(part) for part in self._choices[0].parts]
+        return self._message(blocks, *self._counts[:3], **self._ended)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         return sse({"type": kind, **fields}, kind)
-
-    def _stop(self, index: int) -> Iterator[bytes]:
-        if index >= 0:
-            yield self._event("content_block_stop", index=index)
 
     @property
     def _ended(self) -> dict[str, Any]:
@@ -167,11 +160,10 @@ class MessagesReply(Reply):
         reason = "stop_sequence" if stop is not None else "tool_use" if choice.calls else "end_turn"
         return {"stop_reason": "max_tokens" if choice.reason == "length" else reason, "stop_sequence": stop}
 
-    @property
-    def _usage(self) -> dict[str, int]:
-        prompt, cached, completion, _ = self._counts
-        usage = {"input_tokens": prompt - cached, "output_tokens": completion}
-        return {**usage, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
+
+def _usage(prompt: int, cached: int, completion: int) -> dict[str, int]:
+    usage = {"input_tokens": prompt - cached, "output_tokens": completion}
+    return {**usage, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
 
 
 _DELTAS = {

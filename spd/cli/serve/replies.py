@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import secrets
 import time
@@ -134,7 +135,26 @@ class Reply:
         yield from ()
 
     def grow(self, choice: Choice, event: Event, grown: Sequence[Grown]) -> Iterator[bytes]:
-        """What a stream tells of an event."""
+        """What a stream tells of an event: a part ends where the next one begins."""
+        for part, text, begins in grown:
+            if begins and part.index:
+                yield from self._last(choice.parts[part.index - 1])
+            if begins:
+                yield from self._first(dataclasses.replace(part, text=""))
+            yield self._more(part, text)
+        if event.finish_reason is not None and choice.parts:
+            yield from self._last(choice.parts[-1])
+
+    def _first(self, part: Part) -> Iterator[bytes]:
+        """What a part begins with."""
+        raise NotImplementedError
+
+    def _more(self, part: Part, text: str) -> bytes:
+        """What it grows by."""
+        raise NotImplementedError
+
+    def _last(self, part: Part) -> Iterator[bytes]:
+        """What it ends with."""
         raise NotImplementedError
 
     def ping(self) -> bytes:

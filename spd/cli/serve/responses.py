@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 from spd.cli.serve import body as read
 from spd.cli.serve import wishes
 from spd.cli.serve.body import FLAG, OBJECT, TEXT, ApiError, blocks, refuse, some, text_of
-from spd.cli.serve.replies import Choice, Grown, Part, Reply, sse
+from spd.cli.serve.replies import Part, Reply, sse
 from spd.cli.serve.wishes import ROLES, SAMPLING, Talk, Wish, function, name_of, past_arguments, wish_of
 
 if TYPE_CHECKING:
     from spd.cli.serve.service import Service
-    from spd.runtime import Event
 
 _text = some({"text": TEXT}, "text")
 _texts = blocks(dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), _text))
@@ -156,20 +155,16 @@ class ResponseReply(Reply):
     def ping(self) -> bytes:
         return self._event("response.in_progress", response=self._response("in_progress"))
 
-    def grow(self, choice: Choice, event: Event, grown: Sequence[Grown]) -> Iterator[bytes]:
-        for part, text, begins in grown:
-            if begins:
-                if part.index:
-                    yield from self._done(choice.parts[part.index - 1])
-                item = self._item(Part(part.kind, part.index, "", part.name, part.id), "in_progress")
-                yield self._event("response.output_item.added", output_index=part.index, item=item)
-                if part.kind != "call":
-                    yield self._of(part, "response.content_part.added", part=_content(part.kind, ""))
-            yield self._of(part, f"{_EVENTS[part.kind]}.delta", delta=text)
+    def _first(self, part: Part) -> Iterator[bytes]:
+        item = self._item(part, "in_progress")
+        yield self._event("response.output_item.added", output_index=part.index, item=item)
+        if part.kind != "call":
+            yield self._of(part, "response.content_part.added", part=_content(part.kind, ""))
+
+    def _more(self, part: Part, text: str) -> bytes:
+        return self._of(part, f"{_EVENTS[part.kind]}.delta", delta=text)
 
     def end(self) -> Iterator[bytes]:
-        if parts := self._choices[0].parts:
-            yield from self._done(parts[-1])
         response = self.whole()
         yield self._event(f"response.{response['status']}", response=response)
 
@@ -193,8 +188,7 @@ class ResponseReply(Reply):
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return self._response(status, output=output, usage=usage, incomplete_details=why)
 
-    def _done(self, part: Part) -> Iterator[bytes]:
-        """What ends an item."""
+    def _last(self, part: Part) -> Iterator[bytes]:
         key = "arguments" if part.kind == "call" else "text"
         yield self._of(part, f"{_EVENTS[part.kind]}.done", **{key: part.text})
         if part.kind != "call":

@@ -6,13 +6,13 @@ import asyncio
 import dataclasses
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from spd.cli.serve.body import ApiError, api_error
 from spd.cli.serve.replies import Choice, Grown
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     Prepared = tuple[Request, bool | None]
     """A request, and how its reply is parted: see `ThinkingSplitter`."""
 
-T = TypeVar("T")
 PING_SECONDS = 15.0
 """After which a stream says that it goes on: a long prompt takes minutes, and agents give up after some."""
 QUEUE = 64
@@ -158,15 +157,33 @@ class Call:
         with suppress(RuntimeError):  # the loop has ended: nothing listens any more
             self._loop.call_soon_threadsafe(self._answers.put_nowait, (index, answer))
 
-    async def events(self) -> AsyncIterator[tuple[int, Event]]:
-        """(number of the request, event) as they come, to the last end. Raises what the engine raised."""
-        while self._open:
-            index, answer = await self._answers.get()
-            if isinstance(answer, BaseException):
-                raise answer
-            if answer.finish_reason is not None:
-                self._end(index, answer.finish_reason)
-            yield index, answer
+    async def next(self, seconds: float | None = None) -> tuple[int, Event] | None:
+        """The next event with its request's number; None where none comes for so long, or all have ended.
+
+        Raises what the engine raised, and ClientDisconnect after `watch`.
+        """
+        if not self.running:
+            return None
+        try:
+            index, answer = await asyncio.wait_for(self._answers.get(), seconds)
+        except asyncio.TimeoutError:
+            return None
+        if isinstance(answer, BaseException):
+            raise answer
+        if answer.finish_reason is not None:
+            self._end(index, answer.finish_reason)
+        return index, answer
+
+    async def watch(self, receive: Receive) -> None:
+        """Have `next` raise ClientDisconnect where the client goes."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._answers.put_nowait((0, ClientDisconnect()))
+
+    @property
+    def running(self) -> bool:
+        """Whether a request has not ended."""
+        return bool(self._open)
 
     def metrics(self, index: int) -> RequestMetrics:
         """A request's counters."""
@@ -195,38 +212,41 @@ class Answer:
         self._call = Call(service, [request for request, _ in prepared])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response: JSONResponse | StreamingResponse
+        watching: asyncio.Future[None] | None = None
         try:
             if self._wish.stream:
                 headers = {"cache-control": "no-cache"}
-                response = StreamingResponse(self._stream(), 200, headers, "text/event-stream")
+                response: Response = StreamingResponse(self._stream(), 200, headers, "text/event-stream")
             else:
-                response = JSONResponse(await unless_gone(receive, self._whole()))
+                watching = asyncio.ensure_future(self._call.watch(receive))
+                while await self._take():
+                    pass
+                response = JSONResponse(self._reply.whole())
             await response(scope, receive, send)
         finally:
+            if watching is not None:
+                watching.cancel()
             self._call.close()
 
-    async def _taken(self) -> AsyncIterator[tuple[Choice, Event, list[Grown]]]:
-        """Each event with what it added to its choice."""
-        async for index, event in self._call.events():
-            grown = self._choices[index].take(event)
-            if event.finish_reason is not None:
-                self._reply.metrics[index] = self._call.metrics(index)
-            if event.finish_reason == "error":
-                why = event.error or "the model failed while generating"
-                raise ApiError(500, why, kind="server_error", code="generation_failed")
-            yield self._choices[index], event, grown
-
-    async def _whole(self) -> dict[str, Any]:
-        async for _ in self._taken():
-            pass
-        return self._reply.whole()
+    async def _take(self, seconds: float | None = None) -> tuple[Choice, Event, list[Grown]] | None:
+        """The next event with what it added to its choice; None as `Call.next`."""
+        if (came := await self._call.next(seconds)) is None:
+            return None
+        index, event = came
+        grown = self._choices[index].take(event)
+        if event.finish_reason is not None:
+            self._reply.metrics[index] = self._call.metrics(index)
+        if event.finish_reason == "error":
+            why = event.error or "the model failed while generating"
+            raise ApiError(500, why, kind="server_error", code="generation_failed")
+        return self._choices[index], event, grown
 
     async def _stream(self) -> AsyncIterator[bytes]:
         try:
             for data in self._reply.begin():
                 yield data
-            async for taken in _or_none(self._taken(), PING_SECONDS):
+            while self._call.running:
+                taken = await self._take(PING_SECONDS)
                 for data in (self._reply.ping(),) if taken is None else self._reply.grow(*taken):
                     yield data
             for data in self._reply.end():
@@ -236,38 +256,3 @@ class Answer:
             self._service.count(f'refused_total{{status="{refusal.status}"}}')
             for data in self._reply.fail(refusal):
                 yield data
-
-
-async def _or_none(things: AsyncIterator[T], seconds: float) -> AsyncIterator[T | None]:
-    """Things as they come, and None each time that none has come for so long."""
-    coming = asyncio.ensure_future(anext(things, None))
-    try:
-        while True:
-            await asyncio.wait({coming}, timeout=seconds)
-            if not coming.done():
-                yield None
-            elif (thing := coming.result()) is None:
-                return
-            else:
-                coming = asyncio.ensure_future(anext(things, None))
-                yield thing
-    finally:
-        coming.cancel()
-
-
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-    """What work returns. Raises ClientDisconnect, and cancels it, where the client goes first."""
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        working.cancel()
-        watching.cancel()

@@ -151,7 +151,8 @@ async def _tried(work: Awaitable[Message]) -> Message:
 async def _follow(call: Call, name: str, writer: asyncio.StreamWriter) -> None:
     """Send a request's events by the client's name for it, the last one with what was counted."""
     try:
-        async for _, event in call.events():
+        while came := await call.next():
+            _, event = came
             logprobs = [(entry.token_id, entry.logprob, entry.top) for entry in event.logprobs]
             message: Message = {"event": (name, *event[1:5], logprobs, event.error)}
             if event.finish_reason is not None:
