@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 from spd.cli.text.prompt import check_text
@@ -173,13 +174,11 @@ def listed(check: Check, most: int) -> Check:
     return check_all
 
 
-def some(table: Mapping[str, Check], *needed: str) -> Check:
-    """As `fields`, but others are passed over."""
-    return fields(table, *needed, others=True)
+def fields(table: Mapping[str, Check], *needed: str, others: bool = False, **names: str) -> Check:
+    """An object with these fields and no others, each checked; null is as if it were not there.
 
-
-def fields(table: Mapping[str, Check], *needed: str, others: bool = False) -> Check:
-    """An object with these fields and no others, each checked; null is as if it were not there."""
+    `others` are passed over where that is said; `names` are those by which fields are known from here on.
+    """
 
     def check(value: Any, name: str) -> dict[str, Any]:
         where = f"{name}." if name else ""
@@ -187,17 +186,17 @@ def fields(table: Mapping[str, Check], *needed: str, others: bool = False) -> Ch
             if key not in table and not others:
                 param = f"{where}{key}"[:100]
                 raise ApiError(400, f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
-        found = {
-            key: table[key](one, where + key)
-            for key, one in value.items()
-            if key in table and one is not None
-        }
+        given = {key: one for key, one in value.items() if key in table and one is not None}
+        found = {names.get(key, key): table[key](one, where + key) for key, one in given.items()}
         for key in needed:
-            if key not in found:
+            if key not in given:
                 refuse(where + key, "it is missing", "missing_required_parameter")
         return found
 
     return check
+
+
+some = partial(fields, others=True)
 
 
 def blocks(kinds: Mapping[str, Check], usual: str | None = None) -> Check:
@@ -214,14 +213,14 @@ def blocks(kinds: Mapping[str, Check], usual: str | None = None) -> Check:
         return {**kinds[kind](value, name), "type": kind}
 
     def check(value: Any, name: str) -> tuple[dict[str, Any], ...]:
-        if isinstance(value, str):
-            return ({"type": "text", "text": value},)
-        found: tuple[dict[str, Any], ...] = listed(check_one, 10_000)(value, name)
+        parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
+        found: tuple[dict[str, Any], ...] = listed(check_one, 10_000)(parts, name)
         return found
 
     return check
 
 
-def text_of(parts: Sequence[Mapping[str, Any]]) -> str:
-    """The texts among blocks."""
-    return "\n".join(part["text"] for part in parts if "text" in part)
+def texts(*kinds: str) -> Check:
+    """A text, or a list of blocks of these types, `text` among them, that each have one; as one text."""
+    parts = blocks(dict.fromkeys(kinds, some({"text": TEXT}, "text")))
+    return lambda value, name: "\n".join(part["text"] for part in parts(value, name))

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.serve import body as read
-from spd.cli.serve.body import FLAG, OBJECT, TEXT, ApiError, listed, one_of, refuse, some, text_of
+from spd.cli.serve.body import FLAG, OBJECT, TEXT, ApiError, listed, one_of, refuse, some
 from spd.cli.serve.replies import Part, Reply, sse
-from spd.cli.serve.wishes import SAMPLING, Talk, Wish, function, name_of, thinking, wish_of
+from spd.cli.serve.wishes import SAMPLING, Wish, conversation, function, name_of, thinking, wish_of
 from spd.cli.text.structured import CLOSING
 
 if TYPE_CHECKING:
@@ -18,17 +18,19 @@ if TYPE_CHECKING:
 BILLING = "x-anthropic-billing-header:"
 """How a text of Claude Code begins that is new in every request: it would keep prompts from the cache."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_text = some({"text": TEXT}, "text")
-_texts = read.blocks({"text": _text})
+_text = some({"text": TEXT}, "text", text="content")
 OWNERS = {"tool_use": "assistant", "tool_result": "user"}
 """Whose messages a block has to stand in."""
+CALL = {"id": TEXT, "name": name_of, "input": OBJECT}
+RESULT = {"tool_use_id": TEXT, "content": read.texts("text")}
 BLOCKS = {
     "text": _text,
-    "thinking": some({"thinking": TEXT}, "thinking"),
+    "thinking": some({"thinking": TEXT}, "thinking", thinking="reasoning_content"),
     "redacted_thinking": some({}),
-    "tool_use": some({"id": TEXT, "name": name_of, "input": OBJECT}, "id", "name", "input"),
-    "tool_result": some({"tool_use_id": TEXT, "content": _texts}, "tool_use_id"),
+    "tool_use": some(CALL, *CALL, input="arguments"),
+    "tool_result": some(RESULT, "tool_use_id", tool_use_id="tool_call_id"),
 }
+"""They become pieces of a message as `conversation` wants them."""
 MESSAGE = {"role": one_of("user", "assistant", "system"), "content": read.blocks(BLOCKS)}
 TOOL = {
     "type": one_of("custom"),
@@ -44,10 +46,10 @@ MESSAGES = {
     **{name: SAMPLING[name] for name in ("max_tokens", "temperature", "top_p", "top_k")},
     "model": TEXT,
     "messages": listed(some(MESSAGE, *MESSAGE), 100_000),
-    "system": _texts,
+    "system": read.blocks({"text": _text}),
     "stop_sequences": SAMPLING["stop"],
     "stream": FLAG,
-    "tools": listed(some(TOOL, "name", "input_schema"), 1024),
+    "tools": listed(some(TOOL, "name", "input_schema", input_schema="parameters"), 1024),
     "tool_choice": some(CHOICE, "type"),
     "thinking": some(THINKING, "type"),
     "output_config": some({"effort": TEXT, "format": _format}),
@@ -55,23 +57,21 @@ MESSAGES = {
     "container": read.unsupported("this server runs no code"),
 }
 """Others are passed over, for agents send new ones with each version."""
-_body = some(MESSAGES, "messages", "max_tokens")
+_body = some(MESSAGES, "messages", "max_tokens", stop_sequences="stop")
 
 
 def read_messages(value: Any, service: Service, *, counted: bool = False) -> Wish:
     """A body as a wish; one whose tokens are only `counted` may leave `max_tokens` out. Raises ApiError."""
     body = _body({"max_tokens": 1, **value} if counted and isinstance(value, dict) else value, "")
-    talk = Talk()
-    for text in body.get("system", ()):
-        if not text["text"].startswith(BILLING):
-            talk.say("system", text["text"])
+    said = [text for text in body.get("system", ()) if not text["content"].startswith(BILLING)]
+    said = [{**text, "role": "system"} for text in said]
     for at, message in enumerate(body["messages"]):
-        _add(talk, message, f"messages[{at}]")
-    if not counted and talk.messages and talk.messages[-1]["role"] == "assistant":
+        said += _pieces(message["content"], message["role"], f"messages[{at}].content")
+    messages = conversation(said)
+    if not counted and messages and messages[-1]["role"] == "assistant":
         refuse("messages", "the last one is the assistant's, and a reply cannot be begun for it")
-    chat = {name: body[name] for name in ("model", "stream", *SAMPLING) if name in body}
-    chat |= {"messages": talk.messages, "stop": body.get("stop_sequences", ())}
-    chat["tools"] = [function(tool, "input_schema") for tool in body.get("tools", ())]
+    tools = [function(tool) for tool in body.get("tools", ())]
+    chat = {**body, "messages": messages, "tools": tools}
     choice = body.get("tool_choice", {"type": "auto"})
     named = {"type": "function", "function": {"name": choice.get("name")}}
     chat["tool_choice"] = CHOICES.get(choice["type"], named)
@@ -83,24 +83,17 @@ def read_messages(value: Any, service: Service, *, counted: bool = False) -> Wis
     chat["chat_template_kwargs"] = thinking(service, thinks, config.get("effort") if thinks else "low")
     tokenizer = service.settings.vocabulary.need_tokenizer()
     think = wanted.get("budget_tokens") if thinks and tokenizer.token_to_id(CLOSING) is not None else None
-    return wish_of(chat, chat["tools"], service, MessagesReply, think=think)
+    return wish_of(chat, tools, service, MessagesReply, think=think)
 
 
-def _add(talk: Talk, message: dict[str, Any], name: str) -> None:
-    """A message's blocks, in order."""
-    role = message["role"]
-    for at, block in enumerate(message["content"]):
-        kind = block["type"]
-        if OWNERS.get(kind, role) != role:
-            refuse(f"{name}.content[{at}]", f"a {kind} stands in messages of the {OWNERS[kind]}")
-        if kind == "text":
-            talk.say(role, block["text"])
-        elif kind == "thinking":
-            talk.think(block["thinking"])
-        elif kind == "tool_use":
-            talk.call(block["name"], block["input"], block["id"])
-        elif kind == "tool_result":
-            talk.answer(block["tool_use_id"], text_of(block.get("content", ())))
+def _pieces(blocks: Sequence[dict[str, Any]], role: str, name: str) -> Iterator[dict[str, Any]]:
+    """A message's blocks with its role."""
+    for at, block in enumerate(blocks):
+        owner = OWNERS.get(kind := block["type"], role)
+        if owner != role:
+            refuse(f"{name}[{at}]", f"a {kind} stands in messages of the {owner}")
+        if kind != "redacted_thinking":
+            yield {**block, "role": role}
 
 
 class MessagesReply(Reply):

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spd.cli.serve import body as read
 from spd.cli.serve import wishes
-from spd.cli.serve.body import FLAG, OBJECT, TEXT, ApiError, blocks, refuse, some, text_of
+from spd.cli.serve.body import FLAG, OBJECT, TEXT, ApiError, blocks, refuse, some
 from spd.cli.serve.replies import Part, Reply, sse
-from spd.cli.serve.wishes import ROLES, SAMPLING, Talk, Wish, function, name_of, past_arguments, wish_of
+from spd.cli.serve.wishes import ROLES, SAMPLING, Wish, function, name_of, past_arguments, wish_of
 
 if TYPE_CHECKING:
     from spd.cli.serve.service import Service
 
-_text = some({"text": TEXT}, "text")
-_texts = blocks(dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), _text))
+_texts = read.texts("input_text", "output_text", "text", "reasoning_text", "summary_text")
 CALL = {"call_id": TEXT, "name": name_of, "arguments": past_arguments}
+RESULT = {"call_id": TEXT, "output": _texts}
 ITEMS = {
     "message": some({"role": read.one_of(*ROLES), "content": _texts}, "role", "content"),
     "reasoning": some({"content": _texts, "summary": _texts, "encrypted_content": TEXT}),
-    "function_call": some(CALL, *CALL),
-    "function_call_output": some({"call_id": TEXT, "output": _texts}, "call_id", "output"),
+    "function_call": some(CALL, *CALL, call_id="id"),
+    "function_call_output": some(RESULT, *RESULT, call_id="tool_call_id", output="content"),
 }
+"""They become pieces of a message as `conversation` wants them."""
 _items = blocks(ITEMS, usual="message")
 TOOL = {"type": TEXT, "name": name_of, "description": TEXT, "parameters": OBJECT, "strict": FLAG}
 _tools = read.listed(some({**TOOL, "tools": read.anything}, "type"), 1024)
@@ -47,7 +48,7 @@ RESPONSES = {
     "background": read.unsupported("this server keeps no responses"),
 }
 """Others are passed over, for agents send new ones with each version."""
-_body = some(RESPONSES, "input")
+_body = some(RESPONSES, "input", max_output_tokens="max_tokens")
 
 
 def _said(text: str) -> dict[str, Any]:
@@ -57,19 +58,12 @@ def _said(text: str) -> dict[str, Any]:
 def read_response(value: Any, service: Service) -> Wish:
     """A body as a wish. Raises ApiError."""
     body = _body(value, "")
-    talk = Talk()
-    if "instructions" in body:
-        talk.say("system", body["instructions"])
-    for item in body["input"]:
-        _add(talk, item)
-    chat = {
-        name: body[name] for name in ("model", "stream", *SAMPLING, "parallel_tool_calls") if name in body
-    }
-    chat["messages"] = talk.messages
-    if "max_output_tokens" in body:
-        chat["max_tokens"] = body["max_output_tokens"]
+    instructions = {"role": "system", "content": body.get("instructions")}
+    said = [instructions] if "instructions" in body else []
+    messages = wishes.conversation([*said, *map(_piece, body["input"])])
     tools, _ = _flat(body.get("tools", ()))
-    chat |= {"tools": tools, "tool_choice": _choice(body.get("tool_choice", "auto"), bool(tools))}
+    chat = {**body, "messages": messages, "tools": tools}
+    chat["tool_choice"] = _choice(body.get("tool_choice", "auto"), bool(tools))
     form = body.get("text", {}).get("format", {"type": "text"})
     chat["response_format"] = {"type": form["type"], "json_schema": form}
     if form["type"] == "json_schema" and "schema" not in form:
@@ -81,18 +75,12 @@ def read_response(value: Any, service: Service) -> Wish:
     return wish_of(chat, tools, service, ResponseReply, asked=value)
 
 
-def _add(talk: Talk, item: Mapping[str, Any]) -> None:
-    """An item of the conversation."""
-    kind = item["type"]
-    if kind == "message":
-        talk.say(item["role"], text_of(item["content"]))
-    elif kind == "reasoning":
-        told = text_of(item.get("content", ())) or item.get("encrypted_content")
-        talk.think(told or text_of(item.get("summary", ())))
-    elif kind == "function_call":
-        talk.call(item["name"], item["arguments"], item["call_id"])
-    else:
-        talk.answer(item["call_id"], text_of(item["output"]))
+def _piece(item: dict[str, Any]) -> dict[str, Any]:
+    """An item; thinking that comes back is told by one of its fields."""
+    if item["type"] != "reasoning":
+        return item
+    told = (item.get(name) for name in ("content", "encrypted_content", "summary"))
+    return {"reasoning_content": next(filter(None, told), "")}
 
 
 def _flat(tools: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -105,7 +93,7 @@ def _flat(tools: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dic
         if tool["type"] == "function":
             if "name" not in tool:
                 refuse("tools", "a name is missing", "missing_required_parameter")
-            shown.append(function(tool, "parameters"))
+            shown.append(function(tool))
         elif tool["type"] == "namespace":
             inner, _ = _flat(_tools(tool.get("tools") or [], "tools"))
             shown += inner
@@ -126,51 +114,58 @@ class ResponseReply(Reply):
 
     _number = -1
 
-    @property
-    def _repeated(self) -> dict[str, Any]:
-        """What a response repeats of its request."""
-        body, repeated = self._wish.asked, {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
-        names = (*repeated, "instructions", "max_output_tokens", "temperature", "top_p")
-        return {name: repeated.get(name) if body.get(name) is None else body[name] for name in names}
-
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
-        head = {"id": f"resp_{self._name}", "object": "response", "created_at": self._created}
-        empty: dict[str, Any] = {
+        body, usual = self._wish.asked, {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
+        names = (*usual, "instructions", "max_output_tokens", "temperature", "top_p")
+        return {
+            "id": f"resp_{self._name}",
+            "object": "response",
+            "created_at": self._created,
+            **{name: usual.get(name) if body.get(name) is None else body[name] for name in names},
+            "model": self._service.name,
+            "status": status,
             "error": None,
             "incomplete_details": None,
             "output": [],
             "usage": None,
             "store": False,
+            **more,
         }
-        return {**head, **self._repeated, "model": self._service.name, "status": status, **empty, **more}
 
     def _event(self, kind: str, /, **fields: Any) -> bytes:
         self._number += 1
+        kind = f"response.{kind}"
         return sse({"type": kind, "sequence_number": self._number, **fields}, kind)
 
     def begin(self) -> Iterator[bytes]:
-        yield self._event("response.created", response=self._response("in_progress"))
+        yield self._event("created", response=self._response("in_progress"))
         yield self.ping()
 
     def ping(self) -> bytes:
-        return self._event("response.in_progress", response=self._response("in_progress"))
+        return self._event("in_progress", response=self._response("in_progress"))
 
     def _first(self, part: Part) -> Iterator[bytes]:
-        item = self._item(part, "in_progress")
-        yield self._event("response.output_item.added", output_index=part.index, item=item)
+        yield self._event("output_item.added", output_index=part.index, item=self._item(part, "in_progress"))
         if part.kind != "call":
-            yield self._of(part, "response.content_part.added", part=_content(part.kind, ""))
+            yield self._of(part, "content_part.added", part=_content(part))
 
     def _more(self, part: Part, text: str) -> bytes:
-        return self._of(part, f"{_EVENTS[part.kind]}.delta", delta=text)
+        return self._of(part, f"{_NAMES[part.kind].grows}.delta", delta=text)
+
+    def _last(self, part: Part) -> Iterator[bytes]:
+        key = "arguments" if part.kind == "call" else "text"
+        yield self._of(part, f"{_NAMES[part.kind].grows}.done", **{key: part.text})
+        if part.kind != "call":
+            yield self._of(part, "content_part.done", part=_content(part))
+        yield self._event("output_item.done", output_index=part.index, item=self._item(part, "completed"))
 
     def end(self) -> Iterator[bytes]:
         response = self.whole()
-        yield self._event(f"response.{response['status']}", response=response)
+        yield self._event(response["status"], response=response)
 
     def fail(self, error: ApiError) -> Iterator[bytes]:
         said = {"code": "server_error", "message": error.message}
-        yield self._event("response.failed", response=self._response("failed", error=said))
+        yield self._event("failed", response=self._response("failed", error=said))
 
     def whole(self) -> dict[str, Any]:
         choice = self._choices[0]
@@ -188,54 +183,43 @@ class ResponseReply(Reply):
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return self._response(status, output=output, usage=usage, incomplete_details=why)
 
-    def _last(self, part: Part) -> Iterator[bytes]:
-        key = "arguments" if part.kind == "call" else "text"
-        yield self._of(part, f"{_EVENTS[part.kind]}.done", **{key: part.text})
-        if part.kind != "call":
-            yield self._of(part, "response.content_part.done", part=_content(part.kind, part.text))
-        item = self._item(part, "completed")
-        yield self._event("response.output_item.done", output_index=part.index, item=item)
-
     def _of(self, part: Part, kind: str, /, **fields: Any) -> bytes:
         """An event of an item's content."""
+        place = {"item_id": f"{_NAMES[part.kind].id}_{part.id}", "output_index": part.index}
         content = {"content_index": 0} if part.kind != "call" else {}
-        logprobs: dict[str, Any] = {"logprobs": []} if part.kind == "text" and "output_text" in kind else {}
-        place = {"item_id": _id(part), "output_index": part.index, **content}
-        return self._event(kind, **place, **fields, **logprobs)
+        logprobs: dict[str, Any] = {"logprobs": []} if kind.startswith("output_text") else {}
+        return self._event(kind, **place, **content, **fields, **logprobs)
 
     def _item(self, part: Part, status: str) -> dict[str, Any]:
         """A part as an item of the output."""
-        item: dict[str, Any] = {"id": _id(part), "status": status}
+        names = _NAMES[part.kind]
+        item = {"id": f"{names.id}_{part.id}", "type": names.item, "status": status}
         if part.kind == "call":
             space = _flat(self._wish.asked.get("tools") or ())[1].get(part.name)
             item |= {"namespace": space} if space else {}
-            called = {"call_id": part.id, "name": part.name, "arguments": part.text}
-            return {**item, "type": "function_call", **called}
-        content = [_content(part.kind, part.text)] if part.text else []
+            return {**item, "call_id": part.id, "name": part.name, "arguments": part.text}
+        content = [_content(part)] if part.text else []
         if part.kind == "text":
-            return {**item, "type": "message", "role": "assistant", "content": content}
+            return {**item, "role": "assistant", "content": content}
         # Agents send back what is encrypted and nothing else; the server keeps nothing, so it is the text.
-        return {
-            **item,
-            "type": "reasoning",
-            "summary": [],
-            "content": content,
-            "encrypted_content": part.text,
-        }
+        return {**item, "summary": [], "content": content, "encrypted_content": part.text}
 
 
-_EVENTS = {
-    "text": "response.output_text",
-    "thinking": "response.reasoning_text",
-    "call": "response.function_call_arguments",
+class _Names(NamedTuple):
+    """How a kind of part is called: before its id, as an item, and as what grows in it."""
+
+    id: str
+    item: str
+    grows: str
+
+
+_NAMES = {
+    "text": _Names("msg", "message", "output_text"),
+    "thinking": _Names("rs", "reasoning", "reasoning_text"),
+    "call": _Names("fc", "function_call", "function_call_arguments"),
 }
 
 
-def _id(part: Part) -> str:
-    return {"text": "msg_", "thinking": "rs_", "call": "fc_"}[part.kind] + part.id
-
-
-def _content(kind: str, text: str) -> dict[str, Any]:
-    if kind == "thinking":
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _content(part: Part) -> dict[str, Any]:
+    content = {"type": _NAMES[part.kind].grows, "text": part.text}
+    return content | {"annotations": [], "logprobs": []} if part.kind == "text" else content

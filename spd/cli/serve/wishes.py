@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -343,44 +343,35 @@ def _variables(body: Mapping[str, Any], template: str) -> dict[str, Any]:
     return variables
 
 
-class Talk:
+def conversation(pieces: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A conversation of another API as chat templates read one: first instructions, then turns.
 
-    Neighbours of one role are one message, and what the system says later is said in the user's turn:
-    many templates refuse anything else.
+    A piece has a `role` with `content`, or is a thought (`reasoning_content`), a call (`id`, `name` and
+    `arguments`) or a call's result (`tool_call_id`). Neighbours of one role are one message, and what the
+    system says later is said in the user's turn: many templates refuse anything else.
     """
-
-    def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
-
-    def say(self, role: str, text: str) -> None:
-        """Add a text."""
-        role = ROLES[role]
-        if role == "system" and any(one["role"] != "system" for one in self.messages):
+    messages: list[dict[str, Any]] = []
+    for piece in pieces:
+        text = piece.get("content", "")
+        if "tool_call_id" in piece:
+            messages.append({"role": "tool", "content": text, "tool_call_id": piece["tool_call_id"]})
+            continue
+        thinks, calls = "reasoning_content" in piece, "arguments" in piece
+        role = "assistant" if thinks or calls else ROLES[piece["role"]]
+        if role == "system" and any(one["role"] != "system" for one in messages):
             role = "user"
-        message = self._last(role)
-        message["content"] += "\n\n" * bool(message["content"] and text) + text
-
-    def think(self, text: str) -> None:
-        """Add what the model thought."""
-        message = self._last("assistant")
-        message["reasoning_content"] = message.get("reasoning_content", "") + text
-
-    def call(self, name: str, arguments: Any, call: str) -> None:
-        """Add a call."""
-        function = {"name": name, "arguments": arguments}
-        calls = self._last("assistant").setdefault("tool_calls", [])
-        calls.append({"id": call, "type": "function", "function": function})
-
-    def answer(self, call: str, text: str) -> None:
-        """Add a call's result."""
-        self.messages.append({"role": "tool", "content": text, "tool_call_id": call})
-
-    def _last(self, role: str) -> dict[str, Any]:
-        """The last message, a new one where it is another role's."""
-        if not self.messages or self.messages[-1]["role"] != role:
-            self.messages.append({"role": role, "content": ""})
-        return self.messages[-1]
+        if not messages or messages[-1]["role"] != role:
+            messages.append({"role": role, "content": ""})
+        message = messages[-1]
+        if thinks:
+            message["reasoning_content"] = message.get("reasoning_content", "") + piece["reasoning_content"]
+        elif calls:
+            function = {"name": piece["name"], "arguments": piece["arguments"]}
+            call = {"id": piece["id"], "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(call)
+        else:
+            message["content"] += "\n\n" * bool(message["content"] and text) + text
+    return messages
 
 
 def thinking(service: Service, on: bool | None, effort: str | None) -> dict[str, Any]:
@@ -393,11 +384,9 @@ def thinking(service: Service, on: bool | None, effort: str | None) -> dict[str,
     return told
 
 
-def function(tool: Mapping[str, Any], schema: str) -> dict[str, Any]:
-    """A tool as chat completions write it; its arguments' schema stands in this field."""
-    said = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
-    parameters = {"parameters": tool[schema]} if schema in tool else {}
-    return {"type": "function", "function": {**said, **parameters}}
+def function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as chat completions write it."""
+    return {"type": "function", "function": {name: tool[name] for name in _FUNCTION if name in tool}}
 
 
 def _tools(body: Mapping[str, Any], template: str, special: Mapping[str, int]) -> Tools | None:
