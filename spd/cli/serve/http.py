@@ -94,9 +94,8 @@ class App:
         if headers.get("origin", f"http://{host}") not in (f"http://{host}", f"https://{host}"):
             raise ApiError(403, "Web pages are not answered.", code="origin_not_allowed")
         if self._key is not None and request.scope["path"] != "/health":
-            kind, _, key = headers.get("authorization", f"bearer {headers.get('x-api-key', '')}").partition(
-                " "
-            )
+            sent = headers.get("authorization", f"bearer {headers.get('x-api-key', '')}")
+            kind, _, key = sent.partition(" ")
             if kind.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._key):
                 why = "Incorrect API key provided." if key else "You didn't provide an API key."
                 why += " It is sent as: Authorization: Bearer KEY, or x-api-key: KEY."

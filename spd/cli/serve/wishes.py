@@ -10,21 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.serve.body import (
-    FLAG,
-    OBJECT,
-    TEXT,
-    anything,
-    api_error,
-    blocks,
-    fields,
-    listed,
-    number,
-    one_of,
-    refuse,
-    unsupported,
-    whole,
-)
+from spd.cli.serve import body as read
+from spd.cli.serve.body import FLAG, OBJECT, TEXT, fields, listed, refuse, whole
 from spd.cli.serve.calls import Tools
 from spd.cli.serve.forms import CALLS, CHANNEL, GEMMA, HARMONY, as_json, call_form
 from spd.cli.serve.replies import ChatReply, CompletionReply, Reply
@@ -64,7 +51,7 @@ def _logit_bias(value: Any, name: str) -> tuple[tuple[int, float], ...]:
     for token in value:
         if not re.fullmatch("[0-9]{1,9}", token, re.ASCII):
             refuse(name, "expected token ids with numbers", "invalid_type")
-    return tuple((int(token), number(bias, name)) for token, bias in value.items())
+    return tuple((int(token), read.number(bias, name)) for token, bias in value.items())
 
 
 def _content(value: Any, name: str) -> str:
@@ -110,41 +97,41 @@ def _message(value: Any, name: str) -> dict[str, Any]:
     return {"role": ROLES[said["role"]], "content": said.get("content", ""), **message}
 
 
-_PARTS = blocks({"text": fields({"type": TEXT, "text": TEXT}, "text")})
+_PARTS = read.blocks({"text": fields({"type": TEXT, "text": TEXT}, "text")})
 _CALL = {
     "id": TEXT,
-    "type": anything,
+    "type": read.anything,
     "function": fields({"name": name_of, "arguments": past_arguments}, "name"),
-    "index": anything,
+    "index": read.anything,
 }
 _MESSAGE = fields(
     {
-        "role": one_of(*ROLES),
+        "role": read.one_of(*ROLES),
         "content": _content,
         "name": TEXT,
         "tool_calls": listed(fields(_CALL, "function"), 1024),
         "tool_call_id": TEXT,
         "reasoning_content": TEXT,
         "reasoning": TEXT,
-        "audio": unsupported("it is not supported"),
-        "function_call": unsupported("`tool_calls` are its successor"),
-        "refusal": anything,
-        "annotations": anything,
+        "audio": read.unsupported("it is not supported"),
+        "function_call": read.unsupported("`tool_calls` are its successor"),
+        "refusal": read.anything,
+        "annotations": read.anything,
     },
     "role",
 )
 _FUNCTION = {"name": name_of, "description": TEXT, "parameters": OBJECT, "strict": FLAG}
-_TOOL = fields({"type": one_of("function"), "function": fields(_FUNCTION, "name")}, "type", "function")
+_TOOL = fields({"type": read.one_of("function"), "function": fields(_FUNCTION, "name")}, "type", "function")
 _FORMAT = fields({"name": name_of, "description": TEXT, "schema": OBJECT, "strict": FLAG}, "name", "schema")
 
 SAMPLING = {
-    "temperature": number,
-    "top_p": number,
-    "min_p": number,
+    "temperature": read.number,
+    "top_p": read.number,
+    "min_p": read.number,
     "top_k": whole(-1, 2**31 - 1),
-    "repetition_penalty": number,
-    "presence_penalty": number,
-    "frequency_penalty": number,
+    "repetition_penalty": read.number,
+    "presence_penalty": read.number,
+    "frequency_penalty": read.number,
     "max_tokens": whole(1, MAX_TOKENS),
     "min_tokens": whole(0, MAX_TOKENS),
     "ignore_eos": FLAG,
@@ -154,18 +141,18 @@ SAMPLING = {
     "logit_bias": _logit_bias,
 }
 """Those that `SamplingParams` knows by the same names; it checks their ranges."""
-IGNORED = dict.fromkeys(("metadata", "prediction", "service_tier", "store", "user"), anything)
-IGNORED |= dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "safety_identifier"), anything)
+IGNORED = dict.fromkeys(("metadata", "prediction", "service_tier", "store", "user"), read.anything)
+IGNORED |= dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "safety_identifier"), read.anything)
 """Fields that change no text."""
 UNSUPPORTED = {
-    "audio": unsupported("replies are text"),
-    "best_of": unsupported("replies are not ranked", 1),
-    "functions": unsupported("`tools` are its successor"),
-    "function_call": unsupported("`tool_choice` is its successor"),
-    "modalities": unsupported("replies are text", ["text"]),
-    "suffix": unsupported("text can only be continued"),
-    "verbosity": unsupported("no model here can be asked for it"),
-    "web_search_options": unsupported("there is no search"),
+    "audio": read.unsupported("replies are text"),
+    "best_of": read.unsupported("replies are not ranked", 1),
+    "functions": read.unsupported("`tools` are its successor"),
+    "function_call": read.unsupported("`tool_choice` is its successor"),
+    "modalities": read.unsupported("replies are text", ["text"]),
+    "suffix": read.unsupported("text can only be continued"),
+    "verbosity": read.unsupported("no model here can be asked for it"),
+    "web_search_options": read.unsupported("there is no search"),
 }
 SHARED = {
     **SAMPLING,
@@ -184,19 +171,19 @@ CHAT = {
     "logprobs": FLAG,
     "top_logprobs": whole(0, MAX_LOGPROBS),
     "response_format": fields(
-        {"type": one_of("text", "json_object", "json_schema"), "json_schema": _FORMAT}, "type"
+        {"type": read.one_of("text", "json_object", "json_schema"), "json_schema": _FORMAT}, "type"
     ),
     "reasoning_effort": TEXT,
     "chat_template_kwargs": OBJECT,
     "tools": listed(_TOOL, 128),
-    "tool_choice": anything,
+    "tool_choice": read.anything,
     "parallel_tool_calls": FLAG,
 }
 COMPLETION = {
     **SHARED,
     "prompt": _prompts,
     "logprobs": whole(0, MAX_LOGPROBS),
-    "echo": unsupported("the prompt is not sent back"),
+    "echo": read.unsupported("the prompt is not sent back"),
 }
 _chat, _completion = fields(CHAT), fields(COMPLETION, "prompt")
 _tokenize = fields({"model": TEXT, "prompt": TEXT, "messages": CHAT["messages"]})
@@ -324,7 +311,7 @@ def _params(body: Mapping[str, Any], settings: Settings, logprobs: int | None) -
         return dataclasses.replace(settings.sampling.params, **values)
     except UsageError as error:
         first = error.message.split()[0].rstrip(":")
-        raise api_error(error, param=first if first in values else None) from None
+        raise read.api_error(error, param=first if first in values else None) from None
 
 
 def _variables(body: Mapping[str, Any], template: str) -> dict[str, Any]:
