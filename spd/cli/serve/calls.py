@@ -152,7 +152,8 @@ class CallParser:
         self._bare, self._known_only = re.compile(self._form.bare), self._form is not LISTED
         self._text, self._blanks, self._final = "", "", False
         self._pieces: list[Piece] = []
-        self._state = self._beginning
+        self._is_inside: bool | None = None
+        """Whether a call may come next; None at the very beginning."""
         self._opening: str | None = None
         """The mark that is text if no call follows it; None where a reply began with a call."""
         self._called = self._called_ever = False
@@ -161,8 +162,10 @@ class CallParser:
     def feed(self, text: str, *, final: bool = False) -> Sequence[Piece]:
         """What more text brings; what may be the beginning of a mark is held back unless it is `final`."""
         self._text, self._final = self._text + text, final
-        if final or self._state != self._inside or any(end in text for end in "}>])"):  # no call ends else
-            while self._state():
+        if self._is_inside is None and (self._text.strip() or final):
+            self._is_inside = self._bare.match(self._text) is not None
+        if final or not self._is_inside or any(end in text for end in "}>])"):  # no call ends else
+            while self._is_inside is not None and (self._inside() if self._is_inside else self._outside()):
                 pass
         if final and not self._called_ever:
             self._pieces.append(Piece("text", self._blanks))
@@ -176,27 +179,18 @@ class CallParser:
         if said:
             self._pieces.append(Piece("text", said))
 
-    # -- states: each takes text and says whether to go on -------------------------------------------
-
-    def _beginning(self) -> bool:
-        """Where a call may stand without a mark."""
-        if not (self._text.strip() or self._final):
-            return False
-        self._state = self._inside if self._bare.match(self._text) else self._outside
-        return True
-
     def _outside(self) -> bool:
-        """Text up to an opening mark."""
+        """Take text up to an opening mark; says whether to go on."""
         content, mark, rest = self._text.partition(self._form.opening)
         held = 0 if mark or self._final else tail_of(self._form.opening, content)
         self._say(content[: len(content) - held])
         self._text = rest if mark else content[len(content) - held :]
         if mark:
-            self._opening, self._called, self._state = mark, False, self._inside
+            self._opening, self._called, self._is_inside = mark, False, True
         return bool(mark)
 
     def _inside(self) -> bool:
-        """The next call, or what shows that none comes."""
+        """Take the next call, or what shows that none comes; says whether to go on."""
         found = self._form.read(self._text, self._functions)
         calls, end = found if isinstance(found, tuple) else ((), 0)
         if self._known_only and self._opening is None and {name for name, _ in calls} - {*self._functions}:
@@ -217,7 +211,7 @@ class CallParser:
             self._text = self._text[stop.end() if stop and stop[1] == self._form.closing else len(rest) :]
             rest = _MARK.sub("", rest)[: None if stop else -tail_of(self._form.closing, rest) or None]
             self._say(rest if rest.strip(" \t\r\n,;]}`") else "")
-        self._state = self._outside
+        self._is_inside = False
         return True
 
 

@@ -61,47 +61,33 @@ def tag(text: str) -> str:
 
 LFM, LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
 PYTHON = "get_weather(city='Pa\"ris}{ \\\\', days=3)"
+HERMES, QWEN = "Hermes, Qwen3", "Qwen3-Coder, Qwen3.5"
 CASES: dict[str, tuple[str, str, str, list[Call]]] = {
-    "hermes": ("Hermes, Qwen3", f"Let me see.\n{tag(OBJECT)}", "Let me see.", ONE),
-    "hermes two, arguments first": ("Hermes, Qwen3", tag(REVERSED) + tag(NOW), "", BOTH),
-    "hermes arguments in a string": ("Hermes, Qwen3", tag(OBJECT.replace(ARGS, json.dumps(ARGS))), "", ONE),
-    "hermes a brace too many": ("Hermes, Qwen3", tag(OBJECT + "}") + "So.", "\nSo.", ONE),
+    "hermes": (HERMES, f"Let me see.\n{tag(OBJECT)}", "Let me see.", ONE),
+    "hermes two, arguments first": (HERMES, tag(REVERSED) + tag(NOW), "", BOTH),
+    "hermes arguments in a string": (HERMES, tag(OBJECT.replace(ARGS, json.dumps(ARGS))), "", ONE),
+    "hermes a brace too many": (HERMES, tag(OBJECT + "}") + "So.", "\nSo.", ONE),
     "hermes a mark in a string": (
-        "Hermes, Qwen3",
+        HERMES,
         tag('{"name": "now", "arguments": {"a": "</tool_call>"}}'),
         "",
         [("now", {"a": "</tool_call>"})],
     ),
-    "hermes no call": ("Hermes, Qwen3", "1 < 2 and <tool_ is no tag", "1 < 2 and <tool_ is no tag", []),
-    "hermes no JSON": (
-        "Hermes, Qwen3",
-        "a <tool_call>[1]</tool_call> b",
-        "a <tool_call>[1]</tool_call> b",
-        [],
-    ),
-    "hermes no object": ("Hermes, Qwen3", *2 * [tag('{"name": "now", "arguments": [1]}')], []),
-    "hermes broken, then whole": (
-        "Hermes, Qwen3",
-        tag("{'name") + tag(NOW),
-        tag("{'name").rstrip(),
-        BOTH[1:],
-    ),
-    "hermes cut before a name": ("Hermes, Qwen3", 'a <tool_call>{"na', 'a <tool_call>{"na', []),
-    "qwen": (
-        "Qwen3-Coder, Qwen3.5",
-        "Yes." + tag(f"<function=get_weather>\n{CITY}{DAYS}</function>"),
-        "Yes.",
-        ONE,
-    ),
+    "hermes no call": (HERMES, "1 < 2 and <tool_ is no tag", "1 < 2 and <tool_ is no tag", []),
+    "hermes no JSON": (HERMES, "a <tool_call>[1]</tool_call> b", "a <tool_call>[1]</tool_call> b", []),
+    "hermes no object": (HERMES, *2 * [tag('{"name": "now", "arguments": [1]}')], []),
+    "hermes broken, then whole": (HERMES, tag("{'name") + tag(NOW), tag("{'name").rstrip(), BOTH[1:]),
+    "hermes cut before a name": (HERMES, 'a <tool_call>{"na', 'a <tool_call>{"na', []),
+    "qwen": (QWEN, "Yes." + tag(f"<function=get_weather>\n{CITY}{DAYS}</function>"), "Yes.", ONE),
     "qwen, marks in a value": (
-        "Qwen3-Coder, Qwen3.5",
+        QWEN,
         tag("<function=now>\n<parameter=a>\n</parameter> x </tool_call>\n</parameter>\n</function>"),
         "",
         [("now", {"a": "</parameter> x </tool_call>"})],
     ),
-    "qwen without arguments": ("Qwen3-Coder, Qwen3.5", tag("<function=now>\n</function>"), "", BOTH[1:]),
-    "qwen without an end": ("Qwen3-Coder, Qwen3.5", tag(f"<function=get_weather>\n{CITY}{DAYS}"), "", ONE),
-    "qwen cut": ("Qwen3-Coder, Qwen3.5", *2 * [f"<tool_call>\n<function=get_weather>\n{CITY}".rstrip()], []),
+    "qwen without arguments": (QWEN, tag("<function=now>\n</function>"), "", BOTH[1:]),
+    "qwen without an end": (QWEN, tag(f"<function=get_weather>\n{CITY}{DAYS}"), "", ONE),
+    "qwen cut": (QWEN, *2 * [f"<tool_call>\n<function=get_weather>\n{CITY}".rstrip()], []),
     "seed": (
         "Seed-OSS",
         f"<seed:tool_call><function=get_weather>{CITY}{DAYS}</function></seed:tool_call>",
@@ -228,7 +214,7 @@ def test_a_cut_reply_holds_whole_calls_only(case: str) -> None:
 
 
 def test_a_call_comes_when_it_is_whole_and_text_that_is_none_at_once() -> None:
-    parser = parser_of("Hermes, Qwen3")
+    parser = parser_of(HERMES)
     assert parser.feed('<tool_call>{"name": "get_weather", "arguments": {"city": "Par') == []
     (piece,) = parser.feed('is"}}')
     assert (piece.name, piece.text) == ("get_weather", '{"city": "Paris"}')
@@ -241,7 +227,7 @@ def test_a_call_comes_when_it_is_whole_and_text_that_is_none_at_once() -> None:
 def test_a_template_says_which_form() -> None:
     for name, form in FORMS.items():
         assert call_form(f"{{% if tools %}}{' '.join(form.signs)}{{% endif %}}") is form, name
-    assert call_form("nothing") is FORMS["Hermes, Qwen3"]
+    assert call_form("nothing") is FORMS[HERMES]
 
 
 HELD = [*(name for name, form in FORMS.items() if form.call is not None), "Gemma 4"]
