@@ -70,8 +70,7 @@ def read_messages(value: Any, service: Service, *, counted: bool = False) -> Wis
     messages = conversation(said)
     if not counted and messages and messages[-1]["role"] == "assistant":
         refuse("messages", "the last one is the assistant's, and a reply cannot be begun for it")
-    tools = [function(tool) for tool in body.get("tools", ())]
-    chat = {**body, "messages": messages, "tools": tools}
+    chat = {**body, "messages": messages, "tools": list(map(function, body.get("tools", ())))}
     choice = body.get("tool_choice", {"type": "auto"})
     named = {"type": "function", "function": {"name": choice.get("name")}}
     chat["tool_choice"] = CHOICES.get(choice["type"], named)
@@ -83,7 +82,7 @@ def read_messages(value: Any, service: Service, *, counted: bool = False) -> Wis
     chat["chat_template_kwargs"] = thinking(service, thinks, config.get("effort") if thinks else "low")
     tokenizer = service.settings.vocabulary.need_tokenizer()
     think = wanted.get("budget_tokens") if thinks and tokenizer.token_to_id(CLOSING) is not None else None
-    return wish_of(chat, tools, service, MessagesReply, think=think)
+    return wish_of(chat, service, MessagesReply, think=think)
 
 
 def _pieces(blocks: Sequence[dict[str, Any]], role: str, name: str) -> Iterator[dict[str, Any]]:

@@ -226,7 +226,7 @@ class ChatReply(Reply):
                 key = "content" if part.kind == "text" else "reasoning_content"
                 delta[key] = delta.get(key, "") + text
         if delta or event.finish_reason is not None or event.logprobs:
-            logprobs = self._logprobs(event.logprobs, 0)
+            logprobs = self._logprobs(event.logprobs)
             yield self._chunk(choice, delta=delta, logprobs=logprobs, finish_reason=self._reason(choice))
 
     def end(self) -> Iterator[bytes]:
@@ -248,7 +248,7 @@ class ChatReply(Reply):
         if calls := choice.calls:
             message["content"] = message["content"] or None
             message["tool_calls"] = [self._call(part) for part in calls]
-        logprobs, reason = self._logprobs(choice.logprobs, 0), self._reason(choice)
+        logprobs, reason = self._logprobs(choice.logprobs), self._reason(choice)
         return {"index": choice.index, "logprobs": logprobs, "finish_reason": reason, "message": message}
 
     def _call(self, part: Part) -> dict[str, Any]:
@@ -260,18 +260,16 @@ class ChatReply(Reply):
         called = choice.reason == "stop" and tools is not None and tools.named is None and choice.calls
         return "tool_calls" if called else choice.reason
 
-    def _logprobs(self, entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
+    def _logprobs(self, entries: Sequence[TokenLogprob], offset: int = 0) -> dict[str, Any] | None:
         """Log-probabilities in the API's form; `offset` is that of the first token's text."""
         if self._wish.params.logprobs is None:
             return None
-        named = self._named(entries)
-        tops = [[_finite(one) for one in entry.pop("top")] for entry in named]
-        shown = [{**_finite(one), "top_logprobs": top} for one, top in zip(named, tops, strict=True)]
-        return {"content": shown, "refusal": None}
-
-    def _named(self, entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         tokenizer = self._service.settings.vocabulary.need_tokenizer()
-        return [logprob_entry(entry, tokenizer) for entry in entries]
+        return self._shown([_finite(logprob_entry(entry, tokenizer)) for entry in entries], offset)
+
+    def _shown(self, entries: Sequence[dict[str, Any]], offset: int) -> dict[str, Any]:
+        """Entries in the API's form."""
+        return {"content": [{**one, "top_logprobs": one.pop("top")} for one in entries], "refusal": None}
 
     def _figures(self) -> dict[str, Any]:
         """Tokens of all choices; times and acceptance of the first one."""
@@ -310,24 +308,22 @@ class CompletionReply(ChatReply):
             yield self._chunk(choice, text=text, logprobs=logprobs, finish_reason=choice.reason)
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
-        logprobs, text = self._logprobs(choice.logprobs, 0), choice.all("text")
+        logprobs, text = self._logprobs(choice.logprobs), choice.all("text")
         return {"index": choice.index, "logprobs": logprobs, "finish_reason": choice.reason, "text": text}
 
-    def _logprobs(self, entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
-        if self._wish.params.logprobs is None:
-            return None
-        named = self._named(entries)
-        tokens = [entry["token"] for entry in named]
-        tops = [{one["token"]: _finite(one)["logprob"] for one in entry["top"]} for entry in named]
+    def _shown(self, entries: Sequence[dict[str, Any]], offset: int) -> dict[str, Any]:
+        tokens = [entry["token"] for entry in entries]
         return {
             "tokens": tokens,
-            "token_logprobs": [_finite(entry)["logprob"] for entry in named],
-            "top_logprobs": tops,
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "top_logprobs": [{one["token"]: one["logprob"] for one in entry["top"]} for entry in entries],
             "text_offset": [offset + sum(map(len, tokens[:at])) for at in range(len(tokens))],
         }
 
 
 def _finite(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry without its id, of a logarithm that JSON can hold."""
+    """An entry and those in its `top` without their ids, of logarithms that JSON can hold."""
     shown = {name: value for name, value in entry.items() if name != "token_id"}
+    if "top" in entry:
+        shown["top"] = [_finite(one) for one in entry["top"]]
     return {**shown, "logprob": max(entry["logprob"], IMPOSSIBLE)}

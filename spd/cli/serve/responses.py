@@ -72,7 +72,7 @@ def read_response(value: Any, service: Service) -> Wish:
     chat["chat_template_kwargs"] = wishes.thinking(
         service, None if effort is None else effort != "none", effort
     )
-    return wish_of(chat, tools, service, ResponseReply, asked=value)
+    return wish_of(chat, service, ResponseReply, asked=value)
 
 
 def _piece(item: dict[str, Any]) -> dict[str, Any]:

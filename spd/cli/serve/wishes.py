@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -216,13 +216,11 @@ def read_chat(value: Any, service: Service) -> Wish:
     most = body.pop("max_completion_tokens", None)
     if most is not None and body.setdefault("max_tokens", most) != most:
         refuse("max_tokens", "`max_completion_tokens` says otherwise")
-    return wish_of(body, value.get("tools") or (), service, ChatReply)
+    return wish_of(body, service, ChatReply)
 
 
-def wish_of(
-    body: Mapping[str, Any], shown: Sequence[Any], service: Service, reply: type[Reply], **more: Any
-) -> Wish:
-    """The wish of a chat with the fields of `CHAT`; its template is shown these tools. Raises ApiError."""
+def wish_of(body: Mapping[str, Any], service: Service, reply: type[Reply], **more: Any) -> Wish:
+    """The wish of a chat with the fields of `CHAT`. Raises ApiError."""
     service.check_name(body.get("model", service.name))
     vocabulary = service.settings.vocabulary
     template = vocabulary.need_template()
@@ -234,7 +232,7 @@ def wish_of(
         if grammar is not None:
             refuse("response_format", "a reply that may be a tool call cannot be held to a format")
         if "tools" in source:
-            variables["tools"] = [_shown(tool) for tool in shown]
+            variables["tools"] = [_shown(tool) for tool in body["tools"]]
         grammar = tools.grammar
     messages = body.get("messages", ())
     if not messages:
