@@ -269,7 +269,7 @@ class ChatReply(Reply):
 
     def _shown(self, entries: Sequence[dict[str, Any]], offset: int) -> dict[str, Any]:
         """Entries in the API's form."""
-        return {"content": [{**one, "top_logprobs": one.pop("top")} for one in entries], "refusal": None}
+        return {"content": [{"top_logprobs": one.pop("top"), **one} for one in entries], "refusal": None}
 
     def _figures(self) -> dict[str, Any]:
         """Tokens of all choices; times and acceptance of the first one."""

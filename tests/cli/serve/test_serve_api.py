@@ -86,6 +86,7 @@ def test_a_whole_answer(served: Served) -> None:
     assert answer["metrics"]["speculative_decoding"]["method"] == "mtp"
     entries = first["logprobs"]["content"]
     assert len(entries) == 20 and all(len(entry["top_logprobs"]) == 3 for entry in entries)
+    assert all(set(entry) == {"token", "bytes", "logprob", "top_logprobs"} for entry in entries)
     assert b"".join(bytes(e["bytes"]) for e in entries).decode() == first["message"]["content"]
 
 
