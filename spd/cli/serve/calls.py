@@ -195,6 +195,9 @@ class CallParser:
         calls, end = found if isinstance(found, tuple) else ((), 0)
         if self._known_only and self._opening is None and {name for name, _ in calls} - {*self._functions}:
             calls = ()  # without a mark, an object with a name is a call only if there is such a function
+        ends = self._form.ends_reply and self._opening is None and not self._final
+        if calls and ends and not self._text[end:].strip():
+            return False
         if calls:
             self._pieces += [Piece("call", arguments, name) for name, arguments in calls]
             self._text, self._blanks = self._text[end:], ""

@@ -181,6 +181,8 @@ class Form(NamedTuple):
     """What stands between calls that share their marks; None where each has its own."""
     bare: str = "(?!)"
     """How a reply begins that is a call without a mark."""
+    ends_reply: bool = False
+    """Whether calls without a mark are calls only where nothing comes behind them."""
 
 
 _functions = _tagged(
@@ -238,7 +240,9 @@ FORMS = {
     "Granite 3": Form(("<|tool_call|>",), "<|tool_call|>", "", _objects()),
     "Mistral": Form(("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", "", _mistral, ("", "[ARGS]", "")),
     "Mistral before 2025": Form(("[TOOL_CALLS]",), "[TOOL_CALLS]", "", _mistral),
-    "Llama 3": Form(("<|start_header_id|>",), "<|python_tag|>", "", _llama, bare=r"\s*[{\[]"),
+    "Llama 3": Form(
+        ("<|start_header_id|>",), "<|python_tag|>", "", _llama, bare=r"\s*[{\[]", ends_reply=True
+    ),
 }
 """By the models that are known for it; a template's is the first of which it holds every sign."""
 WRITTEN = str([(form.opening, form.closing, form.call, form.pair) for form in FORMS.values()])

@@ -83,12 +83,13 @@ def _piece(item: dict[str, Any]) -> dict[str, Any]:
     return {"reasoning_content": next(filter(None, told), "")}
 
 
-def _flat(tools: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Functions as chat completions write them, and the namespaces of those that have one.
+def _flat(tools: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, tuple[Any, str]]]:
+    """Functions as chat completions write them, and (namespace, name there) of those that have one.
 
+    A name that is there already stands behind its namespace.
     Tools of other types are left out: OpenAI's servers run them, and agents offer them to every server.
     """
-    shown, spaces = list[dict[str, Any]](), dict[str, Any]()
+    shown, spaces = list[dict[str, Any]](), dict[str, tuple[Any, str]]()
     for tool in tools:
         if tool["type"] == "function":
             if "name" not in tool:
@@ -96,8 +97,11 @@ def _flat(tools: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dic
             shown.append(function(tool))
         elif tool["type"] == "namespace":
             inner, _ = _flat(_tools(tool.get("tools") or [], "tools"))
+            for one in (each["function"] for each in inner):
+                name, taken = one["name"], {each["function"]["name"] for each in shown}
+                one["name"] = f"{tool.get('name')}__{name}"[:64] if name in taken else name
+                spaces[one["name"]] = tool.get("name"), name
             shown += inner
-            spaces |= {one["function"]["name"]: tool.get("name") for one in inner}
     return shown, spaces
 
 
@@ -195,9 +199,10 @@ class ResponseReply(Reply):
         names = _NAMES[part.kind]
         item = {"id": f"{names.id}_{part.id}", "type": names.item, "status": status}
         if part.kind == "call":
-            space = _flat(self._wish.asked.get("tools") or ())[1].get(part.name)
+            spaces = _flat(self._wish.asked.get("tools") or ())[1]
+            space, name = spaces.get(part.name or "", (None, part.name))
             item |= {"namespace": space} if space else {}
-            return {**item, "call_id": part.id, "name": part.name, "arguments": part.text}
+            return {**item, "call_id": part.id, "name": name, "arguments": part.text}
         content = [_content(part)] if part.text else []
         if part.kind == "text":
             return {**item, "role": "assistant", "content": content}

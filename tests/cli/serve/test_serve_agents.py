@@ -201,16 +201,22 @@ def test_tools_of_codex(served: Served) -> None:
     tools = [
         {"type": "custom", "name": "patch", "format": {"type": "grammar", "definition": "x"}},
         {"type": "namespace", "name": "team", "tools": [inner]},
+        {"type": "namespace", "name": "other", "tools": [inner]},
         {"type": "web_search", "external_web_access": False},
     ]
-    said = '<tool_call>{"name": "ask", "arguments": {"path": "a"}}</tool_call>'
+    said = "".join(
+        f'<tool_call>{{"name": "{name}", "arguments": {{"path": "a"}}}}</tool_call>'
+        for name in ("ask", "other__ask")
+    )
     with scripted(served, said) as script:
         _, whole = served.send("POST", "/v1/responses", response(tools=tools, reasoning={}))
         tokenizer = served.service.settings.vocabulary.need_tokenizer()
         text = tokenizer.decode(script.requests[0].prompt_ids, skip_special=False)
     assert "web_search" not in text and "patch" not in text and "ask" in text
-    (call,) = whole["output"]
-    assert call["type"] == "function_call" and call["name"] == "ask" and call["namespace"] == "team"
+    assert [(call["type"], call["name"], call["namespace"]) for call in whole["output"]] == [
+        ("function_call", "ask", "team"),
+        ("function_call", "ask", "other"),
+    ]
 
 
 SHOWN = "{{ messages | tojson }}"

@@ -106,6 +106,7 @@ CASES: dict[str, tuple[str, str, str, list[Call]]] = {
     "llama JSON that is no call": ("Llama 3", *2 * ['{"name": "Ada", "age": 3}'], []),
     "llama text": ("Llama 3", *2 * ["<b>It is {now}.</b>"], []),
     "llama, as Python": ("Llama 3", f"[{PYTHON}, now()]", "", BOTH),
+    "llama Python in a text": ("Llama 3", *2 * ["[now()] is what I would call."], []),
     "llama a list": ("Llama 3", *2 * ["[1] says so."], []),
     "lfm": ("LFM2", f"So.{LFM}[{PYTHON}, now()]{LFM_END}", "So.", BOTH),
     "lfm no call": ("LFM2", *2 * [f"{LFM}[{{1}}]{LFM_END} x"], []),
