@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 DEMOS = ("demo", "demo-hybrid")
@@ -19,18 +18,3 @@ def demo_draft_folder() -> Path:
 
 def demo_eagle3_folder() -> Path:
     return demo_folder() / "eagle3"
-
-
-def demo_faults(folder: Path) -> list[str]:
-    """Which of a demo folder's files are missing or not the ones in its SHA256SUMS, in words."""
-    faults = []
-    for line in (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines():
-        digest, name = line.split(maxsplit=1)
-        try:
-            found = hashlib.sha256((folder / name).read_bytes()).hexdigest()
-        except OSError as error:
-            faults.append(f"{name}: {error.strerror}")
-        else:
-            if found != digest:
-                faults.append(f"{name}: sha256 {found[:16]}, expected {digest[:16]}")
-    return faults

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from spd.formats.folder import ModelFolder
     from spd.formats.model_config import ModelConfig
     from spd.runtime import Drafter
-    from spd.runtime.plan.machine import Machine
-    from spd.runtime.plan.memory import EngineShape
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 PROBE = ({"role": "user", "content": "Hello"},)
@@ -202,23 +200,22 @@ def speculation(choice: Drafter | SpdError, folder: ModelFolder, draft: ModelFol
     return found
 
 
-def forms(config: EngineConfig, machine: Machine, usable: int) -> list[Facts]:
+def forms(config: EngineConfig, usable: int) -> list[Facts]:
     """For weights as they are stored, and rounded at load: their bytes, and the longest context that fits."""
-    from spd.runtime import outline
-    from spd.runtime.plan.memory import at_context, largest, measure
-    from spd.runtime.round.limits import PAGE_SIZE
+    from spd.runtime import foreseen_machine, outline
+    from spd.runtime.plan.memory import longest_context, measure
 
     found = []
     for name in QUANTIZE:
         with suppress(SpdError):  # such weights, or such a drafter, cannot be rounded
-            shape = outline(replace(config, quantize=name), machine).shape
-            most = shape.target.max_positions
-
-            def fits(ctx: int, shape: EngineShape = shape) -> bool:
-                return bool(measure(at_context(shape, ctx)).total <= usable)
-
-            longest = largest(fits, most, PAGE_SIZE)
-            found.append({"quantize": name, "weights": Size(measure(shape).weights), "ctx": longest})
+            shape = outline(replace(config, quantize=name), foreseen_machine()).shape
+            found.append(
+                {
+                    "quantize": name,
+                    "weights": Size(measure(shape).weights),
+                    "ctx": longest_context(shape, usable),
+                }
+            )
     return found
 
 
@@ -260,6 +257,6 @@ def needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
         "draft_tp_reason": plan.draft_tp_reason,
         "usable": Size(usable),
         "fits": fits,
-        "forms": forms(config, machine, usable),
+        "forms": forms(config, usable),
         "contexts": [{"ctx": n, "total": Size(size), "fits": size <= usable} for n, size in totals.items()],
     }

@@ -453,6 +453,15 @@ def refusal(
     )
 
 
+def longest_context(shape: EngineShape, usable: int) -> int:
+    """The longest context of the model with which a shape fits into so many bytes; 0 where none does."""
+
+    def fits(ctx: int) -> bool:
+        return measure(at_context(shape, ctx)).total <= usable
+
+    return largest(fits, shape.target.max_positions, PAGE_SIZE)
+
+
 def at_context(shape: EngineShape, ctx: int) -> EngineShape:
     """The shape with another context, the draft model's no longer than it."""
     return replace(shape, ctx=ctx, draft_ctx=min(shape.draft_ctx, ctx))
