@@ -91,7 +91,8 @@ def test_bash_offers_what_fits(bash_complete) -> None:
         "draft",
         "ngram",
         "eagle3",
-        *("auto+ngram", "mtp+ngram", "draft+ngram", "eagle3+ngram"),
+        "assistant",
+        *("auto+ngram", "mtp+ngram", "draft+ngram", "eagle3+ngram", "assistant+ngram"),
     ]
     assert bash_complete("spd", "generate", "--spec", "=", "d") == ["draft", "draft+ngram"]
 

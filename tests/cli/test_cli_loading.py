@@ -177,4 +177,4 @@ def test_memory_that_runs_out_ends_with_5(
     monkeypatch.setattr(assembly, "load_model", none)
     ran = spd_run(*argv, "--json")
     assert ran.code == 5 and ran.json["error"]["code"] == "out_of_memory"
-    assert "loading the weights of bare" in ran.json["error"]["message"]
+    assert "while loading" in ran.json["error"]["message"]

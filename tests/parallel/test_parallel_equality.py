@@ -233,13 +233,18 @@ def test_sizes_that_do_not_divide(
     assert said in caught.value.message and fix in caught.value.fix
 
 
-def test_a_head_of_few_ids_is_not_divided(tmp_path: Path) -> None:
-    """They are counted, not the target's."""
+def test_a_head_of_few_ids_is_divided(tmp_path: Path) -> None:
+    """Its own ids, of which the last rank may have fewer."""
     target, shape = tmp_path / "target", {"layers": 3}
-    head = write_tiny_pair(target, tmp_path / "head", draft_vocab=24, aux=(1, 2), target_options=shape)
-    wishes: dict[str, Any] = {"spec": "eagle3", "draft_model": head, "tp": 2}
-    with pytest.raises(IncompatibleError, match="--draft-tp 2 does not divide the drafter"):
-        quick_engine(target, draft_tp=2, **wishes)
+    head = write_tiny_pair(target, tmp_path / "head", draft_vocab=25, aux=(1, 2), target_options=shape)
+    wishes: dict[str, Any] = {"spec": "eagle3", "draft_model": head, "draft_max": 3, "slots": 2}
+    alone, divided = (
+        texts(quick_engine(target, **wishes)),
+        texts(quick_engine(target, tp=2, draft_tp=2, **wishes)),
+    )
+    assert outputs(divided) == outputs(alone) and [run.drafts for run in divided] == [
+        run.drafts for run in alone
+    ]
 
 
 def test_a_head_is_divided_as_its_target_and_a_draft_model_is_not(tmp_path: Path) -> None:

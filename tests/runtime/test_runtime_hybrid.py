@@ -295,7 +295,7 @@ def test_speculation_changes_no_token(hybrid: Shelf, form: str, method: str) -> 
         if wishes in ({"lag": 0}, {"lag": 2}):
             seen = drafts.setdefault(k, [run.drafts for run in runs])
             assert seen == [run.drafts for run in runs], "the host's lag changes no draft"
-        assert "slots" not in wishes or sum(run.metrics.draft_n for run in runs)
+        assert "slots" not in wishes or "adaptive" in wishes or sum(run.metrics.draft_n for run in runs)
 
 
 # -- faults ----------------------------------------------------------------------------------------
@@ -377,7 +377,7 @@ def test_a_planted_fault_is_seen(
     plain = [run.output for run in outputs(make_engine(folder, kernels="torch"), 9)]
     fault(monkeypatch)
     try:
-        engine = make_engine(folder, kernels="torch", spec="mtp", draft_max=3, slots=3)
+        engine = make_engine(folder, kernels="torch", spec="mtp", draft_max=3, slots=2)  # fewer than texts
         seen = [run.output for run in outputs(engine, 9)]
     except (AssertionError, RuntimeError):
         return
