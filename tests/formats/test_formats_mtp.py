@@ -61,7 +61,7 @@ def test_a_head_is_found_by_its_names_whatever_the_configuration_says() -> None:
     assert found.words() == "deepseek layout, 1 module at model.layers.2.*"
     for architecture, name, normed in (
         ("Glm4MoeForCausalLM", "glm4", False),
-        ("SomebodyElse", "deepseek", True),
+        ("AnotherForCausalLM", "deepseek", True),
     ):
         other = find_mtp(architecture, set(deepseek(modules=3)), LAYERS)
         assert other is not None and (other.family.name, other.modules) == (name, 3)

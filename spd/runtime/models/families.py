@@ -25,8 +25,6 @@ from spd.runtime.models.layouts import (
 from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout, ScanLayout
 from spd.runtime.models.weights import ModelLayout
 
-NO_READS: Mapping[bool, int] = {}
-
 
 def usual_attention(config: ModelConfig) -> GqaLayout:
     """Grouped-query attention; biases follow the configuration."""
@@ -234,7 +232,7 @@ def gemma(config: ModelConfig) -> ModelLayout:
     return replace(made, centred_norm=True, embedding_scale=math.sqrt(config.hidden_size))
 
 
-def gemma4(config: ModelConfig, reads: Mapping[bool, int] = NO_READS) -> ModelLayout:
+def gemma4(config: ModelConfig, reads: Mapping[bool, int] | None = None) -> ModelLayout:
     """Gemma 4 (text): two sizes of heads, normed values, shared caches, embeddings of layers, experts.
 
     The last layers of a kind, which see everything (True) or slide, may read an earlier one's cache: reads
@@ -242,7 +240,7 @@ def gemma4(config: ModelConfig, reads: Mapping[bool, int] = NO_READS) -> ModelLa
     published configurations.
     """
     assert config.gemma4 is not None
-    facts, sources, layers = config.gemma4, dict(reads), []
+    facts, sources, layers = config.gemma4, dict(reads or {}), []
     usual = replace(
         usual_attention(config),
         qk_norm=True,
