@@ -59,7 +59,7 @@ def run(files: Sequence[Path] | None = None) -> Iterator[dict[str, Any]]:
 def _command(file: str, log: Path) -> list[str]:
     """Of one file, with no option of the project's own: one needs a plugin, and the last -m rules alone."""
     configuration = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-o", "addopts="]
-    own = ["--import-mode=importlib", "--strict-markers", "-p", "no:cacheprovider"]
+    own = ["--import-mode=importlib", "--strict-markers", "-o", f"cache_dir={log.with_name('cache')}"]
     logging = ["-p", lane_log.__name__, "--lane-log", str(log)]
     selection = ["-m", "gpu and not slow", file]
     return [sys.executable, "-m", "pytest", "-q", *configuration, *own, *logging, *selection]

@@ -181,7 +181,7 @@ def assert_right(form: Form, cache: Cache, found: Tensor, rows: Sequence[tuple[i
     )
     little = 2e-6 if cache.softcap else 1e-6
     if cache.rank:
-        little = 4 * torch.finfo(found.dtype).eps * (1 + right.abs().max().item())
+        little = 6 * torch.finfo(found.dtype).eps * (1 + right.abs().max().item())
     allowed = 2 * float((plain.double() - right).abs().max()) + little
     if found.dtype == torch.bfloat16 and form.name != "triton":
         # Weights are rounded to bfloat16 before they meet the values.
@@ -380,14 +380,16 @@ def test_a_row_alone_is_the_row_among_others(
 @alike
 @pytest.mark.parametrize("kind", [{}, {"sliding": 30, "softcap": 2.0}, {"latent": True}], ids=str)
 def test_a_row_of_a_prompt_alone_is_the_row_in_its_chunk(form: Form, kind: dict[str, Any]) -> None:
-    """In a chunk of its own, and as the last row of a shorter one; in any tile."""
-    cache = case_of(form, form.dtypes[0], 1, 130, kind)
-    query = random_query(cache, 70)
-    whole = prefill(form, cache, 60, query)
-    for row in (3, 16, 69) if form.name == "triton" else (0, 3, 15, 16, 40, 69):
-        alone = prefill(form, cache, 60 + row, query[row : row + 1], end=130)
-        assert torch.equal(alone[0], whole[row]), row
-        assert torch.equal(prefill(form, cache, 60, query[: row + 1], end=130)[row], whole[row]), row
+    """In a chunk of its own, and as the last row of a shorter one; in any tile, masked or not."""
+    interpreted = form.name == "triton" and form.device == "cpu"
+    for dtype in form.dtypes[:1] if interpreted else form.dtypes:
+        cache = case_of(form, dtype, 1, 130, kind)
+        query = random_query(cache, 70)
+        whole = prefill(form, cache, 60, query)
+        for row in (3, 16, 69) if interpreted else (0, 3, 15, 16, 40, 69):
+            alone = prefill(form, cache, 60 + row, query[row : row + 1], end=130)
+            assert torch.equal(alone[0], whole[row]), row
+            assert torch.equal(prefill(form, cache, 60, query[: row + 1], end=130)[row], whole[row]), row
 
 
 @alike

@@ -86,7 +86,9 @@ def test_routing(form: Form, rule: tuple[Any, ...], count: int, k: int, rows: in
         if form.name != "torch":
             assert torch.equal(alone[0], logits[row])
         one, share = form.ops.route(logits[row : row + 1], correction, given)
-        assert torch.equal(one[0], ids[row]) and torch.equal(share[0], weights[row])
+        # Torch's own sigmoid of a few numbers is not that of many, where vectors are as wide as AVX512's.
+        same = torch.allclose if form.name == "torch" else torch.equal
+        assert torch.equal(one[0], ids[row]) and same(share[0], weights[row])
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)

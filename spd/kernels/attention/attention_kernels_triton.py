@@ -22,9 +22,8 @@ UNSEEN = tl.constexpr(-1.0e30)
 
 @triton.jit
 def not_finite(x):
-    """Where values are infinite or not numbers."""
-    x = x.to(tl.float32)
-    return x - x != 0
+    """Where values are infinite or not numbers: a difference x - x may be fused with what made x."""
+    return (tl.abs(x.to(tl.float32)) < float("inf")) == 0
 
 
 @triton.jit
@@ -109,10 +108,14 @@ def softmax_step(
     maximum, total, acc, q, k, v, key, position, scale, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Take one block of keys and values into a tile's online softmax; FIRST is `causal_bias`'s first_key."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    """Take one block of keys and values into a tile's online softmax; FIRST is `causal_bias`'s first_key.
+
+    Scores meet their scale in one multiply-add, written out: a compiler fuses it only where nothing is masked.
+    """
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if SOFTCAP is not None:
-        scores = tanh(scores) * (SOFTCAP * 1.4426950408889634)
+        scores = tanh(scores * scale)
+        scale = SOFTCAP * 1.4426950408889634
     if MASKED:
         seen = key[None, :] <= position[:, None]
         if FIRST:
@@ -120,8 +123,8 @@ def softmax_step(
         if SLIDING is not None:
             seen = seen & (key[None, :] > position[:, None] - SLIDING)
         scores = tl.where(seen, scores, float("-inf"))
-    raised = tl.maximum(maximum, tl.max(scores, 1))
-    weights = tl.exp2(scores - raised[:, None])
+    raised = tl.maximum(maximum, tl.max(scores, 1) * scale)
+    weights = tl.exp2(tl.fma(scores, scale, -raised[:, None]))
     shrink = tl.exp2(maximum - raised)
     total = total * shrink + tl.sum(weights, 1)
     acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")

@@ -46,7 +46,7 @@ def prefetch_weights(
     """Bring the first columns of this part into L2 while the previous kernel ends: weights come from none."""
     if PDL:
         LINE: tl.constexpr = 128 // (weight_rows.dtype.element_ty.primitive_bitwidth // 8)
-        LINES: tl.constexpr = tl.cdiv(4 * BLOCK_K // per_byte(CODE), LINE)
+        LINES: tl.constexpr = (4 * BLOCK_K // per_byte(CODE) + LINE - 1) // LINE
         begin, _ = part_of_k(k, BLOCK_K, SPLIT_K)
         line = begin // per_byte(CODE) + tl.arange(0, LINES) * LINE
         prefetch(weight_rows + tl.minimum(line, row_width(k, BLOCK_K, CODE) - 1)[None, :])

@@ -76,13 +76,14 @@ def rows_scales(kept, row, k, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr):
             kept += row
         else:
             kept += row // GROUP_N * tl.cdiv(k, GROUP_K)
-    return kept
+        return kept
 
 
 @triton.jit
 def scale_rows(kept, first, n, k, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr):
     """`rows_scales` of a tile [BLOCK_N], as `rows_of_weight`."""
-    return rows_scales(kept, tl.minimum(first + tl.arange(0, BLOCK_N), n - 1), k, GROUP_N, GROUP_K)
+    if kept is not None:
+        return rows_scales(kept, tl.minimum(first + tl.arange(0, BLOCK_N), n - 1), k, GROUP_N, GROUP_K)
 
 
 @triton.jit
@@ -137,8 +138,7 @@ def of_group(kept, group, k, GROUP_K: tl.constexpr):
     """A group's scales or zeros [BLOCK_N, 1]; zeros beyond the last group, which has no columns."""
     if kept is not None:
         inside = tl.full((1,), group, tl.int32) < tl.cdiv(k, GROUP_K)
-        kept = tl.load(kept + group, mask=inside, other=0)[:, None]
-    return kept
+        return tl.load(kept + group, mask=inside, other=0)[:, None]
 
 
 @triton.jit
