@@ -110,7 +110,8 @@ def test_products(
                     sums = found.float().square().sum(1)
                     torch.testing.assert_close(squares.sum(1), sums, rtol=1e-5, atol=1e-6)
                 own = kind == "plain" or name == "norm_gate_up"
-                near(found, right, plain.to(found.dtype), 2 if kind == "plain" else 4, None if own else size)
+                slack = 2 if kind == "plain" and device == "cpu" else 4  # a GPU approximates exp, too
+                near(found, right, plain.to(found.dtype), slack, None if own else size)
                 if dtype == torch.float32:
                     torch.testing.assert_close(plain.double(), right, rtol=1e-4, atol=1e-4 * size)
 

@@ -110,7 +110,7 @@ def softmax_step(
 ):  # fmt: skip
     """Take one block of keys and values into a tile's online softmax; FIRST is `causal_bias`'s first_key.
 
-    Scores meet their scale in one multiply-add, written out: a compiler fuses it only where nothing is masked.
+    Scores meet their scale in one multiply-add, written out: else it is fused only where nothing is masked.
     """
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if SOFTCAP is not None:

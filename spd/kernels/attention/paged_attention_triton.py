@@ -41,11 +41,8 @@ PROGRAMS_A_PROCESSOR = 2
 """As many as shared memory holds at a time."""
 WARPS = (8, 4)
 """Off Hopper and on it: four hold a tile's sums there alone."""
-TALL_TILE = 128
-"""Rows a tile of a prompt chunk."""
-FEW_HEADS = 32
-"""Below this many, half the rows a tile: chunks of 512 rows then still reach most processors."""
-COMBINED_CHUNKS = 16
+COMBINED_VALUES = 4096
+"""Of results that one warp combines at a time, in chunks from 16 to 32: more take too many registers."""
 PLANNED_CHUNKS = 128
 
 
@@ -162,10 +159,10 @@ def attend_chunks(
 
 def combine_chunks(out: Tensor, plan: SplitPlan, **options: Any) -> Tensor:
     """Fill out [S, Q, H, D] with the sums of each row's chunks."""
-    slots, width, heads, _ = out.shape
+    slots, width, heads, size = out.shape
     combine_chunks_kernel[(heads, slots * width)](
         *(plan.partial, plan.stats, plan.positions, plan.valid, out, width, plan.max_chunks),
-        BLOCK=COMBINED_CHUNKS,
+        BLOCK=max(16, min(32, COMBINED_VALUES // power_of_two(size))),
         **options,
         **chunk_constants(),
         **overlap(out.device),
@@ -188,16 +185,6 @@ def paged_attention(query: Tensor, pools: Pools, plan: AttentionPlan, scores: Sc
     return combine_chunks(out, plan, num_warps=1, **shape)
 
 
-def tile_of(dtype: torch.dtype, head_dim: int, num_heads: int, device: Device) -> dict[str, int]:
-    """Launch choices, functions of model and device alone."""
-    rows, keys, stages = tile_shape(dtype, head_dim, device)
-    warps = 4
-    tall = fitting_stages(stages, TALL_TILE, keys, head_dim, dtype.itemsize, device)
-    if dtype != torch.float32 and (num_heads >= FEW_HEADS or head_dim > 128) and tall >= 2:
-        rows, warps, stages = TALL_TILE, 8, tall
-    return {"TILE": rows, "BLOCK": keys, "num_stages": stages, "num_warps": warps}
-
-
 def prefill_attention(
     query: Tensor, pools: Pools, page_row: Tensor, start: int, scores: Scores, first_key: int = 0
 ) -> Tensor:
@@ -205,15 +192,18 @@ def prefill_attention(
     rows, num_heads, size = query.shape
     page_size, kv_heads = pools[0].shape[1:3]
     out = torch.empty((rows, num_heads, size), dtype=query.dtype, device=query.device)
-    tile = tile_of(query.dtype, size, num_heads, device_facts(query.device))
+    tile, block, stages = tile_shape(query.dtype, size, device_facts(query.device))
     shape = {"K": kv_heads, "GROUPS": num_heads // kv_heads, "D": size, "PAGE": page_size}
-    prefill_attention_kernel[(num_heads, ceil_div(rows, tile["TILE"]))](
+    prefill_attention_kernel[(num_heads, ceil_div(rows, tile))](
         *(query.contiguous(), *pools, page_row, out, score_scale(scores), rows, start),
         BLOCK_D=max(16, power_of_two(size)),
         SLIDING=scores.sliding,
         SOFTCAP=scores.softcap,
         FIRST=first_key,
+        TILE=tile,
+        BLOCK=block,
+        num_stages=stages,
+        num_warps=4,
         **shape,
-        **tile,
     )
     return out

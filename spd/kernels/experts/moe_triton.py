@@ -8,6 +8,8 @@ once however many rows chose it, and what a row gets follows from itself and the
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -15,13 +17,22 @@ from torch import Tensor
 
 from spd.kernels.experts.moe import RoutingRule
 from spd.kernels.launch import ceil_div, device_facts, overlap, power_of_two
-from spd.kernels.linear.skinny_config import TOKEN_TILE, LinearConfig, config_for, paired, unsplit
+from spd.kernels.linear.skinny_config import (
+    TOKEN_TILE,
+    LinearConfig,
+    config_for,
+    paired,
+    unsplit,
+    with_tile,
+)
 from spd.kernels.linear.skinny_linear import AnyWeight, step_of
 from spd.kernels.linear.skinny_linear_triton import launch_of, operands_of
 from spd.kernels.linear.skinny_product_triton import gate_and_up, product, row_width, rows_of_weight
 from spd.kernels.overlap_triton import release, wait
 
 ROUTER = LinearConfig(block_n=16, block_k=32, split_k=8, warps=4, stages=3)
+TALL = 128
+"""Rows of a 16-bit weight that a program multiplies."""
 LIST_BLOCK = 256
 SUM_BLOCK = 1024
 
@@ -275,8 +286,10 @@ def route(parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[
 def _product_config(n: int, k: int, weight: AnyWeight, *, pair: bool) -> LinearConfig:
     """As a dense weight's of this shape, but K whole and tiles tall: many experts fill a device anyway."""
     values = operands_of(weight)[0]
-    facts = device_facts(values.device)
-    config = unsplit(config_for(max(n, 2048), k, values.element_size(), facts, step_of(weight)))
+    facts, size = device_facts(values.device), values.element_size()
+    config = unsplit(config_for(n, k, size, facts, step_of(weight)))
+    if size > 1:
+        config = with_tile(replace(config, block_n=TALL, stages=3), TOKEN_TILE, size, facts)
     return paired(config, n) if pair else config
 
 

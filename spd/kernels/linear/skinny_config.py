@@ -19,14 +19,16 @@ TILES = (16, 32, 64)
 where the device has shown that no bit does: an output is summed along K in the same steps in each of them."""
 TOKEN_TILE = TILES[0]
 CROWDED_TILE = 32
-"""Tokens a tile at most where registers hold more: noise of ids that do not lie beside each other, or two
-matrices of eight-bit weights."""
+"""Tokens a tile at most where registers hold noise of ids that do not lie beside each other."""
 Widest = Mapping[torch.dtype, int]
 """By the dtype of a weight's values: how wide tiles of tokens of that dtype, or of bfloat16, may be."""
 NARROW: Widest = MappingProxyType({})
 
 PROGRAMS = 128
 """Programs that fill the device: about one for each multiprocessor of the largest ones."""
+
+SMALL_PROGRAMS = 1024
+"""As many of two warps and half the rows, where bytes become numbers between two products of a program."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,16 @@ def config_for(n: int, k: int, itemsize: int, device: Device, step: int | None =
     """The choices for a weight [n, k] of `itemsize` bytes a value, `step` columns at a time, on a device.
 
     Measured on an H200 with bfloat16 weights: tiles of 64 rows, narrower ones for short weights, 256 bytes
-    of a row a step (128 of eight-bit values: not measured); K in parts only where there are fewer than
+    of a row a step, 128 of bytes; K in parts only where there are fewer than
     `PROGRAMS` / 2 tiles; the fewer programs share a multiprocessor, the more stages each needs in flight.
     """
-    block_n = max(16, min(64 if n >= 2048 else 32, 1 << max(0, n - 1).bit_length()))
+    block_n = max(16, min(64 if n >= 2048 and itemsize > 1 else 32, 1 << max(0, n - 1).bit_length()))
     block_k = max(16, min(128 if itemsize == 1 else 256 // itemsize, 1 << max(0, k - 1).bit_length()))
     block_k = step or block_k
     tiles = -(-n // block_n)
+    if itemsize == 1:
+        split_k = max(1, min(SMALL_PROGRAMS // tiles, 8, k // (4 * block_k)))
+        return LinearConfig(block_n, block_k, split_k, 2, 4 if split_k == 1 else 3)
     split_k = 1 if tiles >= PROGRAMS // 2 else max(1, min(PROGRAMS // tiles, 4, k // (4 * block_k)))
     if split_k > 1 or tiles > PROGRAMS:
         stages = 4

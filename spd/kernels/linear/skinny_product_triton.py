@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from spd.kernels.linear.unpack_triton import packs, unpacked, unpacked_int4
+
 
 @triton.constexpr_function
 def per_byte(code):
@@ -97,31 +99,27 @@ def row_width(k, BLOCK_K: tl.constexpr, CODE: tl.constexpr):
 
 
 @triton.jit
-def lifted(codes, DTYPE: tl.constexpr):
-    """Codes below 128 plus a constant of a 16-bit type: differences are exact, and nothing is converted."""
-    if tl.bfloat16 == DTYPE:
-        number = (codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
-    elif tl.float16 == DTYPE:
-        number = (codes.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True)
-    else:
-        number = codes.to(tl.float32)
-    return number
+def numbers(codes, zeros, HIGH: tl.constexpr, CODE: tl.constexpr, DTYPE: tl.constexpr):
+    """What codes in uint8 [N, K] stand for, exact in a type; zeros uint8 [N, 1], or None for the middle.
 
-
-@triton.jit
-def numbers(codes, zeros, CODE: tl.constexpr, DTYPE: tl.constexpr):
-    """What codes uint8 [N, K] stand for, exact in a type; zeros uint8 [N, 1], or None for the middle."""
-    if CODE == "int4":
+    HIGH: of the upper half of each byte, else the lower one, where there are two codes in a byte.
+    """
+    if CODE == "int4" and packs(DTYPE):
         if zeros is None:
             zeros = tl.full((1, 1), 8, tl.uint8)
-        number = lifted(codes, DTYPE) - lifted(zeros, DTYPE)
-    elif CODE == "int8":
+        number = unpacked_int4(codes, zeros, HIGH, DTYPE)
+    elif CODE != "int8" and packs(DTYPE):
+        number = unpacked(codes, CODE, HIGH, DTYPE)
+    elif CODE == "int4" or CODE == "int8":
+        if CODE == "int4":
+            codes = codes >> 4 if HIGH else codes & 15
         number = codes.to(tl.float32)
         if zeros is None:
-            number -= 128.0
+            number -= 8.0 if CODE == "int4" else 128.0
         else:
             number -= zeros.to(tl.float32)
     elif CODE == "e2m1":
+        codes = codes >> 4 if HIGH else codes
         twice = (0xC8643210 >> ((codes & 7).to(tl.uint32) * 4)) & 15  # each magnitude's double in four bits
         number = twice.to(tl.float32) * 0.5
         number = tl.where((codes & 8) != 0, -number, number)
@@ -131,6 +129,14 @@ def numbers(codes, zeros, CODE: tl.constexpr, DTYPE: tl.constexpr):
         number = tl.where(size < 8, size.to(tl.float32) * 0.001953125, number)  # below 2**-6 no leading 1
         number = tl.where(codes >= 128, -number, number)
     return number.to(DTYPE)
+
+
+@triton.jit
+def widened(weights, DTYPE: tl.constexpr):
+    """Weights [N, K] in the type of tokens, exact."""
+    if weights.dtype == tl.float8e4nv and packs(DTYPE):
+        weights = unpacked(weights, "e4m3", False, DTYPE)
+    return weights.to(DTYPE)
 
 
 @triton.jit
@@ -170,17 +176,17 @@ def take_codes(
     if per_byte(CODE) == 2:
         byte = start // 2 + tl.arange(0, BLOCK_K // 2)
         codes = tl.load(weight_rows + byte[None, :], eviction_policy="evict_first")
-        part = tl.dot(numbers(codes & 15, zero, CODE, DTYPE), tokens, input_precision="ieee")
+        part = tl.dot(numbers(codes, zero, False, CODE, DTYPE), tokens, input_precision="ieee")
         if GROUP_K < BLOCK_K:
             total += part * scale
             zero = of_group(zeros, group + 1, k, GROUP_K)
             scale = of_group(scales, group + 1, k, GROUP_K).to(tl.float32)
-            part = tl.dot(numbers(codes >> 4, zero, CODE, DTYPE), others, input_precision="ieee")
+            part = tl.dot(numbers(codes, zero, True, CODE, DTYPE), others, input_precision="ieee")
         else:
-            part = tl.dot(numbers(codes >> 4, zero, CODE, DTYPE), others, part, input_precision="ieee")
+            part = tl.dot(numbers(codes, zero, True, CODE, DTYPE), others, part, input_precision="ieee")
     else:
         codes = load_weights(weight_rows, start + tl.arange(0, BLOCK_K), k, EVEN_K)
-        part = tl.dot(numbers(codes, zero, CODE, DTYPE), tokens, input_precision="ieee")
+        part = tl.dot(numbers(codes, zero, False, CODE, DTYPE), tokens, input_precision="ieee")
     return total + part * scale
 
 
@@ -190,9 +196,9 @@ def take(total, weights, tokens, scales, start, GROUP_K: tl.constexpr):
     if scales is None:
         total = tl.dot(weights, tokens, total, input_precision="ieee")
     elif GROUP_K == 0:
-        total = tl.dot(weights.to(tokens.dtype), tokens, total, input_precision="ieee")
+        total = tl.dot(widened(weights, tokens.dtype), tokens, total, input_precision="ieee")
     else:
-        step = tl.dot(weights.to(tokens.dtype), tokens, input_precision="ieee")
+        step = tl.dot(widened(weights, tokens.dtype), tokens, input_precision="ieee")
         total += step * tl.load(scales + start // GROUP_K)[:, None]
     return total
 

@@ -23,8 +23,8 @@ from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.recurrent.short_conv_triton import run_of
 
 STATE_COLUMNS = 32
-"""Of one program: with 128 rows, 32 registers a thread of four warps; more would leave processors idle."""
-PART = 32
+"""Of one program, which is one warp where it walks from row to row: its sums meet no barrier."""
+PART = 16
 """Columns of keys and rows of a state that a product takes at once."""
 PRECISION = tl.constexpr("tf32x3")
 """Of products: float32's in effect, on the matrix units."""
@@ -120,16 +120,21 @@ def delta_rule(mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory
     delta_rule_kernel[(runs, heads, ceil_div(size, columns))](
         *(mixed, raw_gates, rule.rate, rule.bias, *memory, out, rows.table, rows.applied),
         *(runs, raw_gates.stride(0), width**-0.5 if rule.corrects else 1.0),
-        **{**_constants(rule, memory), "DEPTH": depth, "COLUMNS": columns, "enable_fp_fusion": False},
+        **{**_constants(rule, memory, 1), "DEPTH": depth, "COLUMNS": columns, "enable_fp_fusion": False},
     )
     return out
 
 
-def _constants(rule: Rule, memory: DeltaMemory) -> dict[str, Any]:
+def _constants(rule: Rule, memory: DeltaMemory, warps: int) -> dict[str, Any]:
     (heads, width, size), key_heads = memory.state.shape[1:], memory.keys.shape[2]
     return {
         **{"H": heads, "HK": key_heads, "WIDTH": width, "SIZE": size, "ROWS": power_of_two(width)},
-        **{"EPSILON": NORM_EPSILON, "CORRECTS": rule.corrects, "num_warps": 4, **overlap(rule.rate.device)},
+        **{
+            "EPSILON": NORM_EPSILON,
+            "CORRECTS": rule.corrects,
+            "num_warps": warps,
+            **overlap(rule.rate.device),
+        },
     }
 
 
@@ -258,7 +263,7 @@ def delta_chunks(mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemo
     columns, runs = min(STATE_COLUMNS, max(16, power_of_two(size))), rows.table.shape[1]
     chunks = ceil_div(mixed.shape[0], CHUNK)
     solved = torch.empty((runs, chunks, heads, 2, CHUNK, CHUNK), dtype=torch.float32, device=mixed.device)
-    shape = {**_constants(rule, memory), "L": CHUNK, "PART": max(16, min(PART, power_of_two(width)))}
+    shape = {**_constants(rule, memory, 2), "L": CHUNK, "PART": max(16, min(PART, power_of_two(width)))}
     given = (mixed, raw_gates, rule.rate, rule.bias)
     where = (rows.table, rows.applied, runs, raw_gates.stride(0), width**-0.5 if rule.corrects else 1.0)
     delta_solve_kernel[(runs, chunks, heads)](*given, solved, *where, **shape)

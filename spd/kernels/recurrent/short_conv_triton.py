@@ -14,7 +14,7 @@ from spd.kernels.recurrent.short_conv import Segments
 
 CHANNELS = 128
 """Of one program."""
-WALKED = 16
+WALKED = 4
 """Rows of one program, where runs are equally long."""
 
 
