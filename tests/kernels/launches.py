@@ -87,6 +87,7 @@ def dense(
         f"out_{name}": lambda: onto(out),
         f"down_{name}": lambda: onto(inner),
         f"qkv_{name}": lambda: ops.linear(x, weight(qkv, hidden, True), None, None, norm),
+        **({f"chunk_{name}": lambda: ops.linear(x, weight(qkv, hidden), None, chunk=True)} if kind else {}),
         name: lambda: ops.norm_gate_up(x, weight(2 * inner, hidden, True), None, None, norm, gelu),
     }
 

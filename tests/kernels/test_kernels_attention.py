@@ -211,7 +211,7 @@ def check_prompt(form: Form, cache: Cache, start: int, rows: int) -> None:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 32 positions below 128 and of 64 from there, so that short contexts have every kind."""
     sizes = {"SMALL_CHUNK": 32, "LARGE_CHUNK": 64, "LARGE_FROM": 128, "KEY_BLOCK": 32}
-    for name, value in {**sizes, "COMBINED_CHUNKS": 4, "PLANNED_CHUNKS": 4}.items():
+    for name, value in {**sizes, "COMBINED_CHUNKS": (4, 4), "PLANNED_CHUNKS": 4}.items():
         monkeypatch.setattr(twin, name, value)
         monkeypatch.setattr(attention_chunks, name, value, raising=False)
     few_programs(monkeypatch, 2)
@@ -297,12 +297,9 @@ def test_prompt_chunks_by_their_definition(
     heads: tuple[int, int],
     size: int,
     page: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Models of four heads count as large ones here, and take the wide tiles."""
     if form.native and size % 8:
         pytest.skip("heads of the C kernels are multiples of 8")
-    monkeypatch.setattr(twin, "FEW_HEADS", 4)
     for dtype in form.dtypes:
         cache = make_cache(form, dtype, 1, start + rows, heads[0] // heads[1], heads[1], size, page)
         check_prompt(form, cache, start, rows)
@@ -490,17 +487,13 @@ def test_one_key_takes_all_the_weight(form: Form) -> None:
 
 @pytest.mark.parametrize("facts", [*DEVICES.values(), Device()], ids=lambda facts: str(facts.capability))
 def test_tiles_fit_every_devices_shared_memory(facts: Device) -> None:
-    """Both kernels hold the rows of a tile and its stages of keys and values at once."""
+    """Kernels hold the rows of a tile and its stages of keys and values at once."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for head_dim in (16, 64, 80, 128, 256):
             width = max(16, power_of_two(head_dim)) * dtype.itemsize
-            tile = twin.tile_of(dtype, head_dim, 32, facts)
-            wide = tile["TILE"], tile["BLOCK"], tile["num_stages"]
-            for rows, keys, stages in (twin.tile_shape(dtype, head_dim, facts), wide):
-                assert stages >= 1 and (rows + 2 * keys * stages) * width < facts.shared
+            rows, keys, stages = twin.tile_shape(dtype, head_dim, facts)
+            assert stages >= 1 and (rows + 2 * keys * stages) * width < facts.shared
     assert twin.tile_shape(torch.bfloat16, 128, DEVICES[90]) == (64, 64, 3)
-    wanted = {"TILE": 128, "BLOCK": 64, "num_stages": 3, "num_warps": 8}
-    assert twin.tile_of(torch.bfloat16, 128, 32, DEVICES[90]) == wanted
 
 
 # -- torch's -------------------------------------------------------------------------------------------

@@ -41,8 +41,8 @@ PROGRAMS_A_PROCESSOR = 2
 """As many as shared memory holds at a time."""
 WARPS = (8, 4)
 """Off Hopper and on it: four hold a tile's sums there alone."""
-COMBINED_VALUES = 4096
-"""Of results that one warp combines at a time, in chunks from 16 to 32: more take too many registers."""
+COMBINED_VALUES, COMBINED_CHUNKS = 4096, (16, 32)
+"""Values of results that a warp combines at a time, and chunks, from and to: more need too many registers."""
 PLANNED_CHUNKS = 128
 
 
@@ -159,10 +159,10 @@ def attend_chunks(
 
 def combine_chunks(out: Tensor, plan: SplitPlan, **options: Any) -> Tensor:
     """Fill out [S, Q, H, D] with the sums of each row's chunks."""
-    slots, width, heads, size = out.shape
+    (slots, width, heads, size), (least, most) = out.shape, COMBINED_CHUNKS
     combine_chunks_kernel[(heads, slots * width)](
         *(plan.partial, plan.stats, plan.positions, plan.valid, out, width, plan.max_chunks),
-        BLOCK=max(16, min(32, COMBINED_VALUES // power_of_two(size))),
+        BLOCK=max(least, min(most, COMBINED_VALUES // power_of_two(size))),
         **options,
         **chunk_constants(),
         **overlap(out.device),

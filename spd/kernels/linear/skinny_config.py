@@ -111,6 +111,11 @@ def paired(config: LinearConfig, n: int) -> LinearConfig:
     return replace(config, block_n=max(32, config.block_n))
 
 
+def chunk_config(config: LinearConfig) -> LinearConfig:
+    """The choices for a chunk of a prompt by a weight of bytes, where what binds is arithmetic."""
+    return replace(config, block_n=64, split_k=1, warps=4, stages=3, block_t=TILES[-1])
+
+
 def unsplit(config: LinearConfig) -> LinearConfig:
     """The choices for a product whose K stays whole."""
     return replace(config, split_k=1)

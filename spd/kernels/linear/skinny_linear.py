@@ -122,12 +122,14 @@ def linear(
     workspace: LinearWorkspace | None = None,
     norm: Norm | None = None,
     residual: Tensor | None = None,
+    *,
+    chunk: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """x [T, K] times weight [N, K], plus bias [N]: [T, N] in x's type, summed in float32.
 
     With norm, (x Wᵀ) * rsqrt(sum(squares) / K + epsilon) + bias: the root-mean-square norm of x, its own
     weight folded into W. With residual [T, N] that stream plus it, and its squares [T, P] come second; not in
-    place. Source: Zhang & Sennrich 2019.
+    place. chunk: of a prompt, by a program of its own. Source: Zhang & Sennrich 2019.
     """
     if norm is not None:
         x = _normed(x, *norm)

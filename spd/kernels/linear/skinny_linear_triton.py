@@ -21,6 +21,7 @@ from spd.kernels.linear.skinny_config import (
     TILES,
     LinearConfig,
     Widest,
+    chunk_config,
     config_for,
     paired,
     token_tile,
@@ -128,13 +129,14 @@ def linear(
     norm: Norm | None = None,
     residual: Tensor | None = None,
     *,
+    chunk: bool = False,
     config: LinearConfig | None = None,
     widest: Widest = NARROW,
 ) -> tuple[Tensor, Tensor | None]:
     """The norm's factor meets the float32 sums; squares have a part for each tile of the weight's rows."""
     rows, k = x.shape
     n = weight.shape[0]
-    config = config or _config(weight, x, widest)
+    config = config or (chunk_config(_config(weight, x, NARROW)) if chunk else _config(weight, x, widest))
     tiles = ceil_div(n, config.block_n)
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     squares_out = None
