@@ -27,7 +27,13 @@ from spd.kernels.linear.skinny_config import (
 )
 from spd.kernels.linear.skinny_linear import AnyWeight, step_of
 from spd.kernels.linear.skinny_linear_triton import launch_of, operands_of
-from spd.kernels.linear.skinny_product_triton import gate_and_up, product, row_width, rows_of_weight
+from spd.kernels.linear.skinny_product_triton import (
+    gate_and_up,
+    of_expert,
+    product,
+    row_width,
+    rows_of_weight,
+)
 from spd.kernels.overlap_triton import release, wait
 
 ROUTER = LinearConfig(block_n=16, block_k=32, split_k=8, warps=4, stages=3)
@@ -162,12 +168,8 @@ def experts_gate_up_kernel(
     first = tl.program_id(0) * BLOCK_N
     row_n = first + tl.arange(0, BLOCK_N)
     own = w + expert * (2 * n) * row_width(k, BLOCK_K, CODE)
-    scales = scale
-    if scale is not None:
-        scales = scale + expert * scale_stride
-    zeros = zero
-    if zero is not None:
-        zeros = zero + expert * scale_stride
+    scales = of_expert(scale, expert, scale_stride)
+    zeros = of_expert(zero, expert, scale_stride)
     wait(PDL)
     count = tl.load(counts + expert)
     for start in range(0, count, BLOCK_T):
@@ -197,12 +199,8 @@ def experts_down_kernel(
     row_n = first + tl.arange(0, BLOCK_N)
     width = row_width(k, BLOCK_K, CODE)
     weight_rows = rows_of_weight(w + expert * n * width, first, n, width, BLOCK_N)
-    scales = scale
-    if scale is not None:
-        scales = scale + expert * scale_stride
-    zeros = zero
-    if zero is not None:
-        zeros = zero + expert * scale_stride
+    scales = of_expert(scale, expert, scale_stride)
+    zeros = of_expert(zero, expert, scale_stride)
     wait(PDL)
     count = tl.load(counts + expert)
     for start in range(0, count, BLOCK_T):

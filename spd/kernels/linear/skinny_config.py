@@ -19,7 +19,8 @@ TILES = (16, 32, 64)
 where the device has shown that no bit does: an output is summed along K in the same steps in each of them."""
 TOKEN_TILE = TILES[0]
 CROWDED_TILE = 32
-"""Tokens a tile at most where registers hold noise of ids that do not lie beside each other."""
+"""Tokens a tile at most where registers hold more: noise of ids that do not lie beside each other, or what
+bytes become in the few warps of their programs."""
 Widest = Mapping[torch.dtype, int]
 """By the dtype of a weight's values: how wide tiles of tokens of that dtype, or of bfloat16, may be."""
 NARROW: Widest = MappingProxyType({})

@@ -57,6 +57,7 @@ def _config(
 ) -> LinearConfig:
     """The choices for a weight, gate and up rows together if it is a pair, and the tile for x's rows."""
     values = operands_of(weight)[0]
+    most = min(most, CROWDED_TILE if values.element_size() == 1 else most)
     tile = min(most, token_tile(x.shape[0], x.dtype, values.dtype, widest))
     n, k = weight.shape
     return _cached_config(n, k, values.element_size(), step_of(weight), weight.device, tile, pair)

@@ -82,13 +82,6 @@ def rows_scales(kept, row, k, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr):
 
 
 @triton.jit
-def scale_rows(kept, first, n, k, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr):
-    """`rows_scales` of a tile [BLOCK_N], as `rows_of_weight`."""
-    if kept is not None:
-        return rows_scales(kept, tl.minimum(first + tl.arange(0, BLOCK_N), n - 1), k, GROUP_N, GROUP_K)
-
-
-@triton.jit
 def row_width(k, BLOCK_K: tl.constexpr, CODE: tl.constexpr):
     """Elements from a weight row to the next: codes of four bits are two a byte, in whole steps."""
     if per_byte(CODE) == 2:
@@ -204,23 +197,13 @@ def take(total, weights, tokens, scales, start, GROUP_K: tl.constexpr):
 
 
 @triton.jit
-def scaled(total, scales, GROUP_K: tl.constexpr):
-    """total [BLOCK_N, BLOCK_T] times the scale of each row, where a row has but one."""
-    if scales is not None and GROUP_K == 0:
-        total *= tl.load(scales)[:, None]
-    return total
-
-
-@triton.jit
-def product(
-    weight_rows, scale, zero, columns, x, first, row_t, rows, n, k,
-    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
+def walk(
+    weight_rows, scales, zeros, columns, x, row_t, rows, k,
+    GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """float32 [BLOCK_N, BLOCK_T]: weight rows times tokens row_t, over this part of K."""
     begin, end = part_of_k(k, BLOCK_K, SPLIT_K)
-    scales = scale_rows(scale, first, n, k, GROUP_N, GROUP_K, BLOCK_N)
-    zeros = scale_rows(zero, first, n, k, GROUP_N, GROUP_K, BLOCK_N)
     total = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     for start in range(begin, end, BLOCK_K):
         if CODE is None:
@@ -233,7 +216,25 @@ def product(
             total = take_codes(
                 total, weight_rows, scales, zeros, tokens, others, start, k, GROUP_K, BLOCK_K, EVEN_K, CODE
             )
-    return scaled(total, scales, GROUP_K)
+    if scales is not None and GROUP_K == 0:
+        total *= tl.load(scales)[:, None]
+    return total
+
+
+@triton.jit
+def product(
+    weight_rows, scale, zero, columns, x, first, row_t, rows, n, k,
+    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """`walk` over a tile's weight rows, from `first` on."""
+    row = tl.minimum(first + tl.arange(0, BLOCK_N), n - 1)
+    scales = rows_scales(scale, row, k, GROUP_N, GROUP_K)
+    zeros = rows_scales(zero, row, k, GROUP_N, GROUP_K)
+    return walk(
+        weight_rows, scales, zeros, columns, x, row_t, rows, k,
+        GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -244,55 +245,36 @@ def gate_and_up(
 ):  # fmt: skip
     """float32 [BLOCK_N, BLOCK_T] each: gate rows from `first` on, and the up rows n below them.
 
-    A tile that is too short for the matrix unit alone is multiplied with its partner, as one.
+    Tiles too short for the matrix unit alone are multiplied as one. Tall ones are of 16 bits or more.
     """
-    begin, end = part_of_k(k, BLOCK_K, SPLIT_K)
     width = row_width(k, BLOCK_K, CODE)
     if BLOCK_N >= 64:
+        begin, end = part_of_k(k, BLOCK_K, SPLIT_K)
         gate_rows = rows_of_weight(w, first, n, width, BLOCK_N)
         up_rows = rows_of_weight(w, n + first, 2 * n, width, BLOCK_N)
-        gate_scales = scale_rows(scale, first, n, k, GROUP_N, GROUP_K, BLOCK_N)
-        gate_zeros = scale_rows(zero, first, n, k, GROUP_N, GROUP_K, BLOCK_N)
-        up_scales = scale_rows(scale, n + first, 2 * n, k, GROUP_N, GROUP_K, BLOCK_N)
-        up_zeros = scale_rows(zero, n + first, 2 * n, k, GROUP_N, GROUP_K, BLOCK_N)
         gate = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
         for start in range(begin, end, BLOCK_K):
-            tokens, others = load_step(x, columns, row_t, rows, start, k, BLOCK_K, EVEN_K, CODE)
-            if CODE is None:
-                column = start + tl.arange(0, BLOCK_K)
-                weights = load_weights(gate_rows, column, k, EVEN_K)
-                gate = take(gate, weights, tokens, gate_scales, start, GROUP_K)
-                weights = load_weights(up_rows, column, k, EVEN_K)
-                up = take(up, weights, tokens, up_scales, start, GROUP_K)
-            else:
-                gate = take_codes(
-                    gate, gate_rows, gate_scales, gate_zeros, tokens, others, start, k,
-                    GROUP_K, BLOCK_K, EVEN_K, CODE,
-                )  # fmt: skip
-                up = take_codes(
-                    up, up_rows, up_scales, up_zeros, tokens, others, start, k, GROUP_K, BLOCK_K, EVEN_K, CODE
-                )
-        gate = scaled(gate, gate_scales, GROUP_K)
-        up = scaled(up, up_scales, GROUP_K)
+            column = start + tl.arange(0, BLOCK_K)
+            tokens = load_tokens(x, columns, row_t, rows, column, k, EVEN_K)
+            gate = take(gate, load_weights(gate_rows, column, k, EVEN_K), tokens, None, start, 0)
+            up = take(up, load_weights(up_rows, column, k, EVEN_K), tokens, None, start, 0)
     else:
         lane = tl.arange(0, 2 * BLOCK_N)
         row = tl.minimum(first + lane % BLOCK_N, n - 1) + lane // BLOCK_N * n
         both_rows = w + row[:, None].to(tl.int64) * width
         scales = rows_scales(scale, row, k, GROUP_N, GROUP_K)
         zeros = rows_scales(zero, row, k, GROUP_N, GROUP_K)
-        both = tl.zeros((2 * BLOCK_N, BLOCK_T), dtype=tl.float32)
-        for start in range(begin, end, BLOCK_K):
-            if CODE is None:
-                column = start + tl.arange(0, BLOCK_K)
-                weights = load_weights(both_rows, column, k, EVEN_K)
-                tokens = load_tokens(x, columns, row_t, rows, column, k, EVEN_K)
-                both = take(both, weights, tokens, scales, start, GROUP_K)
-            else:
-                tokens, others = load_step(x, columns, row_t, rows, start, k, BLOCK_K, EVEN_K, CODE)
-                both = take_codes(
-                    both, both_rows, scales, zeros, tokens, others, start, k, GROUP_K, BLOCK_K, EVEN_K, CODE
-                )
-        both = scaled(both, scales, GROUP_K)
+        both = walk(
+            both_rows, scales, zeros, columns, x, row_t, rows, k,
+            GROUP_K, CODE, 2 * BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
+        )  # fmt: skip
         gate, up = tl.split(tl.permute(tl.reshape(both, (2, BLOCK_N, BLOCK_T)), (1, 2, 0)))
     return gate, up
+
+
+@triton.jit
+def of_expert(kept, expert, stride):
+    """Where an expert's scales, or zeros, begin; None where there are none."""
+    if kept is not None:
+        return kept + expert * stride
