@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from spd.kernels.linear.unpack_triton import packs, unpacked, unpacked_int4
+from spd.kernels.linear.unpack_triton import packs, unpacked
 
 
 @triton.constexpr_function
@@ -97,12 +97,10 @@ def numbers(codes, zeros, HIGH: tl.constexpr, CODE: tl.constexpr, DTYPE: tl.cons
 
     HIGH: of the upper half of each byte, else the lower one, where there are two codes in a byte.
     """
-    if CODE == "int4" and packs(DTYPE):
+    if CODE != "int8" and packs(DTYPE):
         if zeros is None:
             zeros = tl.full((1, 1), 8, tl.uint8)
-        number = unpacked_int4(codes, zeros, HIGH, DTYPE)
-    elif CODE != "int8" and packs(DTYPE):
-        number = unpacked(codes, CODE, HIGH, DTYPE)
+        number = unpacked(codes, zeros, CODE, HIGH, DTYPE)
     elif CODE == "int4" or CODE == "int8":
         if CODE == "int4":
             codes = codes >> 4 if HIGH else codes & 15
@@ -128,7 +126,7 @@ def numbers(codes, zeros, HIGH: tl.constexpr, CODE: tl.constexpr, DTYPE: tl.cons
 def widened(weights, DTYPE: tl.constexpr):
     """Weights [N, K] in the type of tokens, exact."""
     if weights.dtype == tl.float8e4nv and packs(DTYPE):
-        weights = unpacked(weights, "e4m3", False, DTYPE)
+        weights = unpacked(weights, weights, "e4m3", False, DTYPE)
     return weights.to(DTYPE)
 
 

@@ -53,19 +53,10 @@ def assembly(kind, high, half):
 
 
 @triton.jit
-def unpacked(codes, KIND: tl.constexpr, HIGH: tl.constexpr, DTYPE: tl.constexpr):
-    """Numbers of a type from bytes, whole or of half a byte: see `assembly`."""
+def unpacked(codes, zeros, KIND: tl.constexpr, HIGH: tl.constexpr, DTYPE: tl.constexpr):
+    """Numbers of a type from bytes, whole or of half a byte, and of int4 less zeros: see `assembly`."""
     bits = tl.inline_asm_elementwise(
-        assembly(KIND, HIGH, tl.float16 == DTYPE), "=r,=r,r", [codes], dtype=tl.int16, is_pure=True, pack=4
-    )
-    return bits.to(DTYPE, bitcast=True)
-
-
-@triton.jit
-def unpacked_int4(codes, zeros, HIGH: tl.constexpr, DTYPE: tl.constexpr):
-    """Codes less zeros, both in bytes."""
-    bits = tl.inline_asm_elementwise(
-        assembly("int4", HIGH, tl.float16 == DTYPE), "=r,=r,r,r", [codes, zeros],
+        assembly(KIND, HIGH, tl.float16 == DTYPE), "=r,=r,r,r", [codes, zeros],
         dtype=tl.int16, is_pure=True, pack=4,
     )  # fmt: skip
     return bits.to(DTYPE, bitcast=True)
