@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,6 @@ from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, TensorMeta, check_t
 from spd.formats.json_file import Fields, listed, shown
 from spd.formats.model_config import MAX_LAYERS, MTP_HEAD, ModelConfig, model_config_of, refuse_head
 from spd.formats.quantized import UNUSED
-from spd.formats.writer import OutputTensor
 
 if TYPE_CHECKING:
     from spd.formats.folder import ModelFolder
@@ -402,8 +400,3 @@ def differing_copies(plan: HeadPlan) -> list[TensorMeta]:
     known = ((copy, table.name) for copy, table in plan.copies if table is not None)
     held = plan.checkpoint
     return [copy for copy, table in known if not held.equal(copy.name, held, table)]
-
-
-def outputs(checkpoint: Checkpoint, tensors: Sequence[TensorMeta]) -> list[OutputTensor]:
-    """What the writer writes: bytes as they are stored."""
-    return [OutputTensor(t.name, t.dtype, t.shape, partial(checkpoint.pieces, t)) for t in tensors]

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -176,6 +176,7 @@ class Tokenizer:
         """The id of a token given as it is written in the vocabulary."""
         return self._library.token_to_id(token)
 
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 in hex over all pairs of id and token; equal for tokenizers with one vocabulary."""
         vocabulary = self._library.get_vocab(with_added_tokens=True)

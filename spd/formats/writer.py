@@ -14,12 +14,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from spd.errors import ResourceError
-from spd.formats.checkpoint import DTYPE_BITS
+from spd.formats.checkpoint import DTYPE_BITS, Checkpoint, TensorMeta
 from spd.formats.files import sync, sync_folder
 
 Report = Callable[[int, int, str], None]
@@ -38,6 +39,11 @@ class OutputTensor:
     @property
     def nbytes(self) -> int:
         return DTYPE_BITS[self.dtype] * math.prod(self.shape) // 8
+
+
+def outputs(checkpoint: Checkpoint, tensors: Sequence[TensorMeta]) -> list[OutputTensor]:
+    """What is written of a checkpoint's tensors: bytes as they are stored."""
+    return [OutputTensor(t.name, t.dtype, t.shape, partial(checkpoint.pieces, t)) for t in tensors]
 
 
 def write_tensors(

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIGHT = {"torch", "triton", "numpy", "transformers", "huggingface_hub", "pydantic"}
 LIGHT |= {"jinja2", "prompt_toolkit", "uvicorn"}
 HEAVY = LIGHT | {"tokenizers", "safetensors"}
+WRITERS = {"spd.formats.writer", "tempfile"}
 STYLED = {"rich.markdown", "rich.traceback", "markdown_it", "pygments"}
 BODIES = {f"spd.cli.commands.{module}" for module, *_ in COMMAND_TABLE.values()}
 COMPLETIONS = "spd.cli.commands.completions"
@@ -60,7 +61,7 @@ def loaded_after(*argv: str, run: str = "from spd.__main__ import main\nmain()",
         ("--help", {}, "inspect", HEAVY | BODIES | STYLED),
         ("inspect --help", {}, "spd inspect", HEAVY | STYLED | BODIES - {"spd.cli.commands.inspect"}),
         ("completions bash", {}, "complete", HEAVY),
-        ("inspect demo", {}, "DeepseekV3ForCausalLM", LIGHT),
+        ("inspect demo", {}, "DeepseekV3ForCausalLM", LIGHT | WRITERS),
         ("ls", {"HF_HUB_CACHE": "CACHE"}, "Qwen/Qwen3-0.6B", LIGHT),
         ("", QUESTION, "--json\n", HEAVY | BODIES - {"spd.cli.commands.models", COMPLETIONS}),
         ("", OF_COMMANDS, "\n".join(COMMANDS) + "\n", HEAVY | BODIES - {COMPLETIONS}),

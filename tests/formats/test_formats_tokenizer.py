@@ -119,7 +119,7 @@ def test_a_token_named_special_in_the_config_is_special(tmp_path: Path) -> None:
     think = tokenizer.token_to_id("<think>")
     assert think in tokenizer.special_ids and think not in tokenizer.encode("<think>")
     assert tokenizer.encode("<think>", parse_special=True) == [think]
-    assert tokenizer.vocab_size == plain.vocab_size and tokenizer.fingerprint() == plain.fingerprint()
+    assert tokenizer.vocab_size == plain.vocab_size and tokenizer.fingerprint == plain.fingerprint
 
 
 def test_a_word_of_the_model_named_special_in_the_config_is_special(tmp_path: Path) -> None:
@@ -133,11 +133,11 @@ def test_a_word_of_the_model_named_special_in_the_config_is_special(tmp_path: Pa
 
 def test_fingerprint(tmp_path: Path, opened: dict[str, Tokenizer]) -> None:
     same = Tokenizer.open(write_byte_level(tmp_path, eos_token="<|endoftext|>"))
-    assert same.fingerprint() == opened["bytes"].fingerprint() != opened["sentencepiece"].fingerprint()
-    assert len(same.fingerprint()) == 64
+    assert same.fingerprint == opened["bytes"].fingerprint != opened["sentencepiece"].fingerprint
+    assert len(same.fingerprint) == 64
     library = byte_level()
     library.add_tokens(["<new>"])
-    assert Tokenizer.open(write(tmp_path, library)).fingerprint() != same.fingerprint()
+    assert Tokenizer.open(write(tmp_path, library)).fingerprint != same.fingerprint
 
 
 def test_truncation_and_padding_in_the_file_are_switched_off(tmp_path: Path) -> None:

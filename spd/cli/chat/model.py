@@ -50,7 +50,7 @@ class ChatModel:
     @property
     def fingerprint(self) -> str:
         """What tells whether saved token ids are this model's."""
-        return self.settings.vocabulary.need_tokenizer().fingerprint()
+        return self.settings.vocabulary.need_tokenizer().fingerprint
 
     def change(self, **changes: Any) -> None:
         """Change options that are not the engine's. Raises UsageError, and changes nothing then."""

@@ -46,8 +46,8 @@ def convert_mtp(session: Session, options: ConvertOptions) -> None:
 
 def _write(session: Session, plan: HeadPlan, destination: Path) -> list[str]:
     """Write the folder, which gets its name once it is whole. Returns the head's own tables."""
-    from spd.formats.mtp import differing_copies, head_config, outputs
-    from spd.formats.writer import open_stage, write_json, write_tensors
+    from spd.formats.mtp import differing_copies, head_config
+    from spd.formats.writer import open_stage, outputs, write_json, write_tensors
 
     own, head = differing_copies(plan), plan.head
     with writing(session.console) as report, open_stage(destination, replaces=False) as stage:

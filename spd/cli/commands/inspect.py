@@ -104,7 +104,7 @@ def describe(name: str, folder: ModelFolder) -> Facts:
         "vocabulary": {
             "size": config.vocab_size,
             "used": None if tokenizer is None else tokenizer.vocab_size,
-            "sha256": None if tokenizer is None else tokenizer.fingerprint(),
+            "sha256": None if tokenizer is None else tokenizer.fingerprint,
         },
         "template": template_state(folder),
         "notes": list(checkpoint.notes),

@@ -12,7 +12,6 @@ import os
 import shutil
 import stat
 import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
@@ -170,8 +169,10 @@ def _key(compiler: Sequence[str], flags: Sequence[str]) -> str:
 
 def _compile(compiler: Sequence[str], flags: Sequence[str]) -> bytes:
     """Make the library in a folder of its own, where relative paths in the environment lead to nothing."""
+    from tempfile import TemporaryDirectory
+
     sources = [str(Path(__file__).with_name(name)) for name in SOURCES]
-    with tempfile.TemporaryDirectory(prefix="spd-kernels-") as folder:
+    with TemporaryDirectory(prefix="spd-kernels-") as folder:
         made = Path(folder, "native.so")
         places = (f"{name}={folder}" for name in ("TMPDIR", "ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"))
         command = ["env", *places, *compiler, *flags, *sources, "-o", str(made), *LIBRARIES]

@@ -63,10 +63,8 @@ class Unpacked:
         def part(tensor: Tensor) -> Tensor:
             return tensor if whole else torch.cat(per_group.of(tensor), per_group.dim)
 
-        zeros, codes = (
-            None if self.zeros is None else part(self.zeros),
-            torch.cat(cut.of(self.codes), cut.dim),
-        )
+        zeros = None if self.zeros is None else part(self.zeros)
+        codes = torch.cat(cut.of(self.codes), cut.dim)
         group = codes.shape[1] if whole else self.group
         return Unpacked(self.kind, codes, part(self.scales), zeros, group)
 

@@ -173,7 +173,7 @@ def _reuse(config: EngineConfig, source: MtpSource) -> str:
 
 def _require_same_vocabulary(target: ModelFolder, draft: ModelFolder) -> None:
     """The tokenizers agree on every id, or there is none on either side."""
-    own, other = (folder.tokenizer and folder.tokenizer.fingerprint() for folder in (target, draft))
+    own, other = (folder.tokenizer and folder.tokenizer.fingerprint for folder in (target, draft))
     if own != other:
         raise IncompatibleError(
             "the draft model does not share the target's vocabulary",

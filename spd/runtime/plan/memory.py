@@ -140,7 +140,8 @@ class MemoryNeed:
 
 def rank_layout(config: ModelConfig, ranks: int) -> ModelLayout:
     """A model's layout, or the first rank's part of it."""
-    return family_layout(config).sharded(Shard(0, ranks))
+    layout = family_layout(config)
+    return layout if ranks == 1 else layout.sharded(Shard(0, ranks))
 
 
 @lru_cache
@@ -326,6 +327,11 @@ def largest(fits: Callable[[int], bool], most: int, step: int) -> int:
     return low * step
 
 
+def fits(shape: EngineShape, usable: int | None) -> bool:
+    """Whether it takes no more than so many bytes; not, where they are unknown."""
+    return usable is not None and measure(shape).total <= usable
+
+
 def fitted(shape: EngineShape, wishes: EngineConfig, device: str, free: int) -> EngineShape:
     """The shape with an automatic context and number of pages cut to what fits into `free` bytes.
 
@@ -340,11 +346,10 @@ def fitted(shape: EngineShape, wishes: EngineConfig, device: str, free: int) -> 
     def least(ctx: int) -> EngineShape:
         return replace(at_context(shape, ctx), squeezed=shape.slots > 1)
 
-    def fits(ctx: int) -> bool:
-        return measure(least(ctx)).total <= usable
-
-    ctx = shape.ctx if wishes.ctx else largest(fits, shape.ctx, PAGE_SIZE)
-    if not ctx or not fits(ctx):
+    ctx = shape.ctx
+    if not wishes.ctx:
+        ctx = largest(lambda n: fits(least(n), usable), ctx, PAGE_SIZE)
+    if not ctx or not fits(least(ctx), usable):
         smallest = least(ctx or min(shape.ctx, PAGE_SIZE))
         raise refusal(smallest, device, free, wishes.memory_fraction, bool(wishes.draft_model or wishes.mtp))
     whole = at_context(shape, ctx)
@@ -357,10 +362,10 @@ def fitted(shape: EngineShape, wishes: EngineConfig, device: str, free: int) -> 
                 fix=[f"cache_pages={fewest_pages(ctx)} or more", "a smaller ctx"],
             )
         return whole
-    if measure(whole).total <= usable:
+    if fits(whole, usable):
         return whole
     step = ATTENTION_BLOCK // PAGE_SIZE
-    pages = largest(lambda n: measure(replace(whole, pages=n)).total <= usable, whole.num_pages, step)
+    pages = largest(lambda n: fits(replace(whole, pages=n), usable), whole.num_pages, step)
     return replace(whole, pages=max(pages, fewest_pages(ctx)))
 
 
@@ -384,26 +389,21 @@ def remedies(shape: EngineShape, usable: int | None, draft_flag: bool = False) -
     `usable` bytes are there; None when only the device knows, and then contexts and slots are halved.
     `draft_flag`: the drafter was asked for by --draft-model or --mtp, which other methods refuse.
     """
-    now = measure(shape).total
-
-    def fits(changed: EngineShape) -> bool:
-        return usable is not None and measure(changed).total <= usable
-
-    found = []
-    for flag, changed in [*_smaller(shape, fits), *_otherwise(shape, draft_flag)]:
-        frees, suffices = now - measure(changed).total, None if usable is None else fits(changed)
+    now, found = measure(shape).total, []
+    for flag, changed in [*_smaller(shape, usable), *_otherwise(shape, draft_flag)]:
+        frees, suffices = now - measure(changed).total, None if usable is None else fits(changed, usable)
         if suffices or frees >= WORTH_NAMING * now:
             found.append(Remedy(flag, frees, suffices))
     return sorted(found, key=lambda each: (0, each.frees) if each.suffices else (1, -each.frees))
 
 
-def _smaller(shape: EngineShape, fits: Callable[[EngineShape], bool]) -> Iterator[tuple[str, EngineShape]]:
+def _smaller(shape: EngineShape, usable: int | None) -> Iterator[tuple[str, EngineShape]]:
     """The same with fewer positions or slots: as many as fit, or half."""
-    ctx = largest(lambda n: fits(at_context(shape, n)), shape.ctx - 1, PAGE_SIZE) or shape.ctx // 2
+    ctx = largest(lambda n: fits(at_context(shape, n), usable), shape.ctx - 1, PAGE_SIZE) or shape.ctx // 2
     ctx = ctx // 1024 * 1024 if ctx >= 4096 else ctx  # easy to type
     if 2 <= ctx < shape.ctx:
         yield f"--ctx {ctx}", at_context(shape, ctx)
-    slots = largest(lambda n: fits(replace(shape, slots=n)), shape.slots - 1, 1) or shape.slots // 2
+    slots = largest(lambda n: fits(replace(shape, slots=n), usable), shape.slots - 1, 1) or shape.slots // 2
     if slots:
         yield f"--concurrency {slots}", replace(shape, slots=slots)
 
@@ -455,11 +455,7 @@ def refusal(
 
 def longest_context(shape: EngineShape, usable: int) -> int:
     """The longest context of the model with which a shape fits into so many bytes; 0 where none does."""
-
-    def fits(ctx: int) -> bool:
-        return measure(at_context(shape, ctx)).total <= usable
-
-    return largest(fits, shape.target.max_positions, PAGE_SIZE)
+    return largest(lambda ctx: fits(at_context(shape, ctx), usable), shape.target.max_positions, PAGE_SIZE)
 
 
 def at_context(shape: EngineShape, ctx: int) -> EngineShape:
