@@ -14,7 +14,7 @@ from tests.helpers import Run, make_engine, random_prompts, run_all
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny import VARIANTS, write_tiny
 from tests.recipes.tiny_assistant import write_assistant
-from tests.recipes.tiny_dense import FAMILIES, write_dense
+from tests.recipes.tiny_dense import FAMILIES, write_dense, write_mxfp4
 from tests.recipes.tiny_eagle3 import OWN_SHAPE, write_tiny_eagle3
 from tests.recipes.tiny_mtp import write_tiny_mtp
 
@@ -116,17 +116,21 @@ def check(name: str, ranks: int, folder: Path, groups: list[int]) -> None:
             assert there == rounded[target], (wishes, "bfloat16")
 
 
-def test_an_assistant_s_ranks_are_its_target_s(tmp_path: Path) -> None:
+@pytest.mark.parametrize("clusters", [{"clusters": 4, "kept": 3}, pytest.param({}, marks=pytest.mark.slow)])
+def test_an_assistant_s_ranks_are_its_target_s(tmp_path: Path, clusters: dict[str, int]) -> None:
     target = written(tmp_path / "target", "gemma4")
-    plain = outputs(runs_of(target))
-    for name, clusters in (("ordered", {"clusters": 4, "kept": 3}), ("whole", {})):
-        folder = write_assistant(tmp_path / name, target, **clusters)
-        wishes: dict[str, Any] = {"spec": "assistant", "draft_model": folder, "draft_max": 3}
-        alone, runs = runs_of(target, **wishes), runs_of(target, tp=2, lag=1, **wishes)
-        assert outputs(runs) == plain
-        assert [run.drafts for run in runs] == [run.drafts for run in alone]
+    folder = write_assistant(tmp_path / "assistant", target, **clusters)
+    wishes: dict[str, Any] = {"spec": "assistant", "draft_model": folder, "draft_max": 3}
+    alone, runs = runs_of(target, **wishes), runs_of(target, tp=2, lag=1, **wishes)
+    assert outputs(runs) == outputs(runs_of(target))
+    assert [run.drafts for run in runs] == [run.drafts for run in alone]
     with pytest.raises(IncompatibleError, match="reads its target's cache"):
         make_engine(target, tp=2, draft_tp=1, **wishes)
+
+
+def test_experts_in_mxfp4_are_divided(tmp_path: Path) -> None:
+    folder = write_mxfp4(tmp_path, layers=2)
+    assert outputs(runs_of(folder, tp=2)) == outputs(runs_of(folder))
 
 
 WHOLE = "granite_hybrid_moe"

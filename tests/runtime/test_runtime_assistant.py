@@ -38,6 +38,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
     return {kind: (target, write_assistant(shelf / kind, target, **given)) for kind, given in KINDS.items()}
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [1, 4])
 def test_drafts_are_the_library_s(pairs: dict[str, tuple[Path, Path]], kind: str, k: int) -> None:
@@ -47,10 +48,12 @@ def test_drafts_are_the_library_s(pairs: dict[str, tuple[Path, Path]], kind: str
     prompts = [*random_prompts(2, 20, 320), *random_prompts(1, 75, 320, seed=1), (3, 9)]
     params = SamplingParams(max_tokens=60, ignore_eos=True, logit_bias=tuple((i, 100.0) for i in FEW))
     runs = list(zip(prompts, run_all(engine, prompts, [params] * len(prompts)), strict=True))
-    wrong, seen, rejected = compared(LibraryAssistant(target, folder, dict.fromkeys(FEW, 100.0)), runs)
+    wrong, seen, rejected = compared(
+        LibraryAssistant(target, folder, dict.fromkeys(FEW, 100.0)), runs, most=12
+    )
     assert wrong == 0, (wrong, seen)
     accepted = [record.accepted for _, run in runs for record in run.rounds]
-    assert rejected > 20 and seen > 40 and max(accepted) == k and sum(accepted) > 10
+    assert rejected > 8 and seen > 10 and max(accepted) == k and sum(accepted) > 10
 
 
 def test_auto_takes_the_assistant_beside_a_model(pairs: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_gpt_oss_as_published(tmp_path: Path) -> None:
     wide = multiplied_out(folder, tmp_path / "wide")
     reference = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval()
     prompt = random_prompts(1, 70, 256, seed=4)[0]
-    params = [SamplingParams(max_tokens=64, ignore_eos=True, logprobs=0)]
+    params = [SamplingParams(max_tokens=24, ignore_eos=True, logprobs=0)]
     engine = make_engine(folder)
     layer = engine._device.runner.model.layers[0]
     assert (
@@ -73,8 +73,7 @@ def test_gpt_oss_as_published(tmp_path: Path) -> None:
     told = scores.gather(1, torch.tensor(run.tokens)[:, None])[:, 0]
     assert (told - torch.tensor(run.logprobs)).abs().max() < 1e-4
     drafted = run_all(make_engine(folder, spec="draft", draft_model=folder, draft_max=3), [prompt], params)
-    assert drafted[0].tokens == run.tokens and drafted[0].metrics.draft_n_accepted > 20
-    assert run_all(make_engine(folder, tp=2), [prompt], params)[0].tokens == run.tokens
+    assert drafted[0].tokens == run.tokens and drafted[0].metrics.draft_n_accepted > 8
 
 
 def test_missing_scales_of_mxfp4_are_named(tmp_path: Path) -> None:

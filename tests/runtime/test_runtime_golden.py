@@ -56,7 +56,7 @@ def test_logits_and_greedy_text_equal_transformers(
     reference = transformers.AutoModelForCausalLM.from_pretrained(known, dtype=torch.float32).eval()
     engine = make_engine(folder, ctx=LONG_ORIGINAL if name == "phi3_long" else 256 if own else 1024)
     prompt = random_prompts(1, 700 if name == "mistral" else 90, 256, seed=len(name))[0]
-    run = speaks_as(reference, engine, prompt)
+    run = speaks_as(reference, engine, prompt, 12)
     assert max(run.tokens) < engine.usable_vocab
     if own:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

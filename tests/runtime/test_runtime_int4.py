@@ -61,8 +61,9 @@ def test_speculation_is_invisible(spec: str, kernels: str) -> None:
     """On the demo, whose drafts are accepted naturally."""
     demo = demo_folder()
     wishes = {"quantize": "int4", "kernels": kernels, "dtype": "bfloat16"}
-    params = [SamplingParams(max_tokens=16, temperature=t, seed=5) for t in (0.0, 0.7, 1.0)]
-    work = [tuple(range(40 + i, 70 + i)) for i in range(3)], params
+    temperatures = (0.7,) if kernels == "torch" else (0.0, 0.7, 1.0)
+    params = [SamplingParams(max_tokens=16, temperature=t, seed=5) for t in temperatures]
+    work = [tuple(range(40 + i, 70 + i)) for i in range(len(params))], params
     plain = run_all(make_engine(demo, spec="off", **wishes), *work)
     more = dict(PROPOSERS[spec]) | ({"draft_model": demo} if spec == "draft" else {})
     runs = run_all(make_engine(demo, **wishes, **more), *work)

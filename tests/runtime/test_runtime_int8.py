@@ -118,6 +118,7 @@ def methods(folders: dict[str, Path], target: str) -> Iterator[tuple[str, dict[s
         yield "mtp", {"spec": "mtp", "draft_max": 3}
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("target", ["dense", "experts"])
 def test_speculation_changes_nothing(folders: dict[str, Path], target: str, dtype: str) -> None:

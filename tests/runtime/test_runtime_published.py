@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ from tests.recipes.published_hybrids import (
     HEAD,
     KEY_HEADS,
     RELEASES,
+    Release,
     mtp_tensors,
     text_tensors,
     vision_tensors,
@@ -41,15 +43,18 @@ from tests.recipes.published_quantized import QUANTIZED, parts_of, write_quantiz
 CARD = Machine("cuda", 80 * 2**30, (9, 0), foreseen=True)
 
 
-@pytest.fixture(scope="module")
-def shelf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelFolder]:
-    """Releases by name, each written and read once."""
-    read: dict[str, ModelFolder] = {}
+Shelf = Callable[[str], tuple[ModelFolder, Release]]
 
-    def get(name: str) -> ModelFolder:
-        if name not in read:
-            read[name] = ModelFolder(write_published(tmp_path_factory.mktemp("published"), RELEASES[name]))
-        return read[name]
+
+@pytest.fixture(scope="module", params=[8, pytest.param(None, marks=pytest.mark.slow)])
+def shelf(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Shelf:
+    """Releases by name, each written and read once, with its first layers or all."""
+
+    @cache
+    def get(name: str) -> tuple[ModelFolder, Release]:
+        row = RELEASES[name]
+        row = replace(row, layers=request.param or row.layers)
+        return ModelFolder(write_published(tmp_path_factory.mktemp("published"), row)), row
 
     return get
 
@@ -72,8 +77,8 @@ def test_the_table_makes_as_many_tensors_as_were_published(name: str) -> None:
 
 @pytest.mark.covers(count=4)
 @pytest.mark.parametrize("name", RELEASES)
-def test_every_tensor_is_used_or_named_as_unused(name: str, shelf: Callable[[str], ModelFolder]) -> None:
-    folder, row = shelf(name), RELEASES[name]
+def test_every_tensor_is_used_or_named_as_unused(name: str, shelf: Shelf) -> None:
+    folder, row = shelf(name)
     seen = [] if row.fused else [entry[0] for entry in vision_tensors(row)]
     assert check_weights(folder.checkpoint, folder.config, family_layout(folder.config)) == seen
     layers = family_layout(folder.config)
@@ -82,8 +87,8 @@ def test_every_tensor_is_used_or_named_as_unused(name: str, shelf: Callable[[str
 
 @pytest.mark.covers(count=4)
 @pytest.mark.parametrize("name", RELEASES)
-def test_its_mtp_layer_is_found_and_drafts_by_itself(name: str, shelf: Callable[[str], ModelFolder]) -> None:
-    folder, row = shelf(name), RELEASES[name]
+def test_its_mtp_layer_is_found_and_drafts_by_itself(name: str, shelf: Shelf) -> None:
+    folder, row = shelf(name)
     source = folder.mtp_source()
     assert source is not None and source.layout.family.name == "qwen3_next" and source.layout.modules == 1
     assert source.layout.family.centred_norms
@@ -98,8 +103,8 @@ def test_its_mtp_layer_is_found_and_drafts_by_itself(name: str, shelf: Callable[
 
 @pytest.mark.covers(count=4)
 @pytest.mark.parametrize("name", RELEASES)
-def test_memory_is_planned(name: str, shelf: Callable[[str], ModelFolder]) -> None:
-    folder, row = shelf(name), RELEASES[name]
+def test_memory_is_planned(name: str, shelf: Shelf) -> None:
+    folder, row = shelf(name)
     plan, config = planned(folder, slots=2), folder.config
     recurrent, depth = row.layers * 3 // 4, ring_depth(plan.shape.draft_max)
     state = row.value_heads * DELTA_HEAD * DELTA_HEAD * 4
@@ -164,11 +169,11 @@ RANKS = {
 
 
 @pytest.mark.parametrize("name", RANKS)
-def test_how_it_may_be_divided(name: str, shelf: Callable[[str], ModelFolder]) -> None:
-    config = shelf(name).config
+def test_how_it_may_be_divided(name: str, shelf: Shelf) -> None:
+    folder, _ = shelf(name)
+    config = folder.config
     assert possible_sizes(config, (1, 2, 4, 8, 16)) == RANKS[name]
-    plan = planned(shelf(name), tp=2, draft_tp=1)
-    alone = planned(shelf(name))
+    plan, alone = planned(folder, tp=2, draft_tp=1), planned(folder)
     assert slot_bytes(config, plan.shape, 2) == slot_bytes(config, alone.shape, 1) // 2
     assert plan.need.weights < 0.51 * alone.need.weights
 

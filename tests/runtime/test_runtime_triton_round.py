@@ -113,7 +113,7 @@ def _counted(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, co
         return with_operations(found, **{name: count(name, getattr(found, name)) for name in OPERATIONS})
 
     monkeypatch.setattr(assembly, "load_kernels", load)
-    monkeypatch.setattr(memory, "CHUNK", {"torch": 32, "triton": 32})
+    monkeypatch.setattr(memory, "CHUNK", {"torch": 16, "triton": 16})
     few_programs(monkeypatch)
 
 
@@ -220,7 +220,7 @@ def test_a_family_that_slides_and_caps(tmp_path: Path, methods: Methods) -> None
     shape = {**SHAPE, "residual_gain": damped}
     folder = write_dense(tmp_path / "target", "gemma2", layers=2, **shape)
     draft = {**methods["draft"], "draft_model": write_dense(tmp_path / "draft", "gemma2", layers=1, **shape)}
-    prompts = [random_prompts(1, n, 97, seed=n)[0] for n in (66, 30)]
+    prompts = [random_prompts(1, n, 97, seed=n)[0] for n in (34, 20)]
     params = [SamplingParams(max_tokens=3, temperature=t, seed=3) for t in (0.0, 0.8)]
     first, second = both(folder, prompts, params, slots=2, **draft)
     assert_same(first, second)
@@ -242,7 +242,7 @@ def test_an_mtp_head_of_two_modules(tmp_path: Path) -> None:
     """A chunk of the prompt and its tail through the modules, then rounds of three drafts."""
     shape = {"layers": 2, **SHAPE}
     target = write_tiny_mtp(tmp_path / "head", family="mimo", modules=2, kind="copy", **shape)
-    prompt, params = random_prompts(1, 34, 97, seed=4), [SamplingParams(max_tokens=4)]
+    prompt, params = random_prompts(1, 18, 97, seed=4), [SamplingParams(max_tokens=4)]
     first, second = both(target, prompt, params, ctx=128, spec="mtp", draft_max=3)
     assert_same(first, second)
     assert sum(len(record.draft) for record in second[0].rounds) >= 2
@@ -253,7 +253,7 @@ def test_a_deepseek_head(tmp_path: Path) -> None:
     shape = {"layers": 2, **LATENT_SHAPE}
     target = write_tiny_mtp(tmp_path / "head", family="deepseek", variant="deepseek_v3", kind="copy", **shape)
     prompt, params = (
-        random_prompts(1, 34, 97, seed=4),
+        random_prompts(1, 18, 97, seed=4),
         [SamplingParams(max_tokens=4, temperature=0.8, seed=3)],
     )
     first, second = both(target, prompt, params, spec="mtp", draft_max=2)
@@ -266,8 +266,8 @@ def test_a_hybrid_and_its_head(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 2, "full_attention_interval": 2, "num_attention_heads": 2}
     sizes |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_value_head_dim": 16}
     folder = write_tiny_hybrid(tmp_path, mtp=True, agreeing=True, **sizes)
-    prompts = [random_prompts(1, n, 256, seed=n)[0] for n in (34, 9)]
-    params = [SamplingParams(max_tokens=6, temperature=t, seed=3, ignore_eos=True) for t in (0.0, 0.8)]
+    prompts = [random_prompts(1, n, 256, seed=n)[0] for n in (18, 9)]
+    params = [SamplingParams(max_tokens=5, temperature=t, seed=3, ignore_eos=True) for t in (0.0, 0.8)]
     first, second = both(folder, prompts, params, slots=2, spec="mtp", draft_max=2)
     assert_same(first, second)
     accepted, drafted = tally(first)
@@ -279,12 +279,12 @@ def test_mamba_layers(tmp_path: Path) -> None:
     sizes = {name: SHAPE[name] for name in ("vocab", "tokenizer", "seed", "intermediate")}
     config = {"shared_intermediate_size": 48, "layer_types": ["mamba", "attention"]}
     folder = write_dense(tmp_path, "granite_hybrid", layers=2, **sizes, config=config, residual_gain=damped)
-    prompts = [random_prompts(1, n, 97, seed=n)[0] for n in (34, 9)]
-    params = [SamplingParams(max_tokens=4, temperature=t, seed=3) for t in (0.0, 0.8)]
+    prompts = [random_prompts(1, n, 97, seed=n)[0] for n in (18, 9)]
+    params = [SamplingParams(max_tokens=3, temperature=t, seed=3) for t in (0.0, 0.8)]
     wishes = {"spec": "draft", "draft_model": folder, "draft_max": 2}
     first, second = both(folder, prompts, params, slots=2, **wishes)
     assert_same(first, second)
-    assert tally(first)[0] == tally(first)[1] >= 2
+    assert tally(first)[0] == tally(first)[1] > 0
 
 
 def test_short_convolutions(tmp_path: Path, methods: Methods) -> None:
@@ -292,12 +292,12 @@ def test_short_convolutions(tmp_path: Path, methods: Methods) -> None:
     folder = write_dense(
         tmp_path, "lfm2", layers=3, **SHAPE, config={"block_ff_dim": 72}, residual_gain=damped
     )
-    prompts = [random_prompts(1, n, 97, seed=n)[0] for n in (34, 9)]
-    params = [SamplingParams(max_tokens=4, temperature=t, seed=3) for t in (0.0, 0.8)]
+    prompts = [random_prompts(1, n, 97, seed=n)[0] for n in (18, 9)]
+    params = [SamplingParams(max_tokens=3, temperature=t, seed=3) for t in (0.0, 0.8)]
     wishes = {"spec": "draft", "draft_model": folder, "draft_max": 2}
     first, second = both(folder, prompts, params, slots=2, **wishes)
     assert_same(first, second)
-    assert tally(first)[0] == tally(first)[1] >= 2
+    assert tally(first)[0] == tally(first)[1] > 0
 
 
 EAGLES: dict[str, dict[str, Any]] = {
