@@ -18,7 +18,7 @@ from torch import Tensor
 from spd.kernels.dispatch import load_kernels
 from spd.runtime import Engine, SamplingParams
 from spd.runtime.engine import assembly
-from spd.runtime.round.graphs import RoundShape
+from spd.runtime.round.graphs import CapturedRounds, RoundShape
 from spd.runtime.round.limits import TRASH_PAGE
 from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampling_params import SamplerClass
@@ -234,7 +234,7 @@ def test_preparing_a_shape_leaves_everything_as_it_was(
     shapes = [RoundShape(k, max(0, k - 1), fresh, 2, count), RoundShape(0, k, plain, None, count)]
     for shape in shapes:
         assert shape not in captured.captured
-        captured._prepare(shape, views)
+        CapturedRounds.capture(captured, shape, views)
     assert int(engine._device.state.active.sum()) == 2
     for path, tensor in snapshot(engine).items():
         if path.startswith("parts.rows["):

@@ -103,7 +103,7 @@ def test_logits_and_greedy_text_are_those_of_transformers(
     assert ModelFolder(tmp_path).config == ModelFolder(folder).config
     engine = make_engine(hybrid(**SHAPES[shape], wrapped=wrapped), dtype="float32", kernels=kernels)
     prompt = random_prompts(1, 90, 256, seed=4)[0]
-    run = run_all(engine, [prompt], [SamplingParams(max_tokens=64, ignore_eos=True, logprobs=0)])[0]
+    run = run_all(engine, [prompt], [SamplingParams(max_tokens=24, ignore_eos=True, logprobs=0)])[0]
     with torch.inference_mode():
         text = torch.tensor([[*prompt, *run.tokens]])
         stepped = model(text[:, : len(prompt)], use_cache=True)
@@ -159,7 +159,7 @@ def test_sparse_hybrids_speak_as_transformers_do(tmp_path: Path, name: str, stor
         packed(tmp_path)
     prompt = random_prompts(1, 70, 300, seed=4)[0]
     engine = make_engine(tmp_path, kernels="torch")
-    run = run_all(engine, [prompt], [SamplingParams(max_tokens=64, ignore_eos=True, logprobs=0)])[0]
+    run = run_all(engine, [prompt], [SamplingParams(max_tokens=24, ignore_eos=True, logprobs=0)])[0]
     with torch.inference_mode():
         scores = model(torch.tensor([[*prompt, *run.tokens]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     assert scores.argmax(-1).tolist() == run.tokens

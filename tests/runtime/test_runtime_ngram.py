@@ -33,7 +33,7 @@ def propose(
     for slot, text in enumerate(texts):
         row = [junk] if text is None else list(text)
         state.admit(slot, torch.tensor(row), MAX_LEN, 0, [], MAX_LEN)
-        state.active[slot] = text is not None
+        state.set_active(slot, text is not None)
         views.append(EMPTY_SLOT if text is None else SlotView(min(len(row) + slack, MAX_LEN), ()))
     state.num_drafts.fill_(3)
     NgramProposer(state, load_kernels("torch"), shortest, longest).draft(k, NO_WINDOW, views, SamplerClass())

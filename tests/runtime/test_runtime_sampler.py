@@ -38,6 +38,7 @@ def sampler_of(
         ids = torch.tensor(prompt)
         stops = list(params.stop_token_ids)
         state.admit(slot, ids, 60, len(prompt) + params.min_tokens, stops, 60)
+        state.set_active(slot, True)
         sampler.admit(slot, params, ids)
     return sampler
 

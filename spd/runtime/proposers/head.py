@@ -38,9 +38,8 @@ class HeadProposer(ModelProposer):
         self, sampler: Sampler, runners: Sequence[ModelRunner], limit: int, beside: Beside | None = None
     ) -> None:
         super().__init__(sampler, runners, limit, beside)
-        state = self.state
-        self.depth = state_depth(runners[0].chunk, state.max_draft, len(runners))
-        first = self.runners[0]
+        state, first = self.state, runners[0]
+        self.depth = state_depth(first.chunk, state.max_draft, len(runners))
         ring = (state.slots, self.depth + 1, first.model.hidden_size)
         page = (first.cache.num_pages, first.model.hidden_size)
         self.rings, self.page_states = (

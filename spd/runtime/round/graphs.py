@@ -80,12 +80,8 @@ class CapturedRounds:
         return logprobs
 
     def capture(self, shape: RoundShape, views: Sequence[SlotView]) -> None:
-        """Capture a shape without running it."""
+        """Run a shape once with every slot silent, so that all is compiled and loaded, then capture it."""
         self.round.sampler.make_tables(shape.needs)
-        self.captured[shape] = self._prepare(shape, views)
-
-    def _prepare(self, shape: RoundShape, views: Sequence[SlotView]) -> tuple[Any, Logprobs | None]:
-        """Run once with every slot silent, so that all is compiled and loaded, then capture."""
         state, laws = self.round.state, self.round.sampler.draft_laws
         written = [state.active, state.draft, state.num_drafts, state.counter]
         kept = [(t, t.clone()) for t in (*written, *([] if laws is None else [laws]))]
@@ -99,11 +95,10 @@ class CapturedRounds:
 
         try:
             program()
-            captured: tuple[Any, Logprobs | None] = self._capture(program)
+            self.captured[shape] = self._capture(program)
         finally:
             for tensor, value in kept:
                 tensor.copy_(value)
-        return captured
 
     def capture_cuda(self, program: Any) -> tuple[Any, Any]:
         """Record the program's kernels; all graphs share one memory pool, since they run in turn."""

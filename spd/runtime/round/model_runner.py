@@ -214,13 +214,9 @@ class ModelRunner:
                 in_order = bool(pages) and pages == list(range(pages[0], pages[0] + count))
                 first_pages.append(pages[0] if in_order else None)
         windows = Windows(positions, given.rows.valid, given.page_table, bounds, first_pages)
-        form = self.cache.page_size, self.dtype
-        return {
-            (heads.num_heads, heads.num_kv_heads, heads.head_dim): self.kernels.plan_attention(
-                windows, heads, *form
-            )
-            for heads in self.model.heads
-        }
+        plan, form = self.kernels.plan_attention, (self.cache.page_size, self.dtype)
+        every = {(h.num_heads, h.num_kv_heads, h.head_dim): h for h in self.model.heads}
+        return {shape: plan(windows, heads, *form) for shape, heads in every.items()}
 
     def logits(self, hidden: Tensor, views: Sequence[SlotView] = ()) -> Tensor:
         """Float32 logits [..., V] of hidden [..., hidden].

@@ -111,9 +111,8 @@ class Round:
             sampled, finite, accepted = self.sampler.verify(
                 logits, window.draft, window.num_drafts, needs, self.verify == "block"
             )
-        if num_logprobs is None:
-            return sampled, finite, accepted, None
-        return sampled, finite, accepted, self._logprobs(logits, sampled, num_logprobs)
+        logprobs = None if num_logprobs is None else self._logprobs(logits, sampled, num_logprobs)
+        return sampled, finite, accepted, logprobs
 
     def _commit(
         self, window: RoundWindow, drawn: tuple[Tensor, Tensor, Tensor | None], needs: SamplerClass
@@ -126,5 +125,5 @@ class Round:
     def _logprobs(self, logits: Tensor, sampled: Tensor, top: int) -> Logprobs:
         """The model's own log-probabilities: of the samples [S, R], and the `top` likeliest ones."""
         scores, sampled = logits.log_softmax(dim=-1), sampled.clamp(min=0)
-        values, ids = scores.topk(top, dim=-1) if top else (scores[..., :0], sampled[..., None][..., :0])
+        values, ids = scores.topk(top, dim=-1)
         return scores.gather(-1, sampled.unsqueeze(-1)).squeeze(-1), values, ids

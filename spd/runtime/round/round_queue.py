@@ -191,7 +191,7 @@ class RoundQueue:
             self.states.load(checkpoint, slot, prefilled, page_of(pages, prefilled))
         self._ids = ids = to_device(tokens, torch.long, self.state.device)
         least = prompt_length + params.min_tokens
-        self.state.admit(slot, ids, length_limit, least, stop_ids, self.reach, draft_max, active=False)
+        self.state.admit(slot, ids, length_limit, least, stop_ids, self.reach, draft_max)
         self.sampler.admit(slot, params, ids[:prompt_length], ids[prompt_length:])
         self.runner.admit(slot, prefilled)
         if proposer is not None:

@@ -99,27 +99,23 @@ class RoundState:
         stop_ids: Sequence[int],
         draft_limit: int,
         draft_cap: int | None = None,
-        *,
-        active: bool = True,
     ) -> None:
-        """Write a row: prompt int64 [n] on the device; length_limit and min_length are absolute lengths.
+        """Write a row, silent for now: prompt int64 [n] on the device; limits are absolute lengths.
 
         At most draft_cap drafts of a round are verified; None is as many as there are.
         """
+        self.retire(slot)
         count = prompt.shape[0]
         self.tokens[slot, :count] = prompt
         self.length[slot].fill_(count)
         self.prompt_length[slot].fill_(count)
         self.length_limit[slot].fill_(length_limit)
         self.min_length[slot].fill_(min_length)
-        self.num_drafts[slot].fill_(0)
         self.match[slot].fill_(0)
         self.draft_limit[slot].fill_(draft_limit)
         self.draft_cap[slot].fill_(self.max_draft if draft_cap is None else draft_cap)
         padded = [*stop_ids, *[-1] * (NUM_STOP_IDS - len(stop_ids))]
         self.stop_ids[slot] = to_device(padded, torch.long, self.device)
-        self.active[slot].fill_(active)
-        self.occupied[slot].fill_(active)
 
     def set_active(self, slot: int, active: bool) -> None:
         """Let a slot take part in rounds from the next one on, or keep it out of them."""
