@@ -93,7 +93,7 @@ def test_drafts_after_any_rounds_are_those_of_a_fresh_start(
     """A next turn that finds the pages drafts as one that writes them anew: nothing in them is stale."""
     pair, prompt = pairs.get(name), random_prompts(1, 30, VOCAB, seed=5)[0]
     full_of_noise = random_prompts(1, 150, VOCAB, seed=7)
-    for count in (26, 33, 40):
+    for count in (33, 40):
         engine = pair.changing(lengths)
         run_all(engine, full_of_noise, [SamplingParams(max_tokens=4, ignore_eos=True)])
         params = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.5, logit_bias=FEW)
@@ -139,6 +139,7 @@ def entries(cache: KvCache, view: SlotView, count: int) -> torch.Tensor:
     return torch.cat([pool.flatten(0, 1)[places].flatten(1) for pool in pools], 1)
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("lag", [1, 2])
 @pytest.mark.parametrize(
     ("spec", "lengths"),
@@ -317,7 +318,8 @@ def test_what_a_match_drafts_was_drawn_from_nothing(pairs: Pairs, monkeypatch: p
 def assert_the_reference_s(headed: Pair, prompts: list[tuple[int, ...]], runs: list[Run]) -> None:
     """Drafts, some of every run, must be the reference's."""
     assert headed.reference is not None
-    wrong, seen, _ = compared(headed.reference(), list(zip(prompts, runs, strict=True)), most=16)
+    most = 4 + 12 // len(runs)
+    wrong, seen, _ = compared(headed.reference(), list(zip(prompts, runs, strict=True)), most)
     assert seen > 10 and wrong == 0
 
 
@@ -359,7 +361,7 @@ def test_pages_given_away_in_a_pause_are_whole(pairs: Pairs, name: str) -> None:
     assert_the_reference_s(pairs.get(name), [turn.prompt_ids], [run])
 
 
-@pytest.mark.parametrize("name", ["three", "eagle", ASSISTED])
+@pytest.mark.parametrize("name", ["three", "eagle", pytest.param(ASSISTED, marks=pytest.mark.slow)])
 def test_interrupted_texts_draft_as_before(pairs: Pairs, name: str) -> None:
     prompts = [random_prompts(1, n, VOCAB, seed=n)[0] for n in (70, 130, 9, 200, 64, 30)]
     greedy = [SamplingParams(max_tokens=50 + 9 * i, ignore_eos=True) for i in range(6)]

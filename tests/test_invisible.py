@@ -85,10 +85,10 @@ def of_the_demo() -> Work:
 
 
 WORKS: dict[str, Work] = {
-    "temperatures": temperatures()[::2],
+    "temperatures": temperatures()[::4],
     "some": temperatures(16)[::4],
     "few": temperatures(12)[::5],
-    "repeating": repeating()[::2],
+    "repeating": repeating()[::4],
     "mixed": mixed(),
     "demo": of_the_demo(),
     **{
