@@ -178,7 +178,8 @@ def families(names: Sequence[str], methods: Sequence[str], **factors: Sequence[A
 
 CELLS = [
     *table(["temperatures"], 2, name=METHODS, k=(1, 2, 4, 8), lag=LAGS),
-    *table(["some"], 2, name=HEADS, k=(1, 2, 3, 4), lag=LAGS, form=TYPES),
+    *table(["some"], 2, name=HEADS, k=(1, 4), lag=LAGS, form=TYPES),
+    *table(["some"], 0, name=HEADS, k=(2, 3), lag=LAGS, form=TYPES),
     *table(["few"], 1, name=("draft+ngram", "eagle"), k=(1, 4), lag=LAGS, form=("torch",)),
     *table(["some"], 0, name=(*METHODS, *HEADS), k=(1, 2, 4), lag=LAGS, form=("torch",)),
     *table(["some"], 1, name=("ngram", "draft", "draft+ngram"), k=(1, 4, 8), lag=LAGS, form=TYPES[1:]),
@@ -187,7 +188,12 @@ CELLS = [
     *families(LOOKED_UP, ("ngram", "self"), k=(1, 3), slots=(1, 3)),
     *table(
         *(["repeating"], 2),
-        name=[f"{name}+ngram" for name in ("draft", "one", "three", "eagle", "gemma4/assistant")],
+        name=[f"{name}+ngram" for name in ("draft", "one", "three", "eagle")],
+        **{"k": (1, 2, 3, 4), "lag": LAGS, "changing": (False, True), "form": TYPES},
+    ),
+    *table(
+        *(["repeating"], 1),
+        name=("gemma4/assistant+ngram",),
         **{"k": (1, 2, 3, 4), "lag": LAGS, "changing": (False, True), "form": TYPES},
     ),
     *table(["temperatures"], 1, name=("draft", "ngram", "one"), lag=LAGS, changing=(True,)),

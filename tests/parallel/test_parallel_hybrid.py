@@ -79,7 +79,7 @@ def test_logits_tokens_and_drafts_are_those_of_one_rank(agreeing: Path) -> None:
     assert outputs(divided) == outputs(alone)
     for one, other in zip(alone, divided, strict=True):
         assert other.logprobs == pytest.approx(one.logprobs, abs=1e-4)
-    wishes = {"kernels": "torch", "spec": "mtp", "draft_max": 3}
+    wishes = {"kernels": "auto", "spec": "mtp", "draft_max": 3}
     expected = runs_of(folder, **wishes)
     assert outputs(expected) == outputs(alone) and sum(run.metrics.draft_n_accepted for run in expected)
     for group in (1, 2):
@@ -91,13 +91,13 @@ def test_logits_tokens_and_drafts_are_those_of_one_rank(agreeing: Path) -> None:
 @pytest.mark.parametrize("name", ["Qwen3_5Moe", "Qwen3Next"])
 def test_sparse_hybrids_and_projections_stored_by_key_head(name: str, tmp_path: Path) -> None:
     folder = write_sparse(tmp_path, name)
-    alone = outputs(runs_of(folder, kernels="torch"))
-    assert outputs(runs_of(folder, kernels="torch", tp=2, spec="ngram", ngram_min=1, draft_max=3)) == alone
+    alone = outputs(runs_of(folder, kernels="auto"))
+    assert outputs(runs_of(folder, kernels="auto", tp=2, spec="ngram", ngram_min=1, draft_max=3)) == alone
 
 
 def test_a_recurrent_draft_model_on_one_or_two_ranks(agreeing: Path, tmp_path: Path) -> None:
     draft = write_tiny_hybrid(tmp_path, agreeing=True, num_hidden_layers=2, full_attention_interval=2)
-    wishes = {"kernels": "torch", "spec": "draft", "draft_model": draft, "draft_max": 3}
+    wishes = {"kernels": "auto", "spec": "draft", "draft_model": draft, "draft_max": 3}
     alone = runs_of(agreeing, **wishes)
     assert sum(run.metrics.draft_n_accepted for run in alone)
     for group in (1, 2):
@@ -170,7 +170,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     """A hybrid, and what one rank says by it."""
     sizes = {"num_hidden_layers": 2, "full_attention_interval": 2}
     folder = write_tiny_hybrid(tmp_path_factory.mktemp("alone"), **sizes)
-    return folder, outputs(runs_of(folder, kernels="torch"))
+    return folder, outputs(runs_of(folder, kernels="auto"))
 
 
 @pytest.mark.parametrize("fault", [*map(moved, SPLIT)], ids=SPLIT)
@@ -181,7 +181,7 @@ def test_a_wrong_part_is_seen(
 ) -> None:
     folder, said = alone
     fault(monkeypatch)
-    assert outputs(runs_of(folder, kernels="torch", tp=2)) != said
+    assert outputs(runs_of(folder, kernels="auto", tp=2)) != said
 
 
 # -- the plan --------------------------------------------------------------------------------------
