@@ -59,7 +59,7 @@ def ask(name: str, folder: Path = demo_folder()) -> tuple[int, ...]:
 
 def replies(folder: Path, temperature: float, count: int, **wishes: object) -> list[Run]:
     names = list(QUESTIONS)
-    engine = make_engine(folder, dtype="bfloat16", ctx=512, **wishes)
+    engine = make_engine(folder, dtype="bfloat16", ctx=512, slots=10, **wishes)
     prompts = [ask(names[i % len(names)], folder) for i in range(count)]
     params = [SamplingParams(temperature=temperature, max_tokens=64, seed=i) for i in range(count)]
     return run_all(engine, prompts, params)
@@ -80,7 +80,7 @@ def test_it_answers_questions_about_documented_functions(folder: Path, say: Call
 def test_sampled_replies_are_no_loop(folder: Path) -> None:
     grams = [
         tuple(words[i : i + 4])
-        for run in replies(folder, 0.8, 50)
+        for run in replies(folder, 0.8, 25)
         if (words := run.text.split())
         for i in range(len(words) - 3)
     ]
