@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
     # Read by triton when it is first imported: without a GPU its kernels run in the interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from spd.runtime.round.arithmetic_probe import WIDEST
 from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import TinyShelf
 from tests.interpreted_dot import install
@@ -46,6 +47,16 @@ def _tried_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture
 def every_trial() -> None:
     """Every engine tries its arithmetic itself."""
+
+
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No engine tries any: all run whole tiles. For what is compared with other programs' numbers."""
+
+    def whole_tiles(runner: ModelRunner, alone: bool) -> None:
+        runner.buckets = (WIDEST,)
+
+    monkeypatch.setattr(ModelRunner, "_try_arithmetic", whole_tiles)
 
 
 @pytest.fixture

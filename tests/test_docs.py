@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from spd.formats.model_config import SUPPORTED_ARCHITECTURES, WRAPPERS
 from spd.runtime.models import FAMILIES
 
@@ -36,6 +38,7 @@ def test_the_tables_of_ranks_are_the_cost_models() -> None:
     assert len(tables) == 3 and all(f"{table}\n" in page for table in tables)
 
 
+@pytest.mark.slow
 def test_the_table_of_hybrids_is_the_plans() -> None:
     """To write it anew: `PYTHONPATH=. python docs/hybrid_tables.py`, for the one in hybrids.md."""
     command = [sys.executable, "docs/hybrid_tables.py"]

@@ -56,6 +56,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @needs_native
+@pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_of_every_family(model: Callable[..., Path], shape: str) -> None:
     """No farther from float32 than twice torch's bfloat16 is."""

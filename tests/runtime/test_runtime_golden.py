@@ -20,6 +20,7 @@ from tests.recipes.tiny_dense import FAMILIES, LONG_ORIGINAL, write_dense
 from tests.runtime.test_runtime_wrappers import WRAPPED
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("untried")
 
 
 def as_known(folder: Path, elsewhere: Path) -> Path:

@@ -88,6 +88,7 @@ def outputs(engine: Engine, count: int) -> list[Run]:
 needs_native = pytest.mark.skipif(obstacle() is not None, reason=f"no C kernels here: {obstacle()}")
 
 
+@pytest.mark.usefixtures("untried")
 @pytest.mark.covers(1)
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=needs_native)])
 @pytest.mark.parametrize("wrapped", [False, True], ids=["text", "wrapped"])
@@ -141,6 +142,7 @@ def packed(folder: Path) -> None:
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+@pytest.mark.usefixtures("untried")
 @pytest.mark.covers(1)
 @pytest.mark.parametrize("stored", ["by expert", "packed"])
 @pytest.mark.parametrize("name", ["Qwen3_5Moe", "Qwen3Next"])
