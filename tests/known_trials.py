@@ -6,6 +6,7 @@ Weights' values are not looked at. Where several processes try together, nothing
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,8 +14,13 @@ from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
 from spd.runtime.ranks.communicator import ProcessGroup
+from spd.runtime.round.arithmetic_probe import admitted_parts
 from spd.runtime.round.model_runner import ModelRunner
 
+FEW_ROWS = (5, 12)
+"""The numbers of rows that are tried, of a run's seven: a third of the passes."""
+known_parts = cache(admitted_parts)
+"""Parts of blocks of keys follow from the heads alone, of which tiny models have few kinds."""
 honest = ModelRunner._try_arithmetic
 FOUND = ("buckets", "context_parts")
 KNOWN: dict[Any, tuple[Any, ...]] = {}
