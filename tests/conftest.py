@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-# Processes that tests start compile no module anew, which takes them longer than most have to do.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    # Processes that tests start would compile every module anew, which takes longer than most of them run.
+    sys.dont_write_bytecode = False
 if not torch.cuda.is_available():
     # Read by triton when it is first imported: without a GPU its kernels run in the interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")

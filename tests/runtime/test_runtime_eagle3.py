@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spd.runtime import Engine
 from spd.runtime.models.decoder import AuxStates
-from tests.helpers import make_engine
+from tests.helpers import make_engine, quick_engine
 from tests.recipes.tiny import write_json, write_tensors
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.runtime.eagle3_reference import PlainEagle3, library_eagle3
@@ -199,7 +199,7 @@ def test_another_convention_is_seen(tmp_path: Path, slip: Callable[[Config, Tens
     slip(config, tensors)
     write_json(other / "config.json", config)
     write_tensors(other, tensors)
-    runs = texts(make_engine(target, spec="eagle3", draft_model=other, draft_max=3), 16)
+    runs = texts(quick_engine(target, spec="eagle3", draft_model=other, draft_max=3), 16)
     assert compared(plain, runs, most=8)[0] > 0
 
 

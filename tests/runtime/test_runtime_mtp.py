@@ -15,7 +15,7 @@ from torch import Tensor
 from spd.runtime import Engine, SamplingParams
 from spd.runtime.models.decoder import Decoder, HeadModel
 from spd.runtime.proposers.head import HeadProposer
-from tests.helpers import Run, make_engine, random_prompts, run_all
+from tests.helpers import Run, make_engine, quick_engine, random_prompts, run_all
 from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime.mtp_reference import LibraryMtp, PlainDrafter, PlainMtp
 
@@ -178,12 +178,12 @@ Fault = Callable[[Engine, pytest.MonkeyPatch], None]
 
 @functools.cache
 def plain_texts(target: Path) -> Texts:
-    return texts(make_engine(target), 16)
+    return texts(quick_engine(target), 16)
 
 
 def with_fault(target: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch, **wishes: Any) -> Texts:
     """Texts of an engine whose head has a fault; they are those without a drafter."""
-    engine = make_engine(target, draft_max=2, **wishes)
+    engine = quick_engine(target, draft_max=2, **wishes)
     fault(engine, monkeypatch)
     runs = texts(engine, 16)
     assert [run.output for _, run in runs] == [run.output for _, run in plain_texts(target)], (
