@@ -89,6 +89,7 @@ def law_error(case: RuleCase) -> float:
     return difference(case, masked, enumeration.masses())
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "certain"])
 @pytest.mark.parametrize("ks", [(1,), (2,), (1, 1), pytest.param((3,), marks=pytest.mark.slow)])

@@ -58,6 +58,7 @@ def story(runs: list[Run]) -> list[object]:
     return [(run.output, run.drafts, run.logprobs) for run in runs]
 
 
+@pytest.mark.covers(1)
 @by_rule
 @pytest.mark.parametrize("method", ["ngram", "draft"])
 def test_a_request_is_the_same_alone_and_among_others(
@@ -80,6 +81,7 @@ def test_a_request_is_the_same_alone_and_among_others(
             assert record.committed == record.sampled[: len(record.committed)]
 
 
+@pytest.mark.covers(1)
 @by_rule
 @pytest.mark.parametrize("method", ["ngram", "draft"])
 def test_greedy_texts_are_the_plain_ones(target: Path, methods: Methods, method: str, rule: str) -> None:
