@@ -153,10 +153,10 @@ def test_the_fault_is_caught(
         check(target, methods)
 
 
-@by_rule
+@pytest.mark.parametrize("rule", ["coupled", *RULES])
 @pytest.mark.parametrize("who", ["runner", "draft"])
 def test_logits_that_are_not_finite(target: Path, methods: Methods, rule: str, who: str) -> None:
-    """The target's end one request with an error; the drafter's cost it that draft."""
+    """The target's end one request with an error, and no later one; the drafter's cost it that draft."""
     params = [SamplingParams(max_tokens=16, temperature=0.8, seed=i, ignore_eos=True) for i in range(3)]
     alone = run_all(engine_of(target, rule, **methods["draft"]), PROMPTS[:3], params)
     engine = engine_of(target, rule, **methods["draft"])
@@ -178,6 +178,8 @@ def test_logits_that_are_not_finite(target: Path, methods: Methods, rule: str, w
     if who == "draft":
         assert len(runs[1].tokens) == 16
         assert not any(record.accepted for record in runs[1].rounds if record.position > len(PROMPTS[1]) + 11)
+    runner.logits = honest  # type: ignore[method-assign]
+    assert run_all(engine, PROMPTS[1:2], params[1:2])[0].output == alone[1].output
 
 
 def test_what_is_planned(target: Path, methods: Methods) -> None:

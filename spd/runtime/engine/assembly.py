@@ -131,14 +131,12 @@ def assemble(
     threads = _threads(plan, kernels)
     use_device(plan.device)
     shape, meter, dtype = plan.shape, _meter(plan, progress), getattr(torch, plan.shape.dtype)
-    together, drafting, apart = (
-        (None, None, False) if ranks is None else (ranks.target, ranks.draft, ranks.share is not None)
-    )
-    place = Place(dtype, plan.device, kernels, shape.form, together)
+    target, draft, share = (None, None, None) if ranks is None else (ranks.target, ranks.draft, ranks.share)
+    place = Place(dtype, plan.device, kernels, shape.form, target)
     (runner,) = _runners(plan, plan.model, place, shape.ctx, meter)
     own = kernels if plan.draft_kernels == shape.kernels else load_kernels(plan.draft_kernels)
-    place = Place(dtype, plan.device, own, shape.draft_form, drafting)
-    drafters = _drafters(plan, place, runner, apart, meter)
+    place = Place(dtype, plan.device, own, shape.draft_form, draft)
+    drafters = _drafters(plan, place, runner, share is not None, meter)
     state = RoundState(shape.slots, shape.ctx, shape.draft_max, pages_a_slot(shape.ctx), plan.device)
     sampler = Sampler(state, plan.model.config.vocab_size, usable_vocab, kernels)
     proposer = build_proposer(plan, sampler, drafters)
@@ -147,8 +145,8 @@ def assemble(
     imposed = None
     if plan.wishes.synthetic_acceptance is not None:
         imposed = ImposedAcceptance(plan.wishes.synthetic_acceptance, shape.draft_max, plan.device)
-    share = None if ranks is None or ranks.share is None or not drafters else ranks.share.broadcast
-    round_ = Round(state, runner, sampler, proposer, kernels, imposed, plan.wishes.verify, share)
+    hand_out = share.broadcast if share is not None and drafters else None
+    round_ = Round(state, runner, sampler, proposer, kernels, imposed, plan.wishes.verify, hand_out)
     captured = CapturedRounds(round_) if shape.graphs else None
     own_caches = [each for each in drafters if each.cache is not runner.cache]
     states = StateStore([runner, *own_caches], proposer)

@@ -248,18 +248,10 @@ class Engine:
         if not sequence.metrics.preemptions:
             sequence.metrics.queue_ms = 1000 * (time.perf_counter() - sequence.arrived_at)
             sequence.metrics.cached_tokens = sequence.prefilled
-        self._device.place(
-            sequence.slot,
-            sequence.tokens(),
-            len(request.prompt_ids),
-            request.params,
-            request.draft_max,
-            sequence.length_limit,
-            sequence.stop_ids,
-            sequence.prefilled,
-            sequence.pages,
-            sequence.checkpoint,
-        )
+        text = sequence.tokens(), len(request.prompt_ids)
+        limits = request.draft_max, sequence.length_limit, sequence.stop_ids
+        begun = sequence.prefilled, sequence.pages, sequence.checkpoint
+        self._device.place(sequence.slot, *text, request.params, *limits, *begun)
 
     def _write_part(self, sequence: Sequence) -> int:
         """Enqueue the next pass over a prompt, at most one chunk; returns how many positions it writes."""

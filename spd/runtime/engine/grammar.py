@@ -188,10 +188,8 @@ class GrammarCompiler:
             if kind == "schema":
                 style = JSON_STYLE if text.lstrip().startswith("{") else None
                 grammar = LLMatcher.grammar_from_json_schema(text, style)
-            elif kind == "regex":
-                grammar = LLMatcher.grammar_from_regex(text)
             else:
-                grammar = LLMatcher.grammar_from_lark(text)
+                grammar = getattr(LLMatcher, f"grammar_from_{kind}")(text)
             matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         except (ValueError, RuntimeError) as error:
             raise _refused(kind, str(error)) from None

@@ -83,8 +83,7 @@ def choose_kernels(
     if (only := torch_alone(layers)) is not None:
         return _torch_instead(wish, only)
     if wish == "native" or (wish == "auto" and machine.on_cpu):
-        why_not = native_obstacle(machine, dtype, quantize, layers)
-        return _native(wish, why_not, dtype, compiled=not machine.foreseen)
+        return _native(wish, native_obstacle(machine, dtype, quantize, layers), dtype, machine.foreseen)
     if not machine.foreseen and find_spec("triton") is None:
         if wish == "auto":
             return "torch", "triton is not installed"
@@ -117,8 +116,8 @@ def _torch_instead(wish: str, why: str) -> tuple[str, str]:
     raise IncompatibleError(why_not, reason=[f"{why}."], fix=["--kernels auto"])
 
 
-def _native(wish: str, why_not: str | None, dtype: str, compiled: bool) -> tuple[str, str]:
-    if why_not is None and not compiled:
+def _native(wish: str, why_not: str | None, dtype: str, foreseen: bool) -> tuple[str, str]:
+    if why_not is None and foreseen:
         return "native", "foreseen"
     if why_not is None:
         from spd.kernels.native.library import open_library
@@ -138,7 +137,13 @@ def choose_form(
     Reads the headers of a checkpoint whose configuration speaks of FP8 blocks, and of no other.
     """
     if wishes.quantize != "none":
-        _check_wide(model, folder, wishes.quantize)
+        if model.fp8_block is not None or model.quantization is not None:
+            what = "FP8 blocks" if model.quantization is None else f"{model.quantization.method} weights"
+            raise IncompatibleError(
+                f"--quantize {wishes.quantize}, but the weights of {folder.path.name} are quantized already",
+                reason=[f"quantization_config in config.json speaks of {what}."],
+                fix=["leave --quantize out"],
+            )
         why = f"--quantize {wishes.quantize}: {SCALES[wishes.quantize]}, made at load"
         rows = wishes.quantize == "int8"
         form = int8_form(kernels, machine.on_cpu, dtype) if rows else int4_form(kernels, dtype)
@@ -181,17 +186,6 @@ def _packed(
     if odd:
         why += f"; {odd} with act-order or odd groups are multiplied out"
     return (WeightForm("packed", packed=packed), why) if packed else (WIDE, why)
-
-
-def _check_wide(model: ModelConfig, folder: ModelFolder, quantize: str) -> None:
-    """Raise IncompatibleError for a model whose weights are quantized already."""
-    if model.fp8_block is not None or model.quantization is not None:
-        what = "FP8 blocks" if model.quantization is None else f"{model.quantization.method} weights"
-        raise IncompatibleError(
-            f"--quantize {quantize}, but the weights of {folder.path.name} are quantized already",
-            reason=[f"quantization_config in config.json speaks of {what}."],
-            fix=["leave --quantize out"],
-        )
 
 
 def _fp8_obstacle(block: tuple[int, int], tp: int, machine: Machine, kernels: str, dtype: str) -> str | None:

@@ -84,8 +84,7 @@ class FollowedThreads:
             return
         self.other_load = self._load.read()
         free = len(self._load.cpus) - math.ceil(self.other_load - SLIGHT)
-        fitting = [count for count in self._counts if count <= free]
-        count = max(fitting) if fitting else self._counts[0]
+        count = max((count for count in self._counts if count <= free), default=self._counts[0])
         if count != self.count:
             self.count = count
             self._use(count)

@@ -32,5 +32,4 @@ def let_go(error: BaseException) -> None:
 
 def first_line(error: BaseException) -> str:
     """The first line of what an exception says, 200 characters at most."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return line[:200]
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:200]

@@ -106,9 +106,7 @@ class HostCopies:
         """
         # A graph's outputs are overwritten by its next replay, which does not wait for this stream.
         kept = [t.clone() for t in logprobs or ()] + ([] if drafts is None else [drafts])
-        ran = torch.cuda.Event()
-        ran.record()
-        copied = torch.cuda.Event()
+        ran, copied = torch.cuda.current_stream().record_event(), torch.cuda.Event()
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(ran)
             self.ring[row].copy_(self.state.ring[row], non_blocking=True)
