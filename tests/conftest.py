@@ -18,12 +18,12 @@ if not torch.cuda.is_available():
     # Read by triton when it is first imported: without a GPU its kernels run in the interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from spd.runtime.round import arithmetic_probe, model_runner
+from spd.runtime.round import model_runner
 from spd.runtime.round.arithmetic_probe import WIDEST
 from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import TinyShelf
 from tests.interpreted_dot import install
-from tests.known_trials import FEW_ROWS, known_parts, tried_once
+from tests.known_trials import FEW_ROWS, known_parts, tried_once, try_rows
 from tests.lanes import choose
 from tests.pairs import Pairs
 from tests.recipes.medium import write_medium, write_medium_draft
@@ -44,8 +44,7 @@ def _tried_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if "every_trial" not in request.fixturenames:
         monkeypatch.setattr(ModelRunner, "_try_arithmetic", tried_once)
         monkeypatch.setattr(model_runner, "admitted_parts", known_parts)
-        for module in (model_runner, arithmetic_probe):
-            monkeypatch.setattr(module, "CANDIDATES", FEW_ROWS)
+        try_rows(monkeypatch, FEW_ROWS)
 
 
 @pytest.fixture

@@ -9,17 +9,18 @@ import inspect
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
 from spd.runtime.ranks.communicator import ProcessGroup
-from spd.runtime.round.arithmetic_probe import admitted_parts
+from spd.runtime.round import arithmetic_probe, model_runner
 from spd.runtime.round.model_runner import ModelRunner
 
-FEW_ROWS = (5, 12)
-"""The numbers of rows that are tried, of a run's seven: a third of the passes."""
-known_parts = cache(admitted_parts)
+EVERY_ROW, FEW_ROWS = arithmetic_probe.CANDIDATES, (5, 12)
+"""The numbers of rows that are tried, of a run's seven: a fifth of the passes."""
+known_parts = cache(arithmetic_probe.admitted_parts)
 """Parts of blocks of keys follow from the heads alone, of which tiny models have few kinds."""
 honest = ModelRunner._try_arithmetic
 FOUND = ("buckets", "context_parts")
@@ -49,8 +50,16 @@ def tried_once(runner: ModelRunner, alone: bool) -> None:
     """See `ModelRunner._try_arithmetic`."""
     if alone:
         tried_together(runner, alone)
-    else:
+        return
+    with pytest.MonkeyPatch.context() as patch:  # other processes know nothing of few rows
+        try_rows(patch, EVERY_ROW)
         honest(runner, alone)
+
+
+def try_rows(patch: pytest.MonkeyPatch, numbers: tuple[int, ...]) -> None:
+    """Let engines try these numbers of rows."""
+    for module in (model_runner, arithmetic_probe):
+        patch.setattr(module, "CANDIDATES", numbers)
 
 
 def tried_together(runner: ModelRunner, alone: bool) -> None:
