@@ -78,7 +78,7 @@ def test_captures_ahead_are_rehearsed(rehearsal: None) -> None:
 
 def test_forms_are_rehearsed(rehearsal: None, tmp_path: Path) -> None:
     form = gpu_forms.make_form("int8", tmp_path)
-    short = [(prompt, dataclasses.replace(params, max_tokens=6)) for prompt, params in form.work[:2]]
+    short = [(prompt, dataclasses.replace(params, max_tokens=4)) for prompt, params in form.work[:1]]
     with gpu_helpers.gpu_engine(form.folder, graphs=False, **gpu_forms.form_wishes("int8")) as engine:
         runs = gpu_helpers.run_work(engine, short, 0)
     dataclasses.replace(form, work=short, plain=runs).check("mtp", 3)
