@@ -248,10 +248,9 @@ class Engine:
         if not sequence.metrics.preemptions:
             sequence.metrics.queue_ms = 1000 * (time.perf_counter() - sequence.arrived_at)
             sequence.metrics.cached_tokens = sequence.prefilled
-        text = sequence.tokens(), len(request.prompt_ids)
-        limits = request.draft_max, sequence.length_limit, sequence.stop_ids
-        begun = sequence.prefilled, sequence.pages, sequence.checkpoint
-        self._device.place(sequence.slot, *text, request.params, *limits, *begun)
+        asked = sequence.tokens(), len(request.prompt_ids), request.params, request.draft_max
+        row = *asked, sequence.length_limit, sequence.stop_ids, sequence.prefilled, sequence.pages
+        self._device.place(sequence.slot, *row, sequence.checkpoint)
 
     def _write_part(self, sequence: Sequence) -> int:
         """Enqueue the next pass over a prompt, at most one chunk; returns how many positions it writes."""
