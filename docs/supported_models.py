@@ -15,22 +15,20 @@ from spd.formats.checkpoint import FLOAT_DTYPES
 from spd.formats.model_config import REFUSED_ARCHITECTURES, SUPPORTED_ARCHITECTURES, WRAPPERS
 from spd.formats.rope_config import RopeKind
 from spd.runtime.models import FAMILIES
-from spd.runtime.models.weights import FP8_DTYPE
 
 NOTES = """\
 A folder is what Hugging Face's `save_pretrained` writes: `config.json`, `tokenizer.json` and safetensors, one
 file or shards with an index. Nothing in it is executed. An unknown value of a known key is refused by name,
 and so is a folder in which a tensor is missing or has another shape. Tensors that are not used are named.
 
-- **Tensors**: {dtypes}; {fp8} where `quantization_config` describes blocks with scales. Blocks of 128 x 128
-  are multiplied as stored by Triton's kernels (on a GPU of compute capability 8.9 or higher, in bfloat16),
-  and otherwise multiplied out into the run's dtype. Rounding to FP8 moves a weight by at most a sixteenth of
-  itself (or a 1,024th of its block's scale where that is more): the logits of the demo's twin in such blocks
-  are off by 3.5 % of their spread, by 4.0 % with scales that are powers of two.
+- **Tensors**: {dtypes}; what quantized checkpoints hold besides. Rounding to FP8 moves a weight by at most a
+  sixteenth of itself (or a 1,024th of its block's scale where that is more): the logits of the demo's twin in
+  blocks of 128 x 128 are off by 3.5 % of their spread, by 4.0 % with scales that are powers of two.
 - **Quantized checkpoints**: compressed-tensors (`pack-quantized` of 1 to 8 bits, symmetric or with zero
   points, by groups or rows; `int-quantized` of 8 bits; `float-quantized` by tensor, row or block;
   `nvfp4-pack-quantized`, `mxfp4-pack-quantized`), GPTQ (v1 and v2, 2, 3, 4 and 8 bits, `dynamic`), AutoAWQ's
-  `gemm`, ModelOpt's FP8 and NVFP4, mixed too; gpt-oss's own MXFP4. Activations are never rounded: W8A8 and
+  `gemm`, ModelOpt's FP8 and NVFP4, mixed too; FP8 in blocks (`fp8` with `weight_block_size`); gpt-oss's own
+  MXFP4. Activations are never rounded: W8A8 and
   W4A4 releases run as W8A16 and W4A16. The codes stay packed in memory, experts' too, in groups of 16, 32,
   64, a multiple of 128 or a whole row. Multiplied out are GPTQ with act-order, other groups, embeddings,
   heads, what stands outside the layers, and on a GPU everything in float16. MTP layers may be stored in the
@@ -99,7 +97,6 @@ def document() -> str:
     others = [name for name in heads if name not in FAMILIES]
     notes = NOTES.format(
         dtypes=", ".join(FLOAT_DTYPES),
-        fp8=FP8_DTYPE,
         ropes=", ".join(get_args(RopeKind)),
         kinds=" and ".join(f"`{kind}`" for kind in KINDS),
         eagle3=", ".join(f"`{name}`" for name in eagle3.ARCHITECTURES),

@@ -27,7 +27,7 @@ from spd.runtime.models import family_layout
 from spd.runtime.models.layouts import MoeLayout
 from spd.runtime.models.moe import MoeMlp
 from spd.runtime.models.mtp_weights import module_bytes, module_layer
-from spd.runtime.models.weights import DTYPE_BYTES, destinations, expected_tensors, scale_name, scale_shape
+from spd.runtime.models.weights import DTYPE_BYTES, destinations, expected_tensors
 from spd.runtime.plan.memory import largest, page_bytes, tensor_bytes
 from spd.runtime.round.limits import PAGE_SIZE
 
@@ -173,10 +173,10 @@ def write_hollow(model: Published, parent: Path) -> Path:
                 matrices |= set(own) if len(destination.shape) == 2 and not destination.exact else set()
     entries: dict[str, tuple[str, Sequence[int]]] = {}
     for name, shape in shapes.items():
-        fp8 = config.fp8_block is not None and name in matrices
+        fp8 = config.quantization is not None and name in matrices
         entries[name] = ("F8_E4M3" if fp8 else code, shape)
-        if fp8 and config.fp8_block is not None:
-            entries[scale_name(name)] = ("F32", scale_shape(shape, config.fp8_block))
+        if fp8:
+            entries[f"{name}_scale_inv"] = ("F32", [-(-size // 128) for size in shape])
     _write_hole(folder / "model.safetensors", entries)
     return folder
 

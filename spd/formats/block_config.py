@@ -141,6 +141,7 @@ its sum, which is why Mixtral and Granite are among these."""
 SIGMOID = replace(ROUTED, router=RouterConfig(0, sigmoid=True, corrected=True, normalised=True, group_best=2))
 SHARED = replace(ROUTED, shared_name="shared_expert", shared_gated=True)
 LFM2 = replace(SIGMOID, correction="expert_bias")
+MINIMAX = replace(SIGMOID, correction="e_score_correction_bias")
 NEMOTRON = replace(SIGMOID, plain=True)
 GRANITE = replace(ROUTED, shared_name="shared_mlp")
 GPT_OSS = replace(ROUTED, clamped=(7.0, 1.702))
@@ -307,6 +308,12 @@ def granite_keys(fields: Fields) -> dict[str, object]:
     if fields.choice("position_embedding_type", ("rope", "nope"), "nope") == "nope":
         found["no_rope_layers"] = [0] * fields.integer("num_hidden_layers", 1, MAX_PERIOD)
     return found
+
+
+def minimax_keys(fields: Fields) -> dict[str, object]:
+    """What `minimax_m2` says of rotation: how many dimensions of a head turn."""
+    size, turned = fields.even("head_dim", 1024), fields.optional_integer("rotary_dim", 2, 1024)
+    return {} if turned is None else {"partial_rotary_factor": turned / size}
 
 
 def nemotron_keys(fields: Fields) -> dict[str, object]:

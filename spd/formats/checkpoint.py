@@ -86,9 +86,9 @@ _RENAMED = {
     **{f"mixer.{name}": f"mamba.{name}" for name in ("in_proj", "conv1d", "A_log", "D", "dt_bias", "norm")},
     **{"mixer.out_proj": "mamba.out_proj", "mixer": "mlp", "embeddings": "embed_tokens", "norm_f": "norm"},
     **{"shared_mlp.input_linear": "mlp.shared_mlp.gate_up_proj"},
-    **{"shared_mlp.output_linear": "mlp.shared_mlp.down_proj"},
+    **{"shared_mlp.output_linear": "mlp.shared_mlp.down_proj", "weight_scale_inv": "weight_scale"},
 }
-"""Parts of names in checkpoints of Mixtral, Granite, LFM2 and Nemotron-H, and what others call the same."""
+"""Parts of names in checkpoints of several families, and what others call the same."""
 _RENAMED_PART = re.compile(rf"\.({'|'.join(map(re.escape, _RENAMED))})(?=\.|$)")
 
 

@@ -63,10 +63,8 @@ class ModelConfig:
     """Whether queries and keys are normalised per head, where a family leaves that to the checkpoint."""
     latent: blocks.LatentConfig | None = None
     experts: blocks.ExpertsConfig | None = None
-    fp8_block: tuple[int, int] | None = None
-    """Rows and columns of the blocks that share a scale, where matrices are stored as FP8."""
     quantization: Quantization | None = None
-    """How matrices are stored in few bits in any other way."""
+    """How matrices are stored in few bits."""
     sliding: tuple[int | None, ...] = ()
     """Each layer's sliding window, None where it sees everything; empty where no layer slides."""
     local_rope: RopeConfig | None = None  # of layers that slide, where they rotate in another way
@@ -254,6 +252,13 @@ _FAMILIES = {
     ),
     "HunYuanDenseV1ForCausalLM": _Family("hunyuan_v1_dense", {**_SHORT, **_EPS, "alpha": None}),
     "MixtralForCausalLM": _Family("mixtral", _MIXTRAL, blocks.ROUTED),
+    "MiniMaxM2ForCausalLM": _Family(
+        "minimax_m2",
+        {"max_position_embeddings": 196608, "rope_theta": 5e6, "head_dim": 128, "partial_rotary_factor": 1.0},
+        blocks.MINIMAX,
+        spelled=blocks.minimax_keys,
+        only={"qk_norm_type": ("per_layer",), "use_qk_norm": (True,), "use_routing_bias": (True,)},
+    ),
     "Qwen2MoeForCausalLM": _Family(
         "qwen2_moe",
         {**_SWITCHED, "attention_bias": True, "norm_topk_prob": False, _SHARED: 5632},
@@ -366,7 +371,6 @@ def _decoder_config(fields: Fields) -> ModelConfig:
     fields = _spelled(fields, family)
     theirs = {"hidden_act"} if "hidden_activation" in fields else set()  # which Gemma's code leaves alone
     fields.only({key: each for key, each in {**_SUPPORTED, **family.only}.items() if key not in theirs})
-    fp8_block, quantization = read_quantization(fields)
     num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
     num_heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
     vocab_size = fields.integer("vocab_size", 1, MAX_VOCAB)
@@ -410,8 +414,7 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         latent=latent,
         recurrent=recurrent,
         experts=experts,
-        fp8_block=fp8_block,
-        quantization=quantization,
+        quantization=read_quantization(fields),
         sliding=sliding,
         local_rope=read_local_rope(fields, base, max_positions, head_dim) if base else None,
         query_growth=read_growth(turning),

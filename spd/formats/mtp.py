@@ -117,8 +117,6 @@ the forward passes of vLLM and SGLang."""
 
 _MODULE = re.compile(r"(?:language_model\.|model\.)*(?:mtp\.|mtp_[a-z_]+\.)")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_QUANTIZED = (".weight_scale_inv", ".weight_scale", ".input_scale")
-"""What the scales of a quantized tensor end in, in place of .weight."""
 
 
 @dataclass(frozen=True)
@@ -239,10 +237,9 @@ def check_mtp(
     what, how, kinds = "tensors of the MTP head", source.config.quantization, dict[str, tuple[str, ...]]()
     if how is not None:
         expected, kinds = how.stored(expected, checkpoint.tensors)
-        ignored |= {name for name in checkpoint.tensors if name.endswith(UNUSED)}
+    ignored |= {name for name in checkpoint.tensors if name.endswith((*UNUSED, ".weight_scale"))}
     check_tensors(checkpoint, expected, dtypes=tuple(dtypes), kinds=kinds, what=what, fix=_HOW_TO_ATTACH)
-    stems = [name.removesuffix(".weight") for name in expected if name.endswith(".weight")]
-    known = {*expected, *ignored, *(stem + suffix for stem in stems for suffix in _QUANTIZED)}
+    known = {*expected, *ignored}
     foreign = [name for name in checkpoint.tensors if layout.owns(name) and name not in known]
     if foreign:
         why = "tensors of the MTP head belong to none of its layers as"
@@ -382,8 +379,8 @@ def plan_head(
     equals = {"embedding": embedding, "head": output or embedding}
     copies = layout.family.tables.items()
     tables = {layout.named(name, m): equals[key] for key, name in copies for m in range(layout.modules)}
-    metas = [meta for meta in checkpoint.tensors.values() if layout.owns(meta.name)]
-    kept = [meta for meta in metas if meta.name.removesuffix("_scale_inv") in needed]
+    owned = {name: meta for name, meta in checkpoint.tensors.items() if layout.owns(meta.name)}
+    kept = [meta for name, meta in owned.items() if name in needed]
     return HeadPlan(
         checkpoint,
         head,
@@ -391,7 +388,7 @@ def plan_head(
         declared_modules(source.fields),
         tuple(meta for meta in kept if meta.name not in tables),
         tuple((meta, tables[meta.name]) for meta in kept if meta.name in tables),
-        tuple(meta.name for meta in metas if meta not in kept),
+        tuple(meta.name for name, meta in owned.items() if name not in needed),
     )
 
 

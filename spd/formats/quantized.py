@@ -10,7 +10,8 @@ lists often miss modules of an MTP head, or name fused ones; the configuration s
   along out, of zero - `offset`; `scales` [groups, out]; `g_idx` I32 [in], the group of each column of W.
 - awq: `qweight` I32 [in, out / 8], `qzeros` I32 [groups, out / 8], in `AWQ_ORDER`; `scales` [groups, out].
 - int8: `weight` I8 [out, in]; `weight_scale` [out, 1] or [1].
-- fp8: `weight` F8_E4M3 [out, in]; `weight_scale`, a multiplier: [1], [out, 1], or one a block.
+- fp8: `weight` F8_E4M3 [out, in]; `weight_scale`, a multiplier: [1], [out, 1], or one a block, the last ones
+  partial. DeepSeek calls it `weight_scale_inv`.
 - nvfp4: `weight_packed` U8 [out, in / 2], E2M1, even columns low; `weight_scale` F8_E4M3 [out, in / 16];
   `weight_global_scale` [1]: W = e2m1 * (scale / global). As ModelOpt writes it: `weight`, `weight_scale_2` =
   1 / global. mxfp4: the same with groups of 32 and `weight_scale` U8, the exponent + 127. gpt-oss packs all
@@ -104,7 +105,7 @@ class Scheme:
             if self.block_rows is not None:
                 scales = ((-(-rows // self.block_rows), groups),)
             dtype = "I8" if layout == "int8" else "F8_E4M3"
-            return {"weight": ((shape,), (dtype,)), "weight_scale": (scales, FLOAT_DTYPES)}
+            return {"weight": ((shape,), (dtype,)), "weight_scale": (scales, (*FLOAT_DTYPES, "F8_E8M0"))}
         if layout == "mxfp4":
             return {"weight_packed": ((half,), ("U8",)), "weight_scale": ((per_group,), ("U8",))}
         last = "weight_global_scale" if layout == "nvfp4" else "weight_scale_2"
@@ -190,26 +191,17 @@ class Quantization:
         return shapes, dtypes
 
 
-_FP8 = {"fmt": ("e4m3", "float8_e4m3fn"), "activation_scheme": ("dynamic",), "scale_fmt": ("float", "ue8m0")}
-
-
-def read_quantization(fields: Fields) -> tuple[tuple[int, int] | None, Quantization | None]:
-    """What `config.json` says: rows and columns of FP8 blocks that share a scale, or any other way.
-
-    None where nothing is quantized. Raises CheckpointError naming the field.
-    """
+def read_quantization(fields: Fields) -> Quantization | None:
+    """What `config.json` says; None where nothing is quantized. Raises CheckpointError naming the field."""
     inner = fields.fields("quantization_config")
     if inner is None:
-        return None, None
+        return None
     method = inner.text("quant_method", "None")
-    if method == "fp8" and "weight_block_size" in inner:
-        inner.only(_FP8)
-        rows, columns = inner.integers("weight_block_size", 1, MAX_GROUP, 2)
-        return (rows, columns), None
     advice = "use a copy in one of those, or the original with --quantize int8"
     why = f"quantized weights ({shown(method)}) are not supported ({METHODS} are): {advice}"
-    fields.require(method in _READERS, "quantization_config", why)
-    return None, Quantization(method, tuple(_READERS[method](inner)))
+    known = method in _READERS and (method != "fp8" or "weight_block_size" in inner)
+    fields.require(known, "quantization_config", why)
+    return Quantization(method, tuple(_READERS[method](inner)))
 
 
 def with_quantization(fields: Fields, folder: Path) -> Fields:
@@ -373,5 +365,15 @@ def _mxfp4(fields: Fields) -> Iterator[Rule]:
     yield Rule(Scheme("mxfp4", 4, MXFP4_GROUP), patterns=(r".*\.experts\.",))
 
 
+_FP8 = {"fmt": ("e4m3", "float8_e4m3fn"), "activation_scheme": ("dynamic",), "scale_fmt": ("float", "ue8m0")}
+
+
+def _fp8(fields: Fields) -> Iterator[Rule]:
+    """DeepSeek's blocks of rows and columns that share a scale."""
+    fields.only(_FP8)
+    rows, columns = fields.integers("weight_block_size", 1, MAX_GROUP, 2)
+    yield Rule(Scheme("fp8", 8, columns, block_rows=rows), every=True)
+
+
 _READERS = {"compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq, "modelopt": _modelopt}
-_READERS["mxfp4"] = _mxfp4
+_READERS |= {"mxfp4": _mxfp4, "fp8": _fp8}

@@ -18,6 +18,7 @@ from spd.formats.model_config import (
     ModelConfig,
     read_generation_config,
 )
+from spd.formats.quantized import Scheme
 from spd.formats.rope_config import RopeConfig
 from tests.formats.formats_helpers import LLAMA, QWEN3, refused, write_json
 from tests.helpers import read_model_config
@@ -229,7 +230,8 @@ QWEN3_MOE = {
 def test_deepseek_v3_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, DEEPSEEK_V3)
     assert config.latent == LatentConfig(1536, 512, 128, 64, 128, True)
-    assert (config.head_dim, config.num_heads, config.fp8_block) == (192, 128, (128, 128))
+    assert (config.head_dim, config.num_heads) == (192, 128) and config.quantization is not None
+    assert config.quantization.scheme_of("model.layers.0.x") == Scheme("fp8", 8, 128, block_rows=128)
     assert config.rope == RopeConfig(
         "yarn", 10000.0, 40.0, 4096, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0
     )
@@ -239,7 +241,7 @@ def test_deepseek_v3_as_published(tmp_path: Path) -> None:
 
 def test_deepseek_v2_lite_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, DEEPSEEK_V2_LITE)
-    assert config.latent == LatentConfig(None, 512, 128, 64, 128, True) and config.fp8_block is None
+    assert config.latent == LatentConfig(None, 512, 128, 64, 128, True) and config.quantization is None
     router = RouterConfig(6, False, False, False, 1.0)
     assert config.experts == ExpertsConfig(64, 1408, 2816, (False,) + (True,) * 26, router)
     grouped = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}

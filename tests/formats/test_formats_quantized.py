@@ -13,7 +13,7 @@ from tests.recipes.packed_twin import compressed, of_gptq, of_groups
 
 
 def read(config: dict[str, Any]) -> Quantization:
-    _, found = read_quantization(Fields("config.json", {"quantization_config": config}))
+    found = read_quantization(Fields("config.json", {"quantization_config": config}))
     assert found is not None
     return found
 

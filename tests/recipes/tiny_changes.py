@@ -79,11 +79,27 @@ def with_post_norms_alone(tensors: Tensors) -> Tensors:
 
 def with_whole_norms(tensors: Tensors) -> Tensors:
     """As above; one norm over all heads of queries, and of keys."""
-    found = with_post_norms_alone(tensors)
-    for name, tensor in tensors.items():
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            norm = name.replace("_proj", "_norm")
-            found[norm] = drawn(norm, tensor.shape[:1], 0.2, 1.4)
+    return with_post_norms_alone(tensors) | _whole_norms(tensors)
+
+
+def _whole_norms(tensors: Tensors) -> Tensors:
+    rows = {n.replace("_proj", "_norm"): t for n, t in tensors.items() if n.endswith(_TURNED)}
+    return {name: drawn(name, tensor.shape[:1], 0.2, 1.4) for name, tensor in rows.items()}
+
+
+_TURNED = ("q_proj.weight", "k_proj.weight")
+MIXTRAL = {
+    **{"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+    **{"q_norm": "none", "k_norm": "none"},
+}
+
+
+def with_routed_norms(tensors: Tensors) -> Tensors:
+    """MiniMax-M2: the same norms beside those before blocks; Mixtral's names, corrections of the router."""
+    found = renamed(**MIXTRAL)(tensors) | _whole_norms(tensors)
+    for name in [name for name in found if name.endswith("block_sparse_moe.gate.weight")]:
+        own = name.replace("gate.weight", "e_score_correction_bias")
+        found[own] = drawn(own, found[name].shape[:1], 0.1)
     return found
 
 

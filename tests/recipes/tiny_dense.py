@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from tests.recipes.tiny import LLAMA, QWEN3, write_json, write_tensors, write_tiny
 from tests.recipes.tiny_changes import (
+    MIXTRAL,
     Tensors,
     fused,
     packed_experts,
@@ -27,6 +28,7 @@ from tests.recipes.tiny_changes import (
     with_glm4_norms,
     with_mamba,
     with_post_norms_alone,
+    with_routed_norms,
     with_shared_expert,
     with_sides,
     with_single_blocks,
@@ -47,10 +49,6 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 
 
-MIXTRAL = {
-    **{"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
-    **{"q_norm": "none", "k_norm": "none"},
-}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 SPARSE = {"architecture": "Qwen3MoeForCausalLM", "tie": False, "extra": EXPERTS}
 
@@ -323,6 +321,16 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Tensors], Te
             "intermediate_size": 32,
         },
         renamed(**MIXTRAL),
+    ),
+    "minimax_m2": (
+        SPARSE,
+        {
+            **{"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "rotary_dim": 8},
+            **{"num_local_experts": 8, "intermediate_size": 32, "scoring_func": "sigmoid"},
+            **{"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True},
+            "shared_intermediate_size": 0,
+        },
+        with_routed_norms,
     ),
     "qwen2_moe": (
         {**SPARSE, "attention_bias": True},

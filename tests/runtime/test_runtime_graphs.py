@@ -427,7 +427,7 @@ def test_latent_attention_experts_and_a_head_ask_the_host_nothing(
     params = [SamplingParams(max_tokens=5, temperature=t) for t in (0.0, 0.9)]
     eager = run_all(two_slots(target, **wishes), prompts, params)
     engine, captured = watched_engine(target, **wishes)
-    assert engine.plan.weights == weights
+    assert engine.plan.weights == ("e4m3" if weights == "fp8" else weights)
     assert story(run_all(engine, prompts, params)) == story(eager)
     assert captured.replays > 0 and no_host_reads.rounds > captured.replays
     assert sum(run.metrics.draft_n for run in eager) > 0

@@ -44,7 +44,7 @@ Tiny = Callable[..., Path]
 
 
 def scheme(way: str) -> Scheme:
-    _, found = read_quantization(Fields("config.json", {"quantization_config": WAYS[way][0]}))
+    found = read_quantization(Fields("config.json", {"quantization_config": WAYS[way][0]}))
     own = None if found is None else found.scheme_of("model.layers.0.mlp.up_proj")
     assert own is not None
     return own

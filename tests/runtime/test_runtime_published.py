@@ -11,11 +11,8 @@ import pytest
 import torch
 
 from spd.formats.folder import ModelFolder
-from spd.kernels.dispatch import load_kernels
-from spd.kernels.linear.skinny_linear import ScaledWeight
 from spd.runtime import EngineConfig
 from spd.runtime.models import family_layout
-from spd.runtime.models.builder import LayerBuilder, Place, Tensors
 from spd.runtime.models.mtp_weights import check_source, module_bytes
 from spd.runtime.models.weights import check_weights
 from spd.runtime.plan.machine import Machine
@@ -117,7 +114,7 @@ def test_memory_is_planned(name: str, shelf: Shelf) -> None:
     # Stored A_log and norms widen to float32 wherever they are read; the rest stays as stored.
     kept = tensor_bytes(config, "bfloat16", plan.shape.form)
     stored = sum(SIZES[dtype] * torch.Size(shape).numel() for _, dtype, shape in text_tensors(row))
-    assert stored <= kept < 1.01 * stored
+    assert stored <= kept < (1.04 if row.fp8 else 1.01) * stored  # each row of a block has its scale
     assert plan.need.weights >= kept and plan.need.total > plan.need.weights
     source = folder.mtp_source()
     assert source is not None
@@ -176,29 +173,6 @@ def test_how_it_may_be_divided(name: str, shelf: Shelf) -> None:
     plan, alone = planned(folder, tp=2, draft_tp=1), planned(folder)
     assert slot_bytes(config, plan.shape, 2) == slot_bytes(config, alone.shape, 1) // 2
     assert plan.need.weights < 0.51 * alone.need.weights
-
-
-def test_fp8_rows_keep_their_blocks_in_another_order() -> None:
-    """Heads of 128 move by whole groups of rows that share scales: what is counted as FP8 stays FP8."""
-    draw = torch.Generator().manual_seed(0)
-    builder = LayerBuilder(Place(torch.float32, "cpu", load_kernels("torch")), 1e-6)
-    for width, stays in ((16, True), (24, False)):
-        rows = 2 * 6 * width
-        weight = torch.randn(rows, 256, generator=draw).to(torch.float8_e4m3fn)
-        scales = torch.rand(-(-rows // 16), 2, generator=draw) + 0.5
-        order = [
-            head * 6 * width + part * width + i
-            for part in range(6)
-            for head in range(2)
-            for i in range(width)
-        ]
-        tensors = Tensors({"inputs": weight, "inputs_scales": scales})
-        expected = ScaledWeight(weight, scales).plain(torch.float32)[order]
-        builder.reorder(tensors, "inputs", order)
-        assert ("inputs_scales" in tensors) == stays
-        found = tensors["inputs"]
-        plain = ScaledWeight(found, tensors["inputs_scales"]).plain(torch.float32) if stays else found
-        assert torch.equal(plain, expected)
 
 
 OTHERS = {

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spd.runtime.load.progress import LoadMeter
 from spd.runtime.models.builder import Fill
-from spd.runtime.models.weights import EMBEDDING, HEAD, scale_name
+from spd.runtime.models.weights import EMBEDDING, HEAD
 
 DUMMY_BIAS = 0.02
 DUMMY_LOGITS = 3.0
@@ -31,10 +31,7 @@ def dummy_fill(device: str, tied: bool, meter: LoadMeter) -> Fill:
         for name, view in views.items():
             if name.endswith("norm.weight"):
                 view.fill_(1)
-            elif view.dtype == torch.float8_e4m3fn:
-                view.copy_(torch.randn(view.shape, device=view.device, generator=generator))
-                views[scale_name(name)].fill_(_dummy_std(name, view, tied))
-            elif not name.endswith(scale_name("")):
+            else:
                 view.normal_(0.0, _dummy_std(name, view, tied), generator=generator)
             meter.advance(view.nbytes)
 

@@ -22,7 +22,7 @@ from spd.formats.model_config import ModelConfig
 from spd.kernels.attention.paged_attention import AttentionHeads
 from spd.runtime.layers.rotary import RotaryTable
 from spd.runtime.load.dummy_weights import dummy_fill
-from spd.runtime.load.packed_weights import scaling_fill, unpacking_fill
+from spd.runtime.load.packed_weights import unpacking_fill
 from spd.runtime.load.progress import LoadMeter
 from spd.runtime.load.weight_reader import read_tensors
 from spd.runtime.models import family_layout, weights
@@ -85,12 +85,10 @@ def checkpoint_fill(
     cuts = cuts_of(config, layout)
     filling = direct_fill if cuts or torch.device(device).type != "cuda" else threaded_fill
     fill = filling(checkpoint, meter, cuts)
-    if config.quantization is not None:
-        shapes = expected_tensors(config, whole or layout)
-        return unpacking_fill(checkpoint, fill, config.quantization, shapes, meter, cuts)
-    if config.fp8_block is None:
+    if config.quantization is None:
         return fill
-    return scaling_fill(checkpoint, fill, filling(checkpoint, LoadMeter(), NOTHING), config.fp8_block, cuts)
+    shapes = expected_tensors(config, whole or layout)
+    return unpacking_fill(checkpoint, fill, config.quantization, shapes, meter, cuts)
 
 
 def _filled(space: WeightSpace, fill: Fill, layout: ModelLayout) -> None:

@@ -28,7 +28,7 @@ def rounded_names(folder: ModelFolder, mtp_too: bool) -> list[str]:
     Raises CheckpointError for a folder that cannot be run, IncompatibleError for weights that are quantized.
     """
     config, layout = folder.config, family_layout(folder.config)
-    if config.fp8_block is not None or config.quantization is not None:
+    if config.quantization is not None:
         raise IncompatibleError(f"the weights of {folder.path} are quantized already")
     check_weights(folder.checkpoint, config, layout)
     found = [

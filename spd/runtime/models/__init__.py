@@ -47,6 +47,7 @@ FAMILIES: dict[str, Callable[[ModelConfig], ModelLayout]] = {
     "Cohere2ForCausalLM": families.cohere2,
     "HunYuanDenseV1ForCausalLM": families.hunyuan,
     "MixtralForCausalLM": families.llama,
+    "MiniMaxM2ForCausalLM": families.minimax_m2,
     "Qwen2MoeForCausalLM": families.qwen2,
 }
 LAYOUTS = FAMILIES | {EAGLE3: eagle3.layout, ASSISTANT: assistant.layout}

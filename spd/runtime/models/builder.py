@@ -16,7 +16,7 @@ from spd.errors import IncompatibleError
 from spd.kernels.dispatch import Kernels
 from spd.kernels.linear.eight_bits import int8_rows, magnitudes, multiplies_int8
 from spd.kernels.linear.few_bits import INT4_GROUP, GroupedWeight, int4_groups, tiled
-from spd.kernels.linear.skinny_linear import SCALE_ROWS, AnyWeight, ScaledWeight, plain_weight
+from spd.kernels.linear.skinny_linear import AnyWeight, ScaledWeight, plain_weight
 from spd.runtime.layers.base import Communicator
 from spd.runtime.layers.linear import (
     ALONE,
@@ -35,7 +35,7 @@ from spd.runtime.layers.linear import (
 )
 from spd.runtime.models.destinations import WHOLE, Destination, Shard
 from spd.runtime.models.layouts import LayerLayout
-from spd.runtime.models.weights import BLOCK, WIDE, PackedSpec, WeightForm, part_name, scale_name, scale_shape
+from spd.runtime.models.weights import WIDE, PackedSpec, WeightForm, part_name
 
 Fill = Callable[[Mapping[str, Tensor]], None]
 """Writes every view from its namesake, wherever that comes from."""
@@ -91,20 +91,13 @@ class WeightSpace:
     def block(self, destinations: Mapping[str, Destination], prefix: str = "") -> Tensors:
         """Allocate what is described; the checkpoint's names begin with `prefix`.
 
-        A matrix that stays FP8 has float32 scales of its parts' blocks beside it, as NAME_scales; one in
-        codes is among the `grouped`.
+        A matrix in codes is among the `grouped`.
         """
         form, made = self.place.form, Tensors({})
         for name, each in destinations.items():
             if prefix and (spec := form.stays_packed(each, prefix)) is not None:
                 made.grouped[name] = self._codes(each, prefix, spec)
                 made[name] = made.grouped[name].codes
-            elif prefix and form.stays_fp8(each, prefix):
-                made[name] = self._tensor(each, prefix, torch.float8_e4m3fn)
-                shapes = {
-                    scale_name(part.name): scale_shape(part.shape, (BLOCK, BLOCK)) for part in each.parts
-                }
-                made[f"{name}_scales"] = self._tensor(Destination.of(shapes, exact=True), prefix)
             else:
                 made[name] = self._tensor(each, prefix)
         return made
@@ -122,8 +115,8 @@ class WeightSpace:
         zeros = empty(groups, torch.uint8, "zeros") if spec.zeros else None
         return GroupedWeight(spec.kind, codes, scales, zeros, spec.group or columns)
 
-    def _tensor(self, destination: Destination, prefix: str, dtype: torch.dtype | None = None) -> Tensor:
-        dtype = torch.float32 if destination.exact else dtype or self.place.dtype
+    def _tensor(self, destination: Destination, prefix: str) -> Tensor:
+        dtype = torch.float32 if destination.exact else self.place.dtype
         whole = torch.empty(destination.shape, dtype=dtype, device=self.place.device)
         return self._viewed(whole, destination, prefix)
 
@@ -141,8 +134,8 @@ class LayerBuilder:
     """Builds products that all run in one form, for blocks allocated by `WeightSpace` and filled.
 
     The norms before fused matrices are folded into them, as Triton's products want it, and
-    as int8 does in both forms, whose rows are thus the same. Norms before FP8 blocks become factors of their
-    columns. With `ranks` layouts and tensors are one rank's part.
+    as int8 does in both forms, whose rows are thus the same; before codes they become factors of columns.
+    With `ranks` layouts and tensors are one rank's part.
     """
 
     def __init__(self, place: Place, epsilon: float) -> None:
@@ -226,8 +219,6 @@ class LayerBuilder:
         weight, kind = tensors[name], self.form.kind
         if (grouped := tensors.grouped.get(name)) is not None:
             return grouped
-        if (scales := tensors.get(f"{name}_scales")) is not None:
-            return ScaledWeight(weight, scales)
         if kind == "int4" and weight.shape[1] % INT4_GROUP == 0:
             groups = int4_groups(weight)
             return groups.plain(self.dtype) if self.form.widened else groups
@@ -237,30 +228,13 @@ class LayerBuilder:
         return int8_rows(weight, whole)
 
     def reorder(self, tensors: Tensors, name: str, order: list[int], part: slice = slice(None)) -> None:
-        """Reorder rows of `name`, or of a part of them, within each head of len(order); its bias' too.
-
-        FP8 rows take their scales along; those that would leave a group behind are multiplied out first.
-        """
+        """Reorder rows of `name`, or of a part of them, within each head of len(order); its bias' too."""
         if (grouped := tensors.grouped.get(name)) is not None:  # rows have scales of their own
             for each in grouped.parts:
                 reorder_heads(each[part], order)
-        elif (scales := tensors.get(f"{name}_scales")) is not None:
-            rows = tensors[name].shape[0]
-            spread = scales.repeat_interleave(SCALE_ROWS, 0)[:rows]
-            reorder_heads(spread[part], order)
-            moved = spread[::SCALE_ROWS].contiguous()
-            if torch.equal(moved.repeat_interleave(SCALE_ROWS, 0)[:rows], spread):
-                tensors[f"{name}_scales"] = moved
-            else:
-                self._widen(tensors, name)
         for each_name in (name, f"{name}_bias"):
             if each_name in tensors and each_name not in tensors.grouped:
                 reorder_heads(tensors[each_name][part], order)
-
-    def _widen(self, tensors: Tensors, name: str) -> None:
-        """Multiply a matrix in FP8 out."""
-        if (scales := tensors.pop(f"{name}_scales", None)) is not None:
-            tensors[name] = ScaledWeight(tensors[name], scales).plain(self.dtype)
 
     def summed(self, tensors: Tensors, name: str, *, centred: bool = False) -> AnyLinear:
         """The matrix `name` at a block's end, of whose columns a rank has its own.
@@ -279,7 +253,6 @@ class LayerBuilder:
         """Take the mean of every column out of a matrix [N, K], and of its bias. Raises IncompatibleError."""
         if name in tensors.grouped:
             raise IncompatibleError("packed weights cannot be centred, which layer norms of this model need")
-        self._widen(tensors, name)
         for each in (name, f"{name}_bias"):
             if each in tensors:
                 wide = tensors[each].float()
@@ -301,7 +274,5 @@ class LayerBuilder:
 
 def reorder_heads(tensor: Tensor, order: list[int]) -> None:
     """Put rows of tensor [heads * D, ...] in another order within each head, in place; order lists D."""
-    if tensor.dtype == torch.float8_e4m3fn:
-        tensor = tensor.view(torch.uint8)
     heads = tensor.view(-1, len(order), *tensor.shape[1:])
     heads.copy_(heads[:, order])

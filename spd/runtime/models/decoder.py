@@ -15,7 +15,6 @@ from torch import Tensor
 
 from spd.formats.model_config import ModelConfig
 from spd.kernels.attention.paged_attention import AttentionHeads
-from spd.kernels.linear.eight_bits import joined_scales
 from spd.kernels.linear.head_input import PairNorms
 from spd.kernels.linear.rms_norm import rms_norm
 from spd.kernels.linear.skinny_linear import Draw
@@ -96,9 +95,6 @@ def build_layer(layout: LayerLayout, tensors: LayerTensors, build: LayerBuilder)
     if layout.parallel:
         tensors[1]["norm"] = tensors[0]["norm"]
     for block, own in zip((layout.attention, layout.mlp), tensors, strict=True):
-        for name, destination in block.destinations().items():
-            if (scales := own.get(f"{name}_scales")) is not None:
-                own[f"{name}_scales"] = joined_scales(scales, [part.shape[0] for part in destination.parts])
         made.append(BLOCKS[type(block)](block, own, build))
     attention, mlp = made
     return DecoderLayer(attention, mlp, layout.attention, layout.parallel)

@@ -177,6 +177,11 @@ def olmo3(config: ModelConfig) -> ModelLayout:
     return varied(config, mlp, whole_norms=whole, qk_norm=not whole, **norms)
 
 
+def minimax_m2(config: ModelConfig) -> ModelLayout:
+    """MiniMax-M2: one norm over all query heads together and one over all key heads, experts everywhere."""
+    return varied(config, whole_norms=True)
+
+
 def glm4(config: ModelConfig) -> ModelLayout:
     """GLM-4 (0414, dense): half of each head rotates in interleaved pairs, norms behind the blocks too."""
     mlp, norm = {"fused_gate_up": True, "post_norm": "post_mlp_layernorm"}, "post_self_attn_layernorm"

@@ -5,21 +5,19 @@ from __future__ import annotations
 import math
 from functools import partial
 
-from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, check_tensors
+from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import MtpFamily, MtpSource, check_mtp
 from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import WHOLE, Destination, Shape, Shard
 from spd.runtime.models.layouts import LayerLayout
 from spd.runtime.models.weights import (
-    FP8_DTYPE,
     HeadPart,
     HeadRules,
     ModelLayout,
     SharedTable,
     WeightForm,
     layout_bytes,
-    stored_scales,
 )
 
 
@@ -77,11 +75,5 @@ def module_position_size(config: ModelConfig, family: MtpFamily, shard: Shard = 
 
 def check_source(source: MtpSource, checkpoint: Checkpoint) -> dict[str, Shape]:
     """Names and shapes of a head's tensors, seen to be there; see `check_mtp`."""
-    config = source.config
-    layer = module_layer(config, source.layout.family).tensors()
-    dtypes = [*FLOAT_DTYPES, *((FP8_DTYPE, "F8_E8M0") if config.fp8_block else ())]
-    expected = check_mtp(checkpoint, source, layer, dtypes)
-    if config.fp8_block is not None:
-        scales = stored_scales(checkpoint, expected, config.fp8_block)
-        check_tensors(checkpoint, scales, dtypes=dtypes, what="scales of the MTP head")
-    return expected
+    layer = module_layer(source.config, source.layout.family).tensors()
+    return check_mtp(checkpoint, source, layer, FLOAT_DTYPES)

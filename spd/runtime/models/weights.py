@@ -6,12 +6,12 @@ Tensor names are Hugging Face's (`model.layers.0.self_attn.q_proj.weight`), matr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, check_tensors
+from spd.formats.checkpoint import Checkpoint, check_tensors
 from spd.formats.json_file import shown
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import is_mtp_tensor
@@ -80,8 +80,6 @@ FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 PLAIN_NORM = "linear_attn.norm.weight"
 """Of a recurrent layer's heads: its scales are what they are, in models that store others around 1."""
-FP8_DTYPE = "F8_E4M3"
-"""The safetensors name of the dtype that block-scaled matrices are stored in."""
 
 
 @dataclass(frozen=True)
@@ -198,14 +196,11 @@ def check_weights(checkpoint: Checkpoint, config: ModelConfig, layout: ModelLayo
 
     Raises one CheckpointError for everything missing, mis-shaped or stored in a dtype that cannot be read.
     """
-    expected, dtypes = expected_tensors(config, layout), list(FLOAT_DTYPES)
-    if config.fp8_block is not None:
-        expected |= stored_scales(checkpoint, expected, config.fp8_block)
-        dtypes += [FP8_DTYPE, "F8_E8M0"]
+    expected = expected_tensors(config, layout)
     how, kinds = config.quantization, dict[str, tuple[str, ...]]()
     if how is not None:
         expected, kinds = how.stored(expected, checkpoint.tensors)
-    unexpected = check_tensors(checkpoint, expected, ignorable=is_ignorable, dtypes=dtypes, kinds=kinds)
+    unexpected = check_tensors(checkpoint, expected, ignorable=is_ignorable, kinds=kinds)
     if how is not None:
         unexpected = [name for name in unexpected if not name.endswith(UNUSED)]
     return [name for name in unexpected if not is_mtp_tensor(name, config.num_layers)]
@@ -216,32 +211,7 @@ def is_ignorable(name: str) -> bool:
     return name.endswith("rotary_emb.inv_freq") or name == HEAD
 
 
-def scale_name(name: str) -> str:
-    """Where the scales of a tensor that is stored as FP8 stand."""
-    return f"{name}_scale_inv"
-
-
-def scale_shape(shape: Sequence[int], block: tuple[int, int]) -> Shape:
-    """Scales of a matrix in blocks of (rows, columns), of which the last ones may be partial."""
-    return tuple(-(-size // per) for size, per in zip(shape, block, strict=False))
-
-
-def stored_scales(
-    checkpoint: Checkpoint, expected: Mapping[str, Shape], block: tuple[int, int]
-) -> dict[str, Shape]:
-    """Names and shapes of the scales that expected tensors need which are stored as FP8."""
-    return {
-        scale_name(name): scale_shape(shape, block)
-        for name, shape in expected.items()
-        if name in checkpoint.tensors and checkpoint.tensors[name].dtype == FP8_DTYPE
-    }
-
-
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-BLOCK = 128
-"""Rows and columns of the FP8 blocks that kernels know."""
-GROUP = 16
-"""Rows that share a scale in memory: a block repeats its own."""
 INT4_GROUP = 64
 """Columns that share a scale where weights are rounded to four bits at load."""
 STEP = 128
@@ -287,14 +257,12 @@ class WeightForm:
 
     int8: rounded at load, with a scale a row; int4: with a scale for `INT4_GROUP` columns. `widened` says
     that their values are kept in the run's dtype nevertheless, `vectors` that only whole vectors are not.
-    fp8: as the checkpoint stores the tensors named in `stored` (None: every one), with a scale a block.
     packed: the matrices named in `packed` as codes.
     """
 
-    kind: Literal["wide", "int8", "int4", "fp8", "packed"] = "wide"
+    kind: Literal["wide", "int8", "int4", "packed"] = "wide"
     widened: bool = False
     vectors: bool = False
-    stored: Set[str] | None = None
     packed: Mapping[str, PackedSpec] = field(default_factory=dict, hash=False)
 
     @property
@@ -324,24 +292,9 @@ class WeightForm:
         zeros, wide = any(spec.zeros for spec in found), any(spec.wide_scales for spec in found)
         return PackedSpec(first.kind, first.group, zeros, wide)
 
-    def stays_fp8(self, destination: Destination, prefix: str) -> bool:
-        """Whether a destination, its parts' names below `prefix`, is kept as FP8 blocks.
-
-        All of its parts must be stored so, and each but the last end on a whole group of rows.
-        """
-        if self.kind != "fp8" or not destination.multiplied:
-            return False
-        rows = [part.shape[0] for part in destination.parts]
-        if any(count % GROUP for count in rows[:-1]):
-            return False
-        return self.stored is None or all(prefix + part.name in self.stored for part in destination.parts)
-
     def bytes_of(self, destination: Destination, prefix: str, dtype: str, *, table: bool = False) -> int:
         """Bytes that a destination is kept in, scales included; table: it stands outside the layers."""
         (rows, *columns), size = destination.shape, destination.size
-        if not table and self.stays_fp8(destination, prefix):
-            groups = sum(-(-part.shape[0] // GROUP) for part in destination.parts)
-            return size + 4 * groups * -(-columns[0] // BLOCK)
         if not table and (spec := self.stays_packed(destination, prefix)) is not None:
             return spec.bytes_of(*destination.shape)
         if not table and destination.multiplied and not self.widened:

@@ -17,8 +17,6 @@ from spd.formats.quantized import CODES, Quantization
 from spd.kernels.native.build import DTYPE_FLAGS, LARGEST_HEAD, NativeUnavailable, obstacle
 from spd.runtime.models.layouts import AttentionLayout, GqaLayout, LayerLayout, MoeLayout, SideLayout
 from spd.runtime.models.weights import (
-    BLOCK,
-    FP8_DTYPE,
     INT4_GROUP,
     STEP,
     WIDE,
@@ -134,14 +132,13 @@ def choose_form(
 ) -> tuple[WeightForm, str]:
     """The form of a folder's weights, and why. Raises IncompatibleError, CheckpointError.
 
-    Reads the headers of a checkpoint whose configuration speaks of FP8 blocks, and of no other.
+    Reads the headers of a checkpoint whose configuration speaks of quantized weights, and of no other.
     """
     if wishes.quantize != "none":
-        if model.fp8_block is not None or model.quantization is not None:
-            what = "FP8 blocks" if model.quantization is None else f"{model.quantization.method} weights"
+        if model.quantization is not None:
             raise IncompatibleError(
                 f"--quantize {wishes.quantize}, but the weights of {folder.path.name} are quantized already",
-                reason=[f"quantization_config in config.json speaks of {what}."],
+                reason=[f"quantization_config in config.json speaks of {model.quantization.method} weights."],
                 fix=["leave --quantize out"],
             )
         why = f"--quantize {wishes.quantize}: {SCALES[wishes.quantize]}, made at load"
@@ -150,16 +147,7 @@ def choose_form(
         return form, f"{why}, kept as {dtype}, for these kernels want wide weights" if form.widened else why
     if model.quantization is not None:
         return _packed(model.quantization, folder, wishes, kernels, dtype)
-    if model.fp8_block is None:
-        return WIDE, AS_STORED
-    hindrance = _fp8_obstacle(model.fp8_block, wishes.tp, machine, kernels, dtype)
-    if hindrance is not None:
-        return WIDE, f"FP8 blocks are multiplied out: {hindrance}"
-    why = "FP8 blocks are multiplied as stored"
-    if wishes.load == "dummy":
-        return WeightForm("fp8"), why
-    names = (name for name, meta in folder.checkpoint.tensors.items() if meta.dtype == FP8_DTYPE)
-    return WeightForm("fp8", stored=frozenset(names)), why
+    return WIDE, AS_STORED
 
 
 def _packed(
@@ -186,18 +174,3 @@ def _packed(
     if odd:
         why += f"; {odd} with act-order or odd groups are multiplied out"
     return (WeightForm("packed", packed=packed), why) if packed else (WIDE, why)
-
-
-def _fp8_obstacle(block: tuple[int, int], tp: int, machine: Machine, kernels: str, dtype: str) -> str | None:
-    """What keeps FP8 blocks from being multiplied as they are stored."""
-    if kernels != "triton":
-        return "torch's products know none"
-    if tp > 1:
-        return "a rank's part may begin inside a block"
-    if block != (BLOCK, BLOCK):
-        return f"kernels know blocks of {BLOCK} x {BLOCK}, these are {block[0]} x {block[1]}"
-    if dtype == "float16":
-        return FLOAT16_OVERFLOWS
-    if not machine.on_cpu and machine.capability < FP8_CAPABILITY:
-        return "this GPU (sm_{}{}) has no FP8".format(*machine.capability)
-    return None

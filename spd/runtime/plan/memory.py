@@ -420,7 +420,7 @@ def _otherwise(shape: EngineShape, draft_flag: bool) -> Iterator[tuple[str, Engi
         yield "--verify coupled", replace(shape, keep_laws=False)
     wide = (shape.form, shape.draft_form) == (WIDE, WIDE)
     models = (shape.target, shape.draft, shape.mtp.config if shape.mtp else None)
-    stored = [model.fp8_block or model.quantization for model in models if model is not None]
+    stored = [model.quantization for model in models if model is not None]
     if wide and not any(stored):
         forms = int8_form(shape.kernels, shape.on_cpu, shape.dtype), int4_form(shape.kernels, shape.dtype)
         for form in forms:
