@@ -27,6 +27,10 @@ HEADS: dict[str, dict[str, Any]] = {
     "three": {"family": "mimo", "modules": 3, "hidden_share": 0.1},
     "deepseek": {"family": "deepseek", "variant": "deepseek_v3"},
 }
+MTP_OF: dict[str, dict[str, Any]] = {
+    "mimo_v2": {"family": "mimo_v2", "variant": "mimo_v2", "modules": 2},
+}
+"""Families that ship layers of their own kind."""
 EAGLES: dict[str, dict[str, Any]] = {
     "eagle": {"aux": (1, 2, 3), "hidden_share": 0.3, "target_options": {"layers": 3}},
     "speculators": {
@@ -95,7 +99,7 @@ class Pairs:
             family, modules = HEADS[name]["family"], HEADS[name].get("modules", 1)
             return Pair(folder, {"spec": "mtp"}, lambda: PlainMtp(folder, family, modules))
         family, _, method = name.rpartition("/")
-        target = self._layers(family or "qwen3", 4)
+        target = folder if method == "mtp" else self._layers(family or "qwen3", 4)
         if method == "off":
             return Pair(target, {"spec": "off"})
         if method == "ngram":
@@ -104,6 +108,9 @@ class Pairs:
             own = write_assistant(folder, target, clusters=4, kept=3)
             wishes = {"spec": "assistant", "draft_model": own}
             return Pair(target, wishes, lambda: LibraryAssistant(target, own))
+        if method == "mtp":
+            write_tiny_mtp(folder, kind="copy", **MTP_OF[family])
+            return Pair(folder, {"spec": "mtp"})
         assert method in ("self", "draft"), name
         drafter = target if method == "self" else self._layers(family or "qwen3", 2)
         return Pair(target, {"spec": "draft", "draft_model": drafter})

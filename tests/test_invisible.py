@@ -20,7 +20,7 @@ from spd.runtime import Engine, Request, SamplingParams
 from tests.helpers import Run, accepted, assert_same, drafted, quick_engine, random_prompts, run_all, run_one
 from tests.lanes import covering
 from tests.page_checks import check_table
-from tests.pairs import Pair, Pairs
+from tests.pairs import MTP_OF, Pair, Pairs
 
 VOCAB = 256
 PROMPTS = random_prompts(4, 20, VOCAB) + random_prompts(2, 75, VOCAB, seed=1)
@@ -152,7 +152,7 @@ SPARSE = ("deepseek_v3", "deepseek_v2_lite", "glm4_moe", "glm4_moe_lite", "qwen3
 LOOKED_UP = (
     *("olmo3", "ministral3", "exaone4", "cohere2", "hunyuan", "granite_moe"),
     *("gpt_oss", "gemma4", "gemma4_moe", "lfm2", "lfm2_moe", "granite_hybrid"),
-    *("nemotron_h", "nemotron_h_moe", "minimax_m2"),
+    *("nemotron_h", "nemotron_h_moe", "minimax_m2", "mimo_v2"),
 )
 """Families whose attention, norms or caches are their own."""
 FORMS: dict[str, dict[str, Any]] = {
@@ -186,6 +186,7 @@ CELLS = [
     *families(WINDOWED, ("ngram", "draft"), k=(1, 3, 5), slots=(1, 3)),
     *families(SPARSE, ("ngram", "draft", "self"), k=(1, 4), slots=(1, 4)),
     *families(LOOKED_UP, ("ngram", "self"), k=(1, 3), slots=(1, 3)),
+    *families(sorted(MTP_OF), ("mtp",), k=(1, 3), slots=(1, 3)),
     *table(
         *(["repeating"], 2),
         name=[f"{name}+ngram" for name in ("draft", "one", "three", "eagle")],

@@ -22,18 +22,23 @@ SINGLE = (*RECURRENT, "mlp", "moe")
 """Kinds of layers: of those that recur, and of those with a single block."""
 _OLDER = {"mamba": LINEAR, "attention": KINDS[0], "M": LINEAR, "*": KINDS[0], "-": "mlp", "E": "moe"}
 """What kinds are called in older files, and the letters of Nemotron-H."""
+MLPS = ("dense", "sparse")
+KEY_HEADS = "num_key_value_heads"
+SLIDING_HEADS = ("swa_num_attention_heads", "swa_num_key_value_heads")
+"""Keys of the heads of layers that slide, where they have others."""
 MAX_TAPS, MAX_DELTA_DIM = 16, 256
 """What the C kernels have room for: inputs of a convolution, elements of a head."""
 
 
 @dataclass(frozen=True)
 class Scales:
-    """What embeddings, the sums of blocks, scores (None: as the head's size says) and logits are
+    """What embeddings, the sums of blocks, scores (None: as the head's size says), values and logits are
     multiplied by; logits are also divided."""
 
     embedding: float = field(default=1.0, metadata=keyed("embedding_multiplier", 1e-6, 1e6))
     residual: float = field(default=1.0, metadata=keyed("residual_multiplier", 1e-6, 1e6))
     scores: float | None = field(default=None, metadata=keyed("attention_multiplier", 1e-6, 1e6))
+    values: float = field(default=1.0, metadata=keyed("attention_value_scale", 1e-6, 1e6))
     logits: float = field(default=1.0, metadata=keyed("logit_scale", 1e-6, 1e6))
 
 
@@ -267,7 +272,7 @@ def read_experts(fields: Fields, num_layers: int, made: ExpertsConfig) -> Expert
 
 def _sparse_layers(fields: Fields, num_layers: int) -> list[bool]:
     """Which layers have experts: by name, or from one to another by steps, but for those listed."""
-    listed = layer_kinds(fields, num_layers, ("dense", "sparse"), "mlp_layer_types")
+    listed = layer_kinds(fields, num_layers, MLPS, "mlp_layer_types")
     if listed is not None:
         return [kind == "sparse" for kind in listed]
     first = fields.integer("first_k_dense_replace", 0, MAX_RANK, 0)
@@ -314,6 +319,21 @@ def minimax_keys(fields: Fields) -> dict[str, object]:
     """What `minimax_m2` says of rotation: how many dimensions of a head turn."""
     size, turned = fields.even("head_dim", 1024), fields.optional_integer("rotary_dim", 2, 1024)
     return {} if turned is None else {"partial_rotary_factor": turned / size}
+
+
+def mimo_keys(fields: Fields) -> dict[str, object]:
+    """What `mimo_v2_flash` says in its own way: kinds of layers by numbers, key heads of those that slide."""
+    layers, key_heads = (fields.integer(key, 1, MAX_RANK) for key in ("num_hidden_layers", KEY_HEADS))
+    found: dict[str, object] = {SLIDING_HEADS[1]: fields.get(SLIDING_HEADS[1]) or 2 * key_heads}
+    usual = [int(layer > 0 and (layer + 1) % 6 > 0) for layer in range(layers)], [0] + [1] * (layers - 1)
+    keys = ("layer_types", "hybrid_layer_pattern", KINDS), ("mlp_layer_types", "moe_layer_freq", MLPS)
+    for (key, older, kinds), numbers in zip(keys, usual, strict=True):
+        if key not in fields:
+            listed = fields.integers(older, 0, 1, layers) if older in fields else numbers
+            found |= {key: [kinds[number] for number in listed], older: None}
+    if "sliding_window_size" in fields:  # which counts the positions before a row's own
+        found["sliding_window"] = 1 + fields.integer("sliding_window_size", 0, MAX_POSITIONS)
+    return found
 
 
 def nemotron_keys(fields: Fields) -> dict[str, object]:

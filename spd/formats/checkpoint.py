@@ -87,6 +87,7 @@ _RENAMED = {
     **{"mixer.out_proj": "mamba.out_proj", "mixer": "mlp", "embeddings": "embed_tokens", "norm_f": "norm"},
     **{"shared_mlp.input_linear": "mlp.shared_mlp.gate_up_proj"},
     **{"shared_mlp.output_linear": "mlp.shared_mlp.down_proj", "weight_scale_inv": "weight_scale"},
+    **{"attention_sink_bias": "sinks", "pre_mlp_layernorm": "post_attention_layernorm"},
 }
 """Parts of names in checkpoints of several families, and what others call the same."""
 _RENAMED_PART = re.compile(rf"\.({'|'.join(map(re.escape, _RENAMED))})(?=\.|$)")

@@ -26,7 +26,6 @@ from spd.formats.rope_config import (
     read_growth,
     read_local_rope,
     read_rope,
-    read_rotary_dim,
     rope_fields,
 )
 
@@ -58,7 +57,6 @@ class ModelConfig:
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    rotary_dim: int | None = None  # the first dimensions of a head that rotate; None: all of them
     qk_norm: bool = field(default=False, metadata=keyed("use_qk_norm"))
     """Whether queries and keys are normalised per head, where a family leaves that to the checkpoint."""
     latent: blocks.LatentConfig | None = None
@@ -68,6 +66,8 @@ class ModelConfig:
     sliding: tuple[int | None, ...] = ()
     """Each layer's sliding window, None where it sees everything; empty where no layer slides."""
     local_rope: RopeConfig | None = None  # of layers that slide, where they rotate in another way
+    local_heads: tuple[int, int] | None = None  # their query and key heads, where they have others
+    value_dim: int | None = None  # of a value head, where a key's is wider
     query_scalar: float | None = field(default=None, metadata=keyed("query_pre_attn_scalar", 1e-6, 1e9))
     """Scores are divided by its square root; None: by that of the head's size."""
     query_growth: tuple[float, int] | None = None  # see `read_growth`
@@ -259,6 +259,23 @@ _FAMILIES = {
         spelled=blocks.minimax_keys,
         only={"qk_norm_type": ("per_layer",), "use_qk_norm": (True,), "use_routing_bias": (True,)},
     ),
+    "MiMoV2FlashForCausalLM": _Family(
+        "mimo_v2_flash",
+        {
+            **{**_GROUPS, **_LONG, **_EPS, "rope_theta": 5e6, "swa_rope_theta": 1e4, "head_dim": 192},
+            **{"partial_rotary_factor": 0.334, "sliding_window": 129, "v_head_dim": 128},
+            **{
+                "sliding_window_pattern": 6,
+                "attention_value_scale": 0.707,
+                **dict.fromkeys(blocks.SLIDING_HEADS),
+            },
+        },
+        blocks.SIGMOID,
+        spelled=blocks.mimo_keys,
+        local_base="swa_rope_theta",
+        own=("layernorm_epsilon",),
+        only={"add_full_attention_sink_bias": (False,), "add_swa_attention_sink_bias": (True,)},
+    ),
     "Qwen2MoeForCausalLM": _Family(
         "qwen2_moe",
         {**_SWITCHED, "attention_bias": True, "norm_topk_prob": False, _SHARED: 5632},
@@ -267,10 +284,11 @@ _FAMILIES = {
     ),
 }
 _OWN = {*_GEMMA, *_CAPS, *_MULTIPLIERS, *_STILL, *_GROUPS, _SHARED, "logit_scale"} - _COMMON.keys()
-_OWN |= {"sliding_window_pattern", "max_window_layers", "first_k_dense_replace"}
+_OWN |= {"sliding_window_pattern", "max_window_layers", "first_k_dense_replace", "attention_value_scale"}
+_OWN |= {*blocks.SLIDING_HEADS}
 """Keys that only the code of families reads in whose table they are."""
 _OTHER_NAMES = {
-    "rms_norm_eps": ("norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
+    "rms_norm_eps": ("norm_eps", "layer_norm_epsilon", "layer_norm_eps", "layernorm_epsilon"),
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
     "num_experts_per_tok": ("top_k_experts", "moe_k"),
     "n_shared_experts": ("moe_num_shared_experts",),
@@ -300,7 +318,7 @@ _SUPPORTED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("compression_config", "mamba_dt_limit", "moe_latent_size"), ()),
 }
 """What keys that change the forward pass may say, whatever the family is."""
-_NULL_IS_NONE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+_NULL_IS_NONE = ("sliding_window", "attention_value_scale", *_CAPS)
 """Keys of which null says that there is none; elsewhere it counts as absent."""
 WRAPPERS = {
     "Qwen3_5ForConditionalGeneration": ("qwen3_5", "Qwen3_5ForCausalLM"),
@@ -388,12 +406,11 @@ def _decoder_config(fields: Fields) -> ModelConfig:
     turning = rope_fields(fields, by_kind=base is not None)
     fixed = "alpha" not in turning or "alpha" in family.absent
     turning.require(fixed, "'alpha'", "is not a known rope parameter")
-    rotary_dim = read_rotary_dim(turning, head_dim) if partly else None
-    dims = rotary_dim or (latent.rope_dim if latent else head_dim)
-    rope = read_rope(turning, max_positions, dims, partly=partly)
-    num_kv_heads = fields.integer("num_key_value_heads", 1, MAX_HEADS, num_heads)
-    why = f"{num_kv_heads} does not divide {num_heads} attention heads"
-    fields.require(num_heads % num_kv_heads == 0, "num_key_value_heads", why)
+    rope = read_rope(turning, max_positions, latent.rope_dim if latent else head_dim, partly=partly)
+    num_kv_heads, others = _key_heads(fields, "num_key_value_heads", num_heads, num_heads), None
+    if sliding and blocks.SLIDING_HEADS[0] in family.absent:
+        local, key = fields.integer(blocks.SLIDING_HEADS[0], 1, MAX_HEADS, num_heads), blocks.SLIDING_HEADS[1]
+        others = local, _key_heads(fields, key, local, num_kv_heads)
     still = tuple(window is None for window in sliding) if family.global_still else ()
     scales = fields.facts(blocks.Scales)
     return fields.facts(
@@ -410,13 +427,14 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         dtype=fields.choice("dtype", _DTYPES, "float32").removeprefix("torch."),
         bos_token_id=fields.optional_integer("bos_token_id", 0, vocab_size - 1),
         eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
-        rotary_dim=rotary_dim,
         latent=latent,
         recurrent=recurrent,
         experts=experts,
         quantization=read_quantization(fields),
         sliding=sliding,
-        local_rope=read_local_rope(fields, base, max_positions, head_dim) if base else None,
+        local_rope=read_local_rope(fields, base, max_positions, head_dim, partly=partly) if base else None,
+        local_heads=others,
+        value_dim=fields.integer("v_head_dim", 1, head_dim) if "v_head_dim" in family.absent else None,
         query_growth=read_growth(turning),
         still=still or blocks.read_still(fields, num_layers),
         gemma4=blocks.read_gemma4(fields, num_layers, num_heads, sliding) if family.gemma4 else None,
@@ -450,6 +468,12 @@ def _architecture(fields: Fields) -> str:
     family = _FAMILIES[name]
     fields.choice("model_type", (family.model_type, *family.also), family.model_type)
     return name
+
+
+def _key_heads(fields: Fields, key: str, num_heads: int, usual: int) -> int:
+    found = fields.integer(key, 1, MAX_HEADS, usual)
+    fields.require(num_heads % found == 0, key, f"{found} does not divide {num_heads} attention heads")
+    return found
 
 
 def _head_dim(fields: Fields, num_heads: int) -> int:

@@ -65,6 +65,7 @@ class MtpFamily:
     recycles_normed: bool = True  # what goes on: after the final norm, or before it
     centred_norms: bool = False  # scales are stored as their distance from 1
     like_layer: int = -1  # which of the target's layers a module's layer is like
+    slides: bool = False  # of those that slide, with a dense MLP, whatever the target's have there
 
     @property
     def numbers_layers(self) -> bool:
@@ -78,6 +79,7 @@ def _glue(prefix: str, *names: str) -> dict[str, str]:
 
 _GLUE = ("token_norm", "state_norm", "projection", "final_norm")
 _PREFIX, _MIMO = "model.layers.{l}.", "model.mtp_layers.{i}."
+_MIMO_V2 = "model.mtp.layers.{i}."
 _DEEPSEEK = MtpFamily(
     "deepseek",
     ("DeepseekV3ForCausalLM",),
@@ -99,6 +101,14 @@ FAMILIES = (
         _MIMO,
         _glue(_MIMO, "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
         hidden_first=True,
+    ),
+    MtpFamily(
+        "mimo_v2",
+        ("MiMoV2FlashForCausalLM",),
+        _MIMO_V2,
+        _glue(_MIMO_V2, "enorm", "hnorm", "eh_proj", "final_layernorm"),
+        masks_first=False,
+        slides=True,
     ),
     MtpFamily(
         "ernie",

@@ -29,6 +29,7 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
     share: float = 1.0  # proportional: of a head's pairs the first ones turn, the others stand still
+    rotated: int | None = None  # the first dimensions of a head that turn; None: all of them
     short_factor: tuple[float, ...] = ()  # longrope: divides each angle, up to the original context
 
     @property
@@ -50,7 +51,8 @@ _NUMBERS: dict[RopeKind, dict[str, float]] = {
 }
 """The numbers that each kind reads, and the least of each; a million is the most."""
 _OPTIONAL = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"}
-_BESIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+_SHARE = "partial_rotary_factor"
+_BESIDE = ("rope_theta", _SHARE, "original_max_position_embeddings")
 """Keys that may stand beside the others, too."""
 ROTARY_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """How the three positions of an image's part are laid out: a token of text has one."""
@@ -78,18 +80,23 @@ def rope_fields(fields: Fields, by_kind: bool) -> Fields:
     return Fields(found.where, {**found.values, **beside})
 
 
-def read_local_rope(fields: Fields, base: str, max_positions: int, head_dim: int) -> RopeConfig:
+def read_local_rope(
+    fields: Fields, base: str, max_positions: int, head_dim: int, *, partly: bool
+) -> RopeConfig:
     """How layers that slide turn, where they do so in another way; base: the key of theirs."""
     nested = fields.fields("rope_parameters")
     part = nested.fields(KINDS[1]) if nested else None
     own = {"rope_theta": fields.get(base), **(part.values if part else {})}
-    return read_rope(Fields(part.where if part else fields.where, own), max_positions, head_dim)
+    if partly:
+        own.setdefault(_SHARE, fields.get(_SHARE))
+    found = Fields(part.where if part else fields.where, own)
+    return read_rope(found, max_positions, head_dim, partly=partly)
 
 
 def read_rope(rope: Fields, max_positions: int, head_dim: int, *, partly: bool = False) -> RopeConfig:
     """What `rope_fields` found, every number in range. Raises CheckpointError naming the key.
 
-    head_dim: the dimensions that turn; partly: whether `read_rotary_dim` has counted them.
+    partly: the first dimensions of a head may turn alone.
     """
     for key in rope.values:
         rope.require(key in _KNOWN_KEYS, shown(key), "is not a known rope parameter")
@@ -98,10 +105,16 @@ def read_rope(rope: Fields, max_positions: int, head_dim: int, *, partly: bool =
         # A fixed `alpha` is a larger base. Source: `hunyuan_v1_dense` of Hugging Face transformers 5.
         theta *= rope.number("alpha", 1.0, 1e6) ** (head_dim / max(head_dim - 2, 1))
         return RopeConfig("default", theta)
-    share = rope.number("partial_rotary_factor", 0.0, 1.0, 1.0)
-    whole = partly or share == 1.0 or kind == "proportional"
-    rope.require(whole, "partial_rotary_factor", "rotating a part of the head is not supported")
-    more: dict[str, Any] = {"share": share} if kind == "proportional" else {}
+    share, more = rope.number(_SHARE, 0.0, 1.0, 1.0), dict[str, Any]()
+    if kind == "proportional":
+        more["share"] = share
+    elif partly:
+        more["rotated"] = rotated = int(head_dim * share)
+        why = f"{share:g} of {head_dim} is no even number above 0"
+        rope.require(rotated >= 2 and rotated % 2 == 0, _SHARE, why)
+        head_dim = rotated
+    else:
+        rope.require(share == 1.0, _SHARE, "rotating a part of the head is not supported")
     key, default = "original_max_position_embeddings", None if kind == "llama3" else max_positions
     if kind in ("llama3", "yarn", "longrope"):
         more["original_max_positions"] = rope.integer(key, 1, MAX_POSITIONS, default)
@@ -131,15 +144,6 @@ def _kind(rope: Fields) -> RopeKind | Literal["dynamic"]:
     scaled = any(key in rope for key in _KNOWN_KEYS.difference(_BESIDE, ROTARY_OF_IMAGES))
     key = "type" if "type" in rope and "rope_type" not in rope else "rope_type"
     return names[rope.choice(key, names, None if scaled else "default")]
-
-
-def read_rotary_dim(rope: Fields, head_dim: int) -> int:
-    """The dimensions of a head that turn, by their share of it."""
-    share = rope.number("partial_rotary_factor", 0.0, 1.0)
-    rotated = int(head_dim * share)
-    even = rotated >= 2 and rotated % 2 == 0
-    rope.require(even, "partial_rotary_factor", f"{share:g} of {head_dim} is no even number above 0")
-    return rotated
 
 
 def read_growth(rope: Fields) -> tuple[float, int] | None:

@@ -252,19 +252,19 @@ def test_deepseek_v2_lite_as_published(tmp_path: Path) -> None:
 
 def test_glm_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, GLM4)
-    assert (config.head_dim, config.rotary_dim, config.qk_norm) == (128, 64, False)
+    assert (config.head_dim, config.rope.rotated, config.qk_norm) == (128, 64, False)
     assert config.attention_bias and config.experts is not None
     assert config.experts.router == RouterConfig(8, True, True, True, 1.0, group_best=2)
-    assert read(tmp_path, {**GLM4, "partial_rotary_factor": None}).rotary_dim == 64, "the family's default"
+    assert read(tmp_path, {**GLM4, "partial_rotary_factor": None}).rope.rotated == 64, "the family's default"
     nested = {"rope_theta": 1e6, "rope_type": "default", "partial_rotary_factor": 0.25}
     new = {k: v for k, v in GLM4.items() if k not in ("rope_theta", "partial_rotary_factor")}
-    assert read(tmp_path, {**new, "rope_parameters": nested}).rotary_dim == 32
+    assert read(tmp_path, {**new, "rope_parameters": nested}).rope.rotated == 32
 
 
 def test_glm_flash_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, GLM4_FLASH)
     assert config.latent == LatentConfig(768, 512, 192, 64, 256, True)
-    assert (config.rope, config.rotary_dim) == (RopeConfig("default", 1e6), None)
+    assert (config.rope, config.rope.rotated) == (RopeConfig("default", 1e6), None)
     router = RouterConfig(4, True, True, True, 1.8, group_best=2)
     assert config.experts == ExpertsConfig(64, 1536, 1536, (False,) + (True,) * 46, router)
     kinds = {"first_k_dense_replace": None, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 45}
@@ -409,11 +409,11 @@ LONG = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2] * 8}
 
 def test_phi_is_read(tmp_path: Path) -> None:
     config = read(tmp_path, {**PHI3, "sliding_window": 64, "partial_rotary_factor": 0.75})
-    assert (config.sliding, config.rotary_dim, config.head_dim) == ((64, 64), 12, 16)
+    assert (config.sliding, config.rope.rotated, config.head_dim) == ((64, 64), 12, 16)
     long = {**PHI3, "rope_scaling": LONG, "original_max_position_embeddings": 128}
     config = read(tmp_path, long)
     short = (1.0,) * 8
-    assert config.rope == RopeConfig("longrope", 5e5, 4.0, 128, short_factor=short)
+    assert config.rope == RopeConfig("longrope", 5e5, 4.0, 128, rotated=16, short_factor=short)
     # Beyond its first context every earlier position would turn anew: the cache ends there.
     assert config.max_positions == 128
     with refused(CheckpointError, "config.json", "short_factor", "8 numbers"):

@@ -166,6 +166,108 @@ def nemotron(c: Config) -> Iterator[Entry]:
                 yield from entries(own, up_proj__weight=(inner, hidden), down_proj__weight=(hidden, inner))
 
 
+def fp8(stem: str, **shapes: tuple[int, int]) -> Iterator[Entry]:
+    """Matrices in blocks of 128 x 128 with a scale each."""
+    for name, shape in shapes.items():
+        yield f"{stem}{name}.weight", "F8_E4M3", shape
+        yield f"{stem}{name}.weight_scale_inv", "F32", (-(-shape[0] // 128), -(-shape[1] // 128))
+
+
+def outside(c: Config) -> Iterator[Entry]:
+    """Tables and the last norm."""
+    hidden, vocab = c["hidden_size"], c["vocab_size"]
+    yield from entries("", model__embed_tokens__weight=(vocab, hidden), lm_head__weight=(vocab, hidden))
+    yield from entries("model.", norm__weight=(hidden,))
+
+
+def routed(stem: str, c: Config, inner: int, count: int, names: str) -> Iterator[Entry]:
+    """A router and experts in FP8, below `gate.` and `experts.`."""
+    hidden, (gate, up, down) = c["hidden_size"], names.split()
+    yield f"{stem}gate.weight", "F32", (count, hidden)
+    for e in range(count):
+        shapes = {gate: (inner, hidden), up: (inner, hidden), down: (hidden, inner)}
+        yield from fp8(f"{stem}experts.{e}.", **shapes)
+
+
+def minimax_m2(c: Config) -> Iterator[Entry]:
+    """The layers for MTP that its configuration speaks of were never published."""
+    hidden, size, count = c["hidden_size"], c["head_dim"], c["num_local_experts"]
+    query, key = c["num_attention_heads"] * size, c["num_key_value_heads"] * size
+    yield from outside(c)
+    for layer in range(c["num_hidden_layers"]):
+        stem = f"model.layers.{layer}."
+        yield from entries(
+            stem,
+            input_layernorm__weight=(hidden,),
+            post_attention_layernorm__weight=(hidden,),
+            self_attn__q_norm__weight=(query,),
+            self_attn__k_norm__weight=(key,),
+        )
+        shapes = {"q_proj": (query, hidden), "k_proj": (key, hidden), "v_proj": (key, hidden)}
+        yield from fp8(f"{stem}self_attn.", **shapes, o_proj=(hidden, query))
+        block = f"{stem}block_sparse_moe."
+        yield f"{block}e_score_correction_bias", "F32", (count,)
+        yield from routed(block, c, c["intermediate_size"], count, "w1 w3 w2")
+
+
+def mimo_v2(c: Config) -> Iterator[Entry]:
+    """With three layers for MTP; what makes attention's outputs is in bfloat16."""
+    hidden, layers, heads = c["hidden_size"], c["num_hidden_layers"], c["num_attention_heads"]
+    size, value, inner = c["head_dim"], c["v_head_dim"], c["intermediate_size"]
+    yield from outside(c)
+    for layer in range(layers + 3):
+        drafts = layer - layers
+        stem = f"model.layers.{layer}." if drafts < 0 else f"model.mtp.layers.{drafts}."
+        slides = drafts >= 0 or c["hybrid_layer_pattern"][layer]
+        keys = c["swa_num_key_value_heads" if slides else "num_key_value_heads"]
+        yield from entries(stem, input_layernorm__weight=(hidden,))
+        norm = "post_attention_layernorm" if drafts < 0 else "pre_mlp_layernorm"
+        yield f"{stem}{norm}.weight", "BF16", (hidden,)
+        shapes = {"k_proj": (keys * size, hidden), "v_proj": (keys * value, hidden)}
+        yield from fp8(f"{stem}self_attn.", q_proj=(heads * size, hidden), **shapes)
+        yield f"{stem}self_attn.o_proj.weight", "BF16", (hidden, heads * value)
+        if slides:
+            yield f"{stem}self_attn.attention_sink_bias", "BF16", (heads,)
+        if drafts < 0 and c["moe_layer_freq"][layer]:
+            block, count = f"{stem}mlp.", c["n_routed_experts"]
+            yield f"{block}gate.e_score_correction_bias", "F32", (count,)
+            yield from routed(block, c, c["moe_intermediate_size"], count, "gate_proj up_proj down_proj")
+            continue
+        shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+        yield from fp8(f"{stem}mlp.", **shapes)
+        if drafts >= 0:
+            for name in ("enorm", "hnorm", "final_layernorm"):
+                yield f"{stem}{name}.weight", "BF16", (hidden,)
+            yield f"{stem}eh_proj.weight", "BF16", (hidden, 2 * hidden)
+
+
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+MINIMAX_M2: Config = {
+    **{"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "hidden_size": 3072},
+    **{"head_dim": 128, "intermediate_size": 1536, "num_attention_heads": 48, "num_key_value_heads": 8},
+    **{"num_hidden_layers": 2, "num_local_experts": 256, "num_experts_per_tok": 8, "vocab_size": 200064},
+    **{"rotary_dim": 64, "rope_theta": 5000000, "max_position_embeddings": 196608, "rms_norm_eps": 1e-6},
+    **{"scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer", "use_mtp": True},
+    **{"num_mtp_modules": 3, "use_routing_bias": True, "shared_intermediate_size": 0},
+    **{"attn_type_list": [1, 1], "tie_word_embeddings": False, "quantization_config": BLOCKS},
+}
+"""Of 62 layers the first two."""
+MIMO_V2: Config = {
+    **{"architectures": ["MiMoV2FlashForCausalLM"], "model_type": "mimo_v2_flash", "hidden_size": 4096},
+    **{"num_hidden_layers": 3, "num_attention_heads": 64, "num_key_value_heads": 4, "vocab_size": 152576},
+    **{"head_dim": 192, "v_head_dim": 128, "swa_num_attention_heads": 64, "swa_num_key_value_heads": 8},
+    **{"swa_head_dim": 192, "swa_v_head_dim": 128, "partial_rotary_factor": 0.334, "rope_theta": 5000000},
+    **{"swa_rope_theta": 10000, "sliding_window": 128, "sliding_window_size": 128},
+    **{"hybrid_layer_pattern": [0, 1, 1], "moe_layer_freq": [0, 1, 1], "intermediate_size": 16384},
+    **{"add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False, "n_group": 1},
+    **{"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "topk_group": 1},
+    **{"routed_scaling_factor": None, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    **{"norm_topk_prob": True, "layernorm_epsilon": 1e-5, "attention_value_scale": 0.707},
+    **{"max_position_embeddings": 262144, "tie_word_embeddings": False, "quantization_config": BLOCKS},
+}
+"""Of 48 layers the first three."""
+
+
 def gpt_oss(c: Config) -> Iterator[Entry]:
     """Experts in MXFP4, everything else in bfloat16."""
     hidden, inner, count = c["hidden_size"], c["intermediate_size"], c["num_local_experts"]

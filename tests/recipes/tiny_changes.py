@@ -126,6 +126,29 @@ def with_shared_expert(tensors: Tensors) -> Tensors:
     return found
 
 
+def with_narrow_values(tensors: Tensors, value: int = 10, kinds: str = "FSSS") -> Tensors:
+    """MiMo-V2: sliding layers have twice the key heads, and sinks; values are narrower; corrected routers."""
+    found = renamed(q_norm="none", k_norm="none")(tensors)
+    for name in [name for name in found if name.endswith("self_attn.k_proj.weight")]:
+        stem, (rows, hidden) = name.removesuffix("k_proj.weight"), found[name].shape
+        slides = kinds[int(name.split(".")[2])] == "S"
+        keys, heads = rows // 16 * (1 + slides), found[f"{stem}q_proj.weight"].shape[0] // 16
+        gain = float(found[f"{stem}o_proj.weight"].std()) * (16 / value) ** 0.5
+        for part, shape, std in (
+            ("k", (keys * 16, hidden), 1.4 / hidden**0.5),
+            ("v", (keys * value, hidden), 1 / hidden**0.5),
+            ("o", (hidden, heads * value), gain),
+        ):
+            own = f"{stem}{part}_proj.weight"
+            found[own] = drawn(own, shape, std)
+        if slides:
+            found[f"{stem}attention_sink_bias"] = drawn(f"{stem}sinks", (heads,), 1.0, 1.0)
+    for name in [name for name in found if name.endswith("mlp.gate.weight")]:
+        own = name.replace("gate.weight", "gate.e_score_correction_bias")
+        found[own] = drawn(own, found[name].shape[:1], 0.1)
+    return found
+
+
 def packed_experts(tensors: Tensors) -> Tensors:
     """Every expert in two tensors, under Granite's names."""
     found = renamed(q_norm="none", k_norm="none")(tensors)

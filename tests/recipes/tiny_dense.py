@@ -27,6 +27,7 @@ from tests.recipes.tiny_changes import (
     with_gemma_norms,
     with_glm4_norms,
     with_mamba,
+    with_narrow_values,
     with_post_norms_alone,
     with_routed_norms,
     with_shared_expert,
@@ -321,6 +322,19 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Tensors], Te
             "intermediate_size": 32,
         },
         renamed(**MIXTRAL),
+    ),
+    "mimo_v2": (
+        {**SPARSE, "kv_heads": 1, "rope_style": "parameters", "extra": {**EXPERTS, "mlp_only_layers": [0]}},
+        {
+            **{"architectures": ["MiMoV2FlashForCausalLM"], "model_type": "mimo_v2_flash"},
+            **{"v_head_dim": 10, "sliding_window": WINDOW, "n_routed_experts": 8},
+            "layer_types": ["full_attention", *["sliding_attention"] * 3],
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": 0.5}
+                for kind, base in (("full_attention", 1e5), ("sliding_attention", 200.0))
+            },
+        },
+        with_narrow_values,
     ),
     "minimax_m2": (
         SPARSE,

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.recipes.tiny import EMBEDDING_STD, VARIANTS, drawn, write_tensors, write_tiny
+from tests.recipes.tiny_dense import FAMILIES, write_dense
 
 DEEPSEEK = (
     "model.layers.{l}.enorm",
@@ -37,6 +38,14 @@ NAMES: dict[str, tuple[str, str, str, str | None, str, bool]] = {
         "model.mtp_layers.{i}.final_layernorm",
         "model.mtp_layers.{i}.",
         True,
+    ),
+    "mimo_v2": (
+        "model.mtp.layers.{i}.enorm",
+        "model.mtp.layers.{i}.hnorm",
+        "model.mtp.layers.{i}.eh_proj",
+        "model.mtp.layers.{i}.final_layernorm",
+        "model.mtp.layers.{i}.",
+        False,
     ),
     "ernie": (
         "model.mtp_emb_norm.{i}",
@@ -78,11 +87,14 @@ def write_tiny_mtp(
     hidden_share: how loud the hidden state is beside the token in the projection of a `copy`. copies:
     "same" adds copies of embedding and head to a deepseek head, "other" different ones.
     """
-    options = {"layers": 3, **VARIANTS[variant], "tie": False, **options}
+    options = {"layers": 3, **VARIANTS.get(variant, {"layers": 4}), "tie": False, **options}
     if kind == "copy":
         options = {"residual_gain": soft, **options}
     shards = options.pop("shards", 1)
-    write_tiny(folder, **options)
+    if variant in FAMILIES:
+        write_dense(folder, variant, **options)
+    else:
+        write_tiny(folder, **options)
     tensors = load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     for module in range(modules):
@@ -98,6 +110,10 @@ def write_tiny_mtp(
         (folder / "model.safetensors").unlink()
     write_tensors(folder, {name: tensor.clone() for name, tensor in tensors.items()}, shards)
     return folder
+
+
+def _alike(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    return one is not None and one.shape == other.shape
 
 
 def module_tensors(
@@ -120,7 +136,12 @@ def module_tensors(
     inside: dict[str, torch.Tensor] = {}
     for source in (f"model.layers.{layers - 1}.", "model.layers.0."):
         found = {name.removeprefix(source): t for name, t in target.items() if name.startswith(source)}
-        inside |= {name: t for name, t in found.items() if not inside or name in inside}
+        inside |= {name: t for name, t in found.items() if not inside or _alike(inside.get(name), t)}
+    if family == "mimo_v2":  # attention as in the last layer, the MLP as in the first
+        inside = {name: t for name, t in inside.items() if not name.startswith("mlp.")}
+        first = "model.layers.0.mlp."
+        inside |= {f"mlp.{n.removeprefix(first)}": t for n, t in target.items() if n.startswith(first)}
+        inside["pre_mlp_layernorm.weight"] = inside.pop("post_attention_layernorm.weight")
     if kind == "random":
         inside = {
             name: draw(name, tuple(t.shape), 1.5 / math.sqrt(t.shape[-1]))

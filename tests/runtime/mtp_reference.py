@@ -32,6 +32,7 @@ CONVENTIONS = {
     "glm4": Conventions(recycles_normed=False),
     "mimo": Conventions(hidden_first=True),
     "ernie": Conventions(recycles_normed=False),
+    "mimo_v2": Conventions(masks_first=False),
     "mtp": Conventions(masks_first=False),
 }
 
@@ -174,16 +175,23 @@ class LibraryMtp(PlainMtp):
         from transformers import AutoModelForCausalLM
 
         layers = self.config["num_hidden_layers"]
-        prefixes = tuple(f"model.layers.{layers + m}." for m in range(modules))
-        around = ("enorm", "hnorm", "eh_proj", "shared_head", "embed_tokens")
-        kept = {
-            name: tensor.contiguous()
-            for name, tensor in load_file(folder / "model.safetensors").items()
-            if not (name.startswith(prefixes) and name.split(".")[3] in around)
-        }
+        self.numbers = {NAMES[family][4].format(i=m, l=layers + m): layers + m for m in range(modules)}
+        around = ("enorm", "hnorm", "eh_proj", "shared_head", "embed_tokens", "final_layernorm")
+        kept = {}
+        for name, tensor in load_file(folder / "model.safetensors").items():
+            prefix = next(filter(name.startswith, self.numbers), "")
+            inside = name.removeprefix(prefix).replace("pre_mlp_layernorm", "post_attention_layernorm")
+            if not prefix or inside.split(".")[0] not in around:
+                kept[f"model.layers.{self.numbers[prefix]}.{inside}" if prefix else name] = (
+                    tensor.contiguous()
+                )
         scratch.mkdir()
         save_file(kept, scratch / "model.safetensors", metadata={"format": "pt"})
         longer = {**self.config, "num_hidden_layers": layers + modules, "num_nextn_predict_layers": 0}
+        if "layer_types" in self.config:
+            kinds = ["sliding_attention"] * modules
+            longer |= {"layer_types": [*self.config["layer_types"], *kinds]}
+            longer |= {"mlp_layer_types": ["dense", *["sparse"] * (layers - 1), *["dense"] * modules]}
         (scratch / "config.json").write_text(json.dumps(longer))
         model = AutoModelForCausalLM.from_pretrained(
             scratch, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
@@ -193,10 +201,17 @@ class LibraryMtp(PlainMtp):
     @torch.inference_mode()
     def layer(self, x: Tensor, prefix: str) -> Tensor:
         """See `PlainMtp.layer`."""
-        rows = torch.arange(len(x))[None]
-        mask = torch.full((len(x), len(x)), -torch.inf, dtype=x.dtype).triu(1)[None, None]
-        rotary = self.model.rotary_emb(x[None], rows)
-        number = int(prefix.split(".")[2])
+        rows, number = torch.arange(len(x))[None], self.numbers.get(prefix)
+        number = int(prefix.split(".")[2]) if number is None else number
+        mask = torch.full((len(x), len(x)), -torch.inf, dtype=x.dtype).triu(1)
+        kinds = getattr(self.model.config, "layer_types", None)
+        if kinds is None:
+            rotary = self.model.rotary_emb(x[None], rows)
+        else:
+            rotary = self.model.rotary_emb(x[None], rows, kinds[number])
+            if kinds[number] == "sliding_attention":
+                mask += torch.full_like(mask, -torch.inf).tril(-self.model.config.sliding_window)
+        mask = mask[None, None]
         out = self.model.layers[number](
             x[None], attention_mask=mask, position_ids=rows, position_embeddings=rotary
         )

@@ -30,6 +30,7 @@ FAMILIES: dict[str, Callable[[ModelConfig], ModelLayout]] = {
     "Qwen3_5ForCausalLM": families.qwen3_5,
     "Qwen3_5MoeForCausalLM": families.qwen3_5,
     "MiMoForCausalLM": families.qwen2,
+    "MiMoV2FlashForCausalLM": families.mimo_v2,
     "Ernie4_5ForCausalLM": families.ernie4_5,
     "Ernie4_5_MoeForCausalLM": families.ernie4_5,
     "SmolLM3ForCausalLM": families.llama,

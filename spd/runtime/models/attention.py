@@ -6,6 +6,7 @@ Grouped-query attention, and latent attention, which projects down, normalises, 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.attention.paged_attention import Scores
@@ -84,7 +85,8 @@ class Attention:
         if self.layout.reads is not None:
             query = self._turned(qkv, rows)
         else:
-            qkv = self._valued(qkv) if self.layout.value_norm else qkv
+            changed = self.layout.value_norm or self.layout.value_dim is not None
+            qkv = self._valued(qkv) if changed else qkv
             query = kernels.rotary_store(qkv, rows, *given)
         if self.query_factor is not None:
             query = query * self.query_factor
@@ -98,6 +100,9 @@ class Attention:
             lambda windows: kernels.paged_attention(windows, pools, batch.plan[self.layout.heads], scores),
             lambda chunk, *where: kernels.prefill_attention(chunk, pools, *where, scores, batch.first_key),
         )
+        if self.layout.value_dim is not None:
+            heads = mixed.view(mixed.shape[0], self.layout.num_heads, -1)
+            mixed = heads[..., : self.layout.value_dim].flatten(1) * self.layout.value_scale
         if gates is not None:
             mixed = mixed * gates.sigmoid()
         return self.output(Residual(mixed), batch, stream if onto is None else onto)
@@ -110,12 +115,15 @@ class Attention:
         return apply_rotary(heads, *rows.own()).to(query.dtype)
 
     def _valued(self, qkv: Tensor) -> Tensor:
-        """Queries, keys and values [T, (H + 2 K) * D], values normed, of [T, N] with values or without."""
+        """Queries, keys and values [T, (H + 2 K) * D] of [T, N], where values may be missing or narrower."""
         size, keys = self.layout.head_dim, self.layout.num_kv_heads
         turned = (self.layout.num_heads + keys) * size
         value = qkv[:, turned - keys * size : turned] if self.layout.key_is_value else qkv[:, turned:]
-        normed = unscaled_norm(value.reshape(qkv.shape[0], keys, size), self.epsilon)
-        return torch.cat((qkv[:, :turned], normed.flatten(1)), 1)
+        value = value.reshape(qkv.shape[0], keys, -1)
+        if self.layout.value_norm:
+            value = unscaled_norm(value, self.epsilon)
+        wide = F.pad(value, (0, size - value.shape[2]))
+        return torch.cat((qkv[:, :turned], wide.flatten(1)), 1)
 
     def _normed_whole(self, qkv: Tensor, query_scale: Tensor, key_scale: Tensor) -> Tensor:
         """qkv [T, N] with all query heads normalised together, and all key heads, over every rank's."""

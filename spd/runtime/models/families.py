@@ -33,7 +33,7 @@ def usual_attention(config: ModelConfig) -> GqaLayout:
         config.num_heads,
         config.num_kv_heads,
         config.head_dim,
-        RotaryDims(config.head_dim, config.rotary_dim or config.head_dim),
+        RotaryDims(config.head_dim, config.rope.rotated or config.head_dim),
         qkv_bias=config.attention_bias,
         output_bias=config.attention_bias,
         scale=config.scales.scores,
@@ -56,10 +56,12 @@ def usual_recurrent(config: ModelConfig) -> RecurrentLayout | None:
     return (DeltaLayout if facts.corrects else ScanLayout)(hidden, facts, config.rms_norm_eps)
 
 
-def layered(config: ModelConfig, attention: AttentionLayout, dense: MlpLayout | None = None) -> ModelLayout:
+def layered(
+    config: ModelConfig, attention: AttentionLayout, dense: MlpLayout | None = None, **slid: Any
+) -> ModelLayout:
     """One kind of attention but for its sliding windows; experts where the configuration says so.
 
-    Elsewhere `dense`, which is this family's MLP unless given.
+    Elsewhere `dense`, which is this family's MLP unless given. slid: other fields of layers that slide.
     """
     dense, experts, recurrent = dense or usual_mlp(config), config.experts, config.recurrent
     wide, other, layers = config.quantization is None, usual_recurrent(config), list[LayerLayout]()
@@ -70,8 +72,8 @@ def layered(config: ModelConfig, attention: AttentionLayout, dense: MlpLayout | 
             mixer = other
         elif isinstance(attention, GqaLayout):
             window = config.sliding[i] if config.sliding else None
-            local, still = config.local_rope is not None and window is not None, config.still[i : i + 1]
-            mixer = replace(attention, sliding=window, local_rope=local, still=True in still)
+            own = {} if window is None else _local(config, attention) | slid
+            mixer = replace(attention, sliding=window, still=True in config.still[i : i + 1], **own)
         layers.append(LayerLayout(mixer, sparse if experts and experts.sparse_layers[i] else dense))
     scales = config.scales
     unit = scales.embedding / scales.residual
@@ -81,6 +83,15 @@ def layered(config: ModelConfig, attention: AttentionLayout, dense: MlpLayout | 
         residual_scale=scales.residual,
         logit_scale=scales.logits,
     )
+
+
+def _local(config: ModelConfig, attention: GqaLayout) -> dict[str, Any]:
+    """What layers that slide have of their own: heads, and how they turn."""
+    heads = dict(zip(("num_heads", "num_kv_heads"), config.local_heads or (), strict=False))
+    if (rope := config.local_rope) is None:
+        return heads
+    turned = replace(attention.rotary, rotated=rope.rotated or attention.rotary.rotated)
+    return {**heads, "local_rope": True, "rotary": turned}
 
 
 def varied(config: ModelConfig, mlp: Mapping[str, Any] | None = None, **attention: Any) -> ModelLayout:
@@ -155,7 +166,7 @@ def ernie4_5(config: ModelConfig) -> ModelLayout:
 
 
 def _interleaved(config: ModelConfig) -> RotaryDims:
-    return RotaryDims(config.head_dim, config.rotary_dim or config.head_dim, interleaved=True)
+    return RotaryDims(config.head_dim, config.rope.rotated or config.head_dim, interleaved=True)
 
 
 def hunyuan(config: ModelConfig) -> ModelLayout:
@@ -180,6 +191,12 @@ def olmo3(config: ModelConfig) -> ModelLayout:
 def minimax_m2(config: ModelConfig) -> ModelLayout:
     """MiniMax-M2: one norm over all query heads together and one over all key heads, experts everywhere."""
     return varied(config, whole_norms=True)
+
+
+def mimo_v2(config: ModelConfig) -> ModelLayout:
+    """MiMo-V2-Flash: values narrower than keys; layers that slide have sinks and more key heads."""
+    values = replace(usual_attention(config), value_dim=config.value_dim, value_scale=config.scales.values)
+    return layered(config, values, sinks=True)
 
 
 def glm4(config: ModelConfig) -> ModelLayout:

@@ -51,6 +51,10 @@ class GqaLayout:
     """(b, n): a query at position p counts 1 + b ln(1 + floor(p / n)) times."""
     reads: int | None = None
     """The number of the layer whose cache it reads, with keys and values of which it makes none itself."""
+    value_dim: int | None = None
+    """Of a value head, where keys are wider: the cache has zeros behind it."""
+    value_scale: float = 1.0
+    """What values are multiplied by."""
     value_norm: bool = False
     """Each value head is normalised, without scales."""
     key_is_value: bool = False
@@ -88,21 +92,27 @@ class GqaLayout:
         return replace(self, num_heads=own, num_kv_heads=keys, shard=shard, whole=self.num_kv_heads)
 
     def _cuts(self) -> Cuts:
-        size, own = self.head_dim, self.num_heads * self.head_dim
+        size, own, values = self.head_dim, self.num_heads * self.head_dim, self.value_size
         query = self.shard.rows(own * (1 + self.gated))
         if query is None:
             return NOTHING
         first, count = self.shard.key_heads(self.whole)
         start, stop, queries = first * size, (first + count) * size, own * self.shard.size
-        key, output = Cut(0, ((start, stop),)), self.shard.columns(own)
+        key, value = (Cut(0, ((first * each, (first + count) * each),)) for each in (size, values))
         behind = [(begin + start, begin + stop) for begin in (queries, queries + self.whole * size)]
-        both = Cut(0, (*query.ranges, *behind))
-        return {"q_proj": query, "k_proj": key, "v_proj": key, "qkv_proj": both, "o_proj": output}
+        both, output = Cut(0, (*query.ranges, *behind)), self.shard.columns(self.num_heads * values)
+        return {"q_proj": query, "k_proj": key, "v_proj": value, "qkv_proj": both, "o_proj": output}
+
+    @property
+    def value_size(self) -> int:
+        """Elements of a value head, as the checkpoint has it."""
+        return self.value_dim or self.head_dim
 
     def destinations(self) -> dict[str, Destination]:
         size, hidden = self.head_dim, self.hidden_size
         query, key = self.num_heads * size, self.num_kv_heads * size
-        block, qkv = "self_attn", {"q_proj": query * (1 + self.gated), "k_proj": key, "v_proj": key}
+        block, values = "self_attn", self.num_kv_heads * self.value_size
+        qkv = {"q_proj": query * (1 + self.gated), "k_proj": key, "v_proj": values}
         if self.fused_qkv:
             qkv = {"qkv_proj": query + 2 * key}
         if self.reads is not None:
@@ -116,7 +126,8 @@ class GqaLayout:
         width = 2 * hidden if self.reads_pairs else hidden
         cuts = self._cuts()
         found |= fused("qkv", block, qkv, width, biased=self.qkv_bias, cuts=cuts)
-        found |= fused("output", block, {"o_proj": hidden}, query, biased=self.output_bias, cuts=cuts)
+        mixed = self.num_heads * self.value_size
+        found |= fused("output", block, {"o_proj": hidden}, mixed, biased=self.output_bias, cuts=cuts)
         if self.sinks:
             count, own_heads = self.num_heads, self.shard.rows(self.num_heads)
             found["sinks"] = Destination.of({f"{block}.sinks": (count,)}, exact=True, cut=own_heads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint
@@ -10,7 +11,8 @@ from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import MtpFamily, MtpSource, check_mtp
 from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import WHOLE, Destination, Shape, Shard
-from spd.runtime.models.layouts import LayerLayout
+from spd.runtime.models.families import usual_mlp
+from spd.runtime.models.layouts import LayerLayout, MlpLayout
 from spd.runtime.models.weights import (
     HeadPart,
     HeadRules,
@@ -24,6 +26,9 @@ from spd.runtime.models.weights import (
 def module_layer(config: ModelConfig, family: MtpFamily, shard: Shard = WHOLE) -> LayerLayout:
     """The decoder layer inside a module, or a rank's part of it: one like the target's own."""
     layers = [layer for layer in family_layout(config).layers if layer.attention.cache]
+    if family.slides:
+        dense = next((layer.mlp for layer in layers if isinstance(layer.mlp, MlpLayout)), usual_mlp(config))
+        layers = [replace(layer, mlp=dense) for layer in layers if getattr(layer.attention, "sliding", None)]
     return layers[family.like_layer].sharded(shard)
 
 
