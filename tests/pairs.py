@@ -29,6 +29,7 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 MTP_OF: dict[str, dict[str, Any]] = {
     "mimo_v2": {"family": "mimo_v2", "variant": "mimo_v2", "modules": 2},
+    "step3": {"family": "step3", "variant": "step3", "modules": 3},
 }
 """Families that ship layers of their own kind."""
 EAGLES: dict[str, dict[str, Any]] = {

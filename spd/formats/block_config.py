@@ -7,6 +7,7 @@ as. Source: the configurations of `deepseek_v3`, `qwen3_moe`, `ernie4_5_moe`, `l
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -334,6 +335,45 @@ def mimo_keys(fields: Fields) -> dict[str, object]:
     if "sliding_window_size" in fields:  # which counts the positions before a row's own
         found["sliding_window"] = 1 + fields.integer("sliding_window_size", 0, MAX_POSITIONS)
     return found
+
+
+def step_keys(fields: Fields) -> dict[str, object]:
+    """What `step3p5` says in its own way: layer by layer, with entries for MTP layers behind the others."""
+    layers = fields.integer("num_hidden_layers", 1, MAX_PERIOD)
+    found: dict[str, Any] = {k: each[:layers] for k, each in fields.values.items() if isinstance(each, list)}
+    found |= {key: [limit or 0.0 for limit in found[key]] for key in LIMITS if key in found}
+    cut, sparse, thetas = fields.having(found), "moe_layers_enum", "rope_theta"
+    if "mlp_layer_types" not in cut:
+        listed = (
+            cut.integers(sparse, 0, MAX_RANK) if sparse in found else re.findall(r"\d+", cut.text(sparse, ""))
+        )
+        named = {int(number) for number in listed} or {*range(3, layers)}
+        found["mlp_layer_types"] = [MLPS[layer in named] for layer in range(layers)]
+    slid = cut.fields("attention_other_setting") or Fields(cut.where, {})
+    found[SLIDING_HEADS[0]] = cut.get("num_sliding_attention_heads") or slid.get("num_attention_heads")
+    kinds = layer_kinds(cut, layers, KINDS) or [KINDS[0]] * layers
+    if thetas in found:
+        bases, shares = cut.numbers(thetas, layers, 1.0, 1e12), "partial_rotary_factors"
+        parts = cut.numbers(shares, layers, 0.0, 1.0) if shares in cut else (1.0,) * layers
+        each = zip(kinds, bases, parts, strict=True)
+        turning: dict[str, dict[str, Any]] = {
+            k: {thetas: base, "partial_rotary_factor": part} for k, base, part in each
+        }
+        turning.get(KINDS[0], {}).update(scaling.values if (scaling := cut.fields("rope_scaling")) else {})
+        found |= {"rope_parameters": turning, thetas: None, "rope_scaling": None}
+    return {**found, "layer_types": kinds}
+
+
+LIMITS = ("swiglu_limits", "swiglu_limits_shared")
+
+
+def read_limits(fields: Fields, layers: int) -> tuple[tuple[float | None, float | None], ...]:
+    """Where each layer's gated products are cut, of routed experts and of other MLPs; None: nowhere."""
+    if not any(key in fields for key in LIMITS):
+        return ()
+    usual = (0.0,) * layers
+    both = [fields.numbers(key, layers, 0.0, 1e6) if key in fields else usual for key in LIMITS]
+    return tuple((routed or None, other or None) for routed, other in zip(*both, strict=True))
 
 
 def nemotron_keys(fields: Fields) -> dict[str, object]:

@@ -77,6 +77,7 @@ _WRAPPED |= {"language_model.lm_head.": "lm_head.", "backbone.": "model."}
 """What stands before the names of a text model's tensors inside one that sees images too, and without it."""
 
 
+_PARTS = ("gate", "up", "down")
 _RENAMED = {
     **{"block_sparse_moe": "mlp", "router.layer": "gate", "mlp.router": "mlp.gate", "feed_forward": "mlp"},
     **{"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "self_attn.out_proj": "self_attn.o_proj"},
@@ -87,6 +88,12 @@ _RENAMED = {
     **{"mixer.out_proj": "mamba.out_proj", "mixer": "mlp", "embeddings": "embed_tokens", "norm_f": "norm"},
     **{"shared_mlp.input_linear": "mlp.shared_mlp.gate_up_proj"},
     **{"shared_mlp.output_linear": "mlp.shared_mlp.down_proj", "weight_scale_inv": "weight_scale"},
+    **{f"moe.{name}_proj.weight": f"mlp.experts.{name}_proj" for name in _PARTS},
+    **{
+        "moe.router_bias": "mlp.gate.e_score_correction_bias",
+        "moe": "mlp",
+        "share_expert": "mlp.shared_experts",
+    },
     **{"attention_sink_bias": "sinks", "pre_mlp_layernorm": "post_attention_layernorm"},
 }
 """Parts of names in checkpoints of several families, and what others call the same."""
@@ -118,7 +125,7 @@ def unpacked(name: str, meta: TensorMeta) -> Iterator[tuple[str, TensorMeta]]:
         yield own, meta._replace(shape=shape, nbytes=nbytes, offset=meta.offset + number * nbytes)
 
 
-_PACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",), "up_proj": ("up_proj",)}
+_PACKED = {"gate_up_proj": ("gate_proj", "up_proj")} | {f"{n}_proj": (f"{n}_proj",) for n in _PARTS}
 _MXFP4 = {"blocks": (4, "weight_packed"), "scales": (3, "weight_scale")}
 _PACKED |= {f"{name}_proj_{last}": (f"{name}_proj",) for name in ("gate_up", "down") for last in _MXFP4}
 

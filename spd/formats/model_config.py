@@ -68,6 +68,7 @@ class ModelConfig:
     local_rope: RopeConfig | None = None  # of layers that slide, where they rotate in another way
     local_heads: tuple[int, int] | None = None  # their query and key heads, where they have others
     value_dim: int | None = None  # of a value head, where a key's is wider
+    limits: tuple[tuple[float | None, float | None], ...] = ()  # see `read_limits`
     query_scalar: float | None = field(default=None, metadata=keyed("query_pre_attn_scalar", 1e-6, 1e9))
     """Scores are divided by its square root; None: by that of the head's size."""
     query_growth: tuple[float, int] | None = None  # see `read_growth`
@@ -276,6 +277,23 @@ _FAMILIES = {
         own=("layernorm_epsilon",),
         only={"add_full_attention_sink_bias": (False,), "add_swa_attention_sink_bias": (True,)},
     ),
+    "Step3p5ForCausalLM": _Family(
+        "step3p5",
+        {
+            **{**_EPS, **_GROUPS, "max_position_embeddings": 128000, "head_dim": 128},
+            **{
+                "partial_rotary_factor": 1.0,
+                "sliding_window": 512,
+                "sliding_window_pattern": 4,
+                _SHARED: 1280,
+            },
+            **dict.fromkeys((*blocks.SLIDING_HEADS, *blocks.LIMITS, "query_pre_attn_scalar")),
+        },
+        blocks.SIGMOID,
+        spelled=blocks.step_keys,
+        local_base="rope_theta",
+        only={"use_head_wise_attn_gate": (True,), "use_moe_router_bias": (True,)},
+    ),
     "Qwen2MoeForCausalLM": _Family(
         "qwen2_moe",
         {**_SWITCHED, "attention_bias": True, "norm_topk_prob": False, _SHARED: 5632},
@@ -285,14 +303,16 @@ _FAMILIES = {
 }
 _OWN = {*_GEMMA, *_CAPS, *_MULTIPLIERS, *_STILL, *_GROUPS, _SHARED, "logit_scale"} - _COMMON.keys()
 _OWN |= {"sliding_window_pattern", "max_window_layers", "first_k_dense_replace", "attention_value_scale"}
-_OWN |= {*blocks.SLIDING_HEADS}
+_OWN |= {*blocks.SLIDING_HEADS, *blocks.LIMITS}
 """Keys that only the code of families reads in whose table they are."""
 _OTHER_NAMES = {
     "rms_norm_eps": ("norm_eps", "layer_norm_epsilon", "layer_norm_eps", "layernorm_epsilon"),
+    "num_key_value_heads": ("num_attention_groups",),
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "num_experts_per_tok": ("top_k_experts", "moe_k"),
+    "num_experts_per_tok": ("top_k_experts", "moe_k", "moe_top_k"),
+    "routed_scaling_factor": ("moe_router_scaling_factor",),
     "n_shared_experts": ("moe_num_shared_experts",),
-    _SHARED: ("shared_intermediate_size", "moe_shared_expert_intermediate_size"),
+    _SHARED: ("shared_intermediate_size", "moe_shared_expert_intermediate_size", "share_expert_dim"),
     "first_k_dense_replace": ("num_dense_layers", "moe_layer_start_index"),
     "decoder_sparse_step": ("moe_layer_interval",),
     "linear_conv_kernel_dim": ("mamba_d_conv", "conv_kernel"),
@@ -324,6 +344,7 @@ WRAPPERS = {
     "Qwen3_5ForConditionalGeneration": ("qwen3_5", "Qwen3_5ForCausalLM"),
     "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "Qwen3_5MoeForCausalLM"),
     "Mistral3ForConditionalGeneration": ("mistral3", "Ministral3ForCausalLM"),
+    "Step3p7ForConditionalGeneration": ("step3p7", "Step3p5ForCausalLM"),
     "Gemma4ForConditionalGeneration": ("gemma4", "Gemma4ForCausalLM"),
     "Gemma4UnifiedForConditionalGeneration": ("gemma4_unified", "Gemma4ForCausalLM"),
 }
@@ -434,6 +455,7 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         sliding=sliding,
         local_rope=read_local_rope(fields, base, max_positions, head_dim, partly=partly) if base else None,
         local_heads=others,
+        limits=blocks.read_limits(fields, num_layers),
         value_dim=fields.integer("v_head_dim", 1, head_dim) if "v_head_dim" in family.absent else None,
         query_growth=read_growth(turning),
         still=still or blocks.read_still(fields, num_layers),

@@ -110,6 +110,16 @@ FAMILIES = (
         masks_first=False,
         slides=True,
     ),
+    replace(
+        _DEEPSEEK,
+        name="step3",
+        architectures=("Step3p5ForCausalLM",),
+        glue=_glue(_PREFIX, "enorm", "hnorm", "eh_proj", "transformer.shared_head.norm"),
+        tables={"head": _PREFIX + "transformer.shared_head.output.weight"},
+        masks_first=False,
+        centred_norms=True,
+        slides=True,
+    ),
     MtpFamily(
         "ernie",
         ("Ernie4_5_MoeForCausalLM", "Ernie4_5_ForCausalLM"),

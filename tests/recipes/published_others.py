@@ -241,6 +241,60 @@ def mimo_v2(c: Config) -> Iterator[Entry]:
             yield f"{stem}eh_proj.weight", "BF16", (hidden, 2 * hidden)
 
 
+def step3(config: Config) -> Iterator[Entry]:
+    """With three layers for MTP, each with a head of its own, and one tensor of what sees images."""
+    c = config["text_config"]
+    hidden, layers, size, vocab = c["hidden_size"], c["num_hidden_layers"], c["head_dim"], c["vocab_size"]
+    yield from outside(c)
+    yield "vision_model.conv1.weight", "BF16", (1536, 3, 14, 14)
+    for layer in range(layers + 3):
+        stem, full = f"model.layers.{layer}.", c["layer_types"][layer] == "full_attention"
+        heads = c["num_attention_heads"] if full else c["attention_other_setting"]["num_attention_heads"]
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{stem}{name}.weight", "BF16", (hidden,)
+        own = f"{stem}self_attn."
+        yield from attention(own, hidden, heads, c["num_attention_groups"], size)
+        yield from entries(
+            own, q_norm__weight=(size,), k_norm__weight=(size,), g_proj__weight=(heads, hidden)
+        )
+        if str(layer) in c["moe_layers_enum"].split(","):
+            count, inner, block = c["moe_num_experts"], c["moe_intermediate_size"], f"{stem}moe."
+            yield from entries(block, gate__weight=(count, hidden), down_proj__weight=(count, hidden, inner))
+            yield from entries(
+                block, **dict.fromkeys(("gate_proj__weight", "up_proj__weight"), (count, inner, hidden))
+            )
+            yield f"{block}router_bias", "F32", (count,)
+            yield from gated(f"{stem}share_expert.", hidden, c["share_expert_dim"])
+        else:
+            yield from gated(f"{stem}mlp.", hidden, c["intermediate_size"])
+        if layer >= layers:
+            shapes = {"enorm__weight": (hidden,), "hnorm__weight": (hidden,)}
+            yield from entries(stem, **shapes, eh_proj__weight=(hidden, 2 * hidden))
+            head = {"norm__weight": (hidden,), "output__weight": (vocab, hidden)}
+            yield from entries(f"{stem}transformer.shared_head.", **head)
+
+
+STEP3: Config = {
+    **{"architectures": ["Step3p7ForConditionalGeneration"], "model_type": "step3p7"},
+    "text_config": {
+        **{"model_type": "step3p5", "hidden_size": 4096, "intermediate_size": 11264, "vocab_size": 128896},
+        **{"num_hidden_layers": 5, "num_attention_heads": 64, "num_attention_groups": 8, "head_dim": 128},
+        **{"attention_other_setting": {"num_attention_heads": 96, "num_attention_groups": 8}},
+        **{"layer_types": [("full", *["sliding"] * 3)[i % 4] + "_attention" for i in range(8)]},
+        **{"moe_layers_enum": "3,4", "moe_num_experts": 288, "moe_top_k": 8, "sliding_window": 512},
+        **{"moe_intermediate_size": 1280, "share_expert_dim": 1280, "moe_router_scaling_factor": 3.0},
+        **{"rope_theta": [(5e6, 1e4, 1e4, 1e4)[i % 4] for i in range(8)], "num_nextn_predict_layers": 3},
+        **{"partial_rotary_factors": [(0.5, 1.0, 1.0, 1.0)[i % 4] for i in range(8)]},
+        **{"swiglu_limits": [0.0] * 4 + [7.0] + [0.0] * 3, "rms_norm_eps": 1e-5},
+        **{"swiglu_limits_shared": [0.0] * 4 + [16.0] + [0.0] * 3, "max_position_embeddings": 262144},
+        **{"use_head_wise_attn_gate": True, "use_moe_router_bias": True, "tie_word_embeddings": False},
+        "rope_scaling": {
+            **{"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 32.0},
+            "original_max_position_embeddings": 131072,
+        },
+    },
+}
+"""Of 45 layers five, the last of which cuts its gates as the last two of all do."""
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 MINIMAX_M2: Config = {
     **{"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "hidden_size": 3072},

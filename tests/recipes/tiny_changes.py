@@ -149,6 +149,31 @@ def with_narrow_values(tensors: Tensors, value: int = 10, kinds: str = "FSSS") -
     return found
 
 
+def with_head_gates(tensors: Tensors, kinds: str = "FSSF") -> Tensors:
+    """Step-3.7: a gate a head; sliding layers have six heads in place of four; norms stored around 0."""
+    found = {n: t - 1 if n.endswith("norm.weight") else t for n, t in tensors.items()}
+    for name in [name for name in found if name.endswith("self_attn.q_proj.weight")]:
+        stem, hidden = name.removesuffix("q_proj.weight"), found[name].shape[1]
+        heads = 6 if kinds[int(name.split(".")[2])] == "S" else 4
+        gain = float(found[f"{stem}o_proj.weight"].std()) * (4 / heads) ** 0.5
+        shapes = {"q": (heads * 16, hidden), "o": (hidden, heads * 16), "g": (heads, hidden)}
+        for (part, shape), std in zip(shapes.items(), (hidden**-0.5, gain, 2 * hidden**-0.5), strict=True):
+            own = f"{stem}{part}_proj.weight"
+            found[own] = drawn(own, shape, std)
+    for name in [name for name in found if name.endswith("mlp.gate.weight")]:
+        stem, (count, hidden) = name.removesuffix("mlp.gate.weight"), found[name].shape
+        found[f"{stem}moe.gate.weight"] = found.pop(name)
+        found[f"{stem}moe.router_bias"] = drawn(f"{stem}bias", (count,), 0.1)
+        gain = float(found[f"{stem}mlp.experts.0.down_proj.weight"].std())
+        for part in ("gate", "up", "down"):
+            each = [found.pop(f"{stem}mlp.experts.{e}.{part}_proj.weight") for e in range(count)]
+            found[f"{stem}moe.{part}_proj.weight"] = torch.stack(each)
+            shape = (hidden, 48) if part == "down" else (48, hidden)
+            own = f"{stem}share_expert.{part}_proj.weight"
+            found[own] = drawn(own, shape, gain if part == "down" else 1.2 / hidden**0.5)
+    return found
+
+
 def packed_experts(tensors: Tensors) -> Tensors:
     """Every expert in two tensors, under Granite's names."""
     found = renamed(q_norm="none", k_norm="none")(tensors)

@@ -26,6 +26,7 @@ from tests.recipes.tiny_changes import (
     with_convolutions,
     with_gemma_norms,
     with_glm4_norms,
+    with_head_gates,
     with_mamba,
     with_narrow_values,
     with_post_norms_alone,
@@ -323,6 +324,23 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Tensors], Te
         },
         renamed(**MIXTRAL),
     ),
+    "step3": (
+        {**SPARSE, "rope_style": "parameters", "extra": {**EXPERTS, "mlp_only_layers": [0]}},
+        {
+            **{"architectures": ["Step3p5ForCausalLM"], "model_type": "step3p5", "share_expert_dim": 48},
+            **{"sliding_window": WINDOW, "moe_num_experts": 8, "moe_top_k": 3, "moe_layers_enum": "1,2,3"},
+            **{"moe_router_scaling_factor": 1.5, "rope_parameters": None},
+            **{"rope_theta": [1e5, 200.0, 200.0, 1e5], "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5]},
+            **{"swiglu_limits": [0.0, 0.0, 0.6, 0.0], "swiglu_limits_shared": [0.7, 0.0, 0.5, 0.0]},
+            **{"attention_other_setting": {"num_attention_heads": 6}},
+            "layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "sliding", "full")],
+            "rope_scaling": {
+                **{"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 32.0},
+                "original_max_position_embeddings": 64,
+            },
+        },
+        with_head_gates,
+    ),
     "mimo_v2": (
         {**SPARSE, "kv_heads": 1, "rope_style": "parameters", "extra": {**EXPERTS, "mlp_only_layers": [0]}},
         {
@@ -383,7 +401,8 @@ def write_dense(folder: Path, family: str, **options: Any) -> Path:
     write_tiny(folder, **{"layers": 4, **shape, **options})
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    for key in ("attention_bias", "mlp_bias", *(("num_experts",) if "num_local_experts" in keys else ())):
+    named = {"num_local_experts", "moe_num_experts"} & keys.keys()
+    for key in ("attention_bias", "mlp_bias", *(("num_experts",) if named else ())):
         config.pop(key, None)
     if {"layer_norm_eps", "norm_eps", "layer_norm_epsilon"} & keys.keys():
         config.pop("rms_norm_eps")

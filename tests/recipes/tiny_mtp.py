@@ -47,6 +47,7 @@ NAMES: dict[str, tuple[str, str, str, str | None, str, bool]] = {
         "model.mtp.layers.{i}.",
         False,
     ),
+    "step3": (*DEEPSEEK[:3], "model.layers.{l}.transformer.shared_head.norm", *DEEPSEEK[4:]),
     "ernie": (
         "model.mtp_emb_norm.{i}",
         "model.mtp_hidden_norm.{i}",
@@ -134,13 +135,15 @@ def module_tensors(
 
     # A module's layer is like the target's last one; the loud first one is what is worth copying.
     inside: dict[str, torch.Tensor] = {}
-    for source in (f"model.layers.{layers - 1}.", "model.layers.0."):
+    slides = family in ("mimo_v2", "step3")
+    for source in (f"model.layers.{2 if slides else layers - 1}.", "model.layers.0."):
         found = {name.removeprefix(source): t for name, t in target.items() if name.startswith(source)}
         inside |= {name: t for name, t in found.items() if not inside or _alike(inside.get(name), t)}
-    if family == "mimo_v2":  # attention as in the last layer, the MLP as in the first
-        inside = {name: t for name, t in inside.items() if not name.startswith("mlp.")}
+    if slides:  # attention as in a layer that slides, the MLP as in the first
+        inside = {n: t for n, t in inside.items() if not n.startswith(("mlp.", "moe.", "share_expert."))}
         first = "model.layers.0.mlp."
         inside |= {f"mlp.{n.removeprefix(first)}": t for n, t in target.items() if n.startswith(first)}
+    if family == "mimo_v2":
         inside["pre_mlp_layernorm.weight"] = inside.pop("post_attention_layernorm.weight")
     if kind == "random":
         inside = {

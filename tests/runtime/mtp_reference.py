@@ -33,7 +33,15 @@ CONVENTIONS = {
     "mimo": Conventions(hidden_first=True),
     "ernie": Conventions(recycles_normed=False),
     "mimo_v2": Conventions(masks_first=False),
+    "step3": Conventions(masks_first=False),
     "mtp": Conventions(masks_first=False),
+}
+
+
+LIMITS = ("swiglu_limits", "swiglu_limits_shared")
+STEP_VISION = {
+    **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"image_size": 28, "patch_size": 14, "model_type": "step3p5_vision"},
 }
 
 
@@ -172,11 +180,19 @@ class LibraryMtp(PlainMtp):
 
     def __init__(self, folder: Path, family: str, modules: int, scratch: Path) -> None:
         super().__init__(folder, family, modules)
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
         layers = self.config["num_hidden_layers"]
         self.numbers = {NAMES[family][4].format(i=m, l=layers + m): layers + m for m in range(modules)}
-        around = ("enorm", "hnorm", "eh_proj", "shared_head", "embed_tokens", "final_layernorm")
+        around = (
+            "enorm",
+            "hnorm",
+            "eh_proj",
+            "shared_head",
+            "embed_tokens",
+            "final_layernorm",
+            "transformer",
+        )
         kept = {}
         for name, tensor in load_file(folder / "model.safetensors").items():
             prefix = next(filter(name.startswith, self.numbers), "")
@@ -192,11 +208,22 @@ class LibraryMtp(PlainMtp):
             kinds = ["sliding_attention"] * modules
             longer |= {"layer_types": [*self.config["layer_types"], *kinds]}
             longer |= {"mlp_layer_types": ["dense", *["sparse"] * (layers - 1), *["dense"] * modules]}
+        if family == "step3":
+            padding = {"rope_theta": 200.0, "partial_rotary_factors": 1.0, **dict.fromkeys(LIMITS, 0.0)}
+            longer |= {key: [*self.config[key], *[each] * modules] for key, each in padding.items()}
+            longer = {
+                **{"architectures": ["Step3p7ForConditionalGeneration"], "model_type": "step3p7"},
+                **{"text_config": longer, "vision_config": STEP_VISION, "tie_word_embeddings": False},
+            }
+            for name, tensor in self.tensors.items():  # scales stand around 0, also of those outside layers
+                if tensor.dim() == 1 and "norm" in name:
+                    tensor += 1
         (scratch / "config.json").write_text(json.dumps(longer))
-        model = AutoModelForCausalLM.from_pretrained(
+        kind = AutoModelForImageTextToText if family == "step3" else AutoModelForCausalLM
+        model = kind.from_pretrained(
             scratch, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
         )
-        self.model = model.eval().model
+        self.model = getattr(model.eval().model, "language_model", model.model)
 
     @torch.inference_mode()
     def layer(self, x: Tensor, prefix: str) -> Tensor:

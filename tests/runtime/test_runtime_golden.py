@@ -17,18 +17,27 @@ from spd.runtime import SamplingParams
 from tests.helpers import make_engine, random_prompts, read_model_config, run_all, speaks_as
 from tests.recipes.tiny import LLAMA, VARIANTS
 from tests.recipes.tiny_dense import FAMILIES, LONG_ORIGINAL, write_dense
-from tests.runtime.test_runtime_wrappers import WRAPPED
+from tests.runtime.test_runtime_wrappers import VISION, WRAPPED
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("untried")
 
 
 def as_known(folder: Path, elsewhere: Path) -> Path:
-    """A copy under the architecture whose layers MiMo's are; `transformers` does not know MiMo itself."""
+    """A copy under the architecture whose layers MiMo's are; `transformers` does not know MiMo itself.
+
+    And Step-3.5 only inside of what sees images.
+    """
     shutil.copytree(folder, elsewhere / "known")
     path = elsewhere / "known" / "config.json"
-    names = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-    path.write_text(json.dumps({**json.loads(path.read_text()), **names}))
+    config = json.loads(path.read_text())
+    if config["model_type"] == "step3p5":
+        vision = {**VISION, "model_type": "step3p5_vision"}
+        names = {"architectures": ["Step3p7ForConditionalGeneration"], "model_type": "step3p7"}
+        config = {"text_config": config, "vision_config": vision, "tie_word_embeddings": False}
+    else:
+        names = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    path.write_text(json.dumps({**config, **names}))
     return path.parent
 
 
@@ -53,8 +62,9 @@ def test_logits_and_greedy_text_equal_transformers(
     """A prompt several windows long, and for one family so long that whole blocks are left behind."""
     own = name in VARIANTS
     folder = tiny(name) if own else write_dense(tmp_path / "model", name, max_positions=2048)
-    known = as_known(folder, tmp_path) if name == "mimo" else folder
-    reference = transformers.AutoModelForCausalLM.from_pretrained(known, dtype=torch.float32).eval()
+    known = as_known(folder, tmp_path) if name in ("mimo", "step3") else folder
+    kind = transformers.AutoModelForImageTextToText if name == "step3" else transformers.AutoModelForCausalLM
+    reference = kind.from_pretrained(known, dtype=torch.float32).eval()
     engine = make_engine(folder, ctx=LONG_ORIGINAL if name == "phi3_long" else 256 if own else 1024)
     prompt = random_prompts(1, 700 if name == "mistral" else 90, 256, seed=len(name))[0]
     run = speaks_as(reference, engine, prompt, 12)
@@ -65,7 +75,7 @@ def test_logits_and_greedy_text_equal_transformers(
     assert run.finish_reason == ("stop" if run.tokens[-1] in engine.eos_ids else "length")
 
 
-@pytest.mark.parametrize("variant", every("mimo"))
+@pytest.mark.parametrize("variant", every("mimo", "step3"))
 def test_what_transformers_saves_is_read(tiny: Callable[..., Path], tmp_path: Path, variant: str) -> None:
     """Every class in the installed version's own spelling: the same model, tensor by tensor."""
     folder = tiny(variant) if variant in VARIANTS else write_dense(tmp_path / "published", variant)

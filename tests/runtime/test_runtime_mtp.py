@@ -34,10 +34,11 @@ HEADS: dict[str, dict[str, Any]] = {
     "glm4": {"family": "glm4", "variant": "glm4_moe"},
     "glm4_lite": {"family": "glm4", "variant": "glm4_moe_lite"},
     "mimo_v2": {"family": "mimo_v2", "variant": "mimo_v2", "modules": 2},
+    "step3": {"family": "step3", "variant": "step3", "modules": 3},
 }
-BY_LIBRARY = ("deepseek_v3", "deepseek_v3_2", "glm4", "glm4_lite", "mimo_v2")
+BY_LIBRARY = ("deepseek_v3", "deepseek_v3_2", "glm4", "glm4_lite", "mimo_v2", "step3")
 SHORT = {("deepseek", 1), ("mimo3", 4), ("ernie", 2), ("deepseek_v3", 3), ("glm4_lite", 2)}
-SHORT |= {("mimo_v2", 3)}
+SHORT |= {("mimo_v2", 3), ("step3", 2)}
 
 Shelf = Callable[..., Path]
 Texts = list[tuple[tuple[int, ...], Run]]

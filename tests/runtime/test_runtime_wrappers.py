@@ -42,6 +42,18 @@ WRAPPED: dict[str, list[dict[str, Any]]] = {
             "vision_config": VISION,
         },
     ],
+    "Step3p7ForConditionalGeneration": [
+        {
+            "text_config": {
+                **{**SMALL, "model_type": "step3p5", "sliding_window": 24, "n_routed_experts": 8},
+                **{"num_experts_per_tok": 2, "moe_intermediate_size": 24, "share_expert_dim": 20},
+                **{"layer_types": ["full_attention", *["sliding_attention"] * 2]},
+                **{"mlp_layer_types": ["dense", "sparse", "sparse"], "num_sliding_attention_heads": 6},
+                **{"swiglu_limits": [0, 0.5, 0], "swiglu_limits_shared": [0.6, 0.4, None]},
+            },
+            "vision_config": {**VISION, "model_type": "step3p5_vision"},
+        }
+    ],
     "Gemma4ForConditionalGeneration": [
         {
             "text_config": {**GEMMA4, "model_type": "gemma4_text"},

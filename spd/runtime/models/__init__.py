@@ -29,6 +29,7 @@ FAMILIES: dict[str, Callable[[ModelConfig], ModelLayout]] = {
     "Qwen3NextForCausalLM": families.qwen3_5,
     "Qwen3_5ForCausalLM": families.qwen3_5,
     "Qwen3_5MoeForCausalLM": families.qwen3_5,
+    "Step3p5ForCausalLM": families.step3,
     "MiMoForCausalLM": families.qwen2,
     "MiMoV2FlashForCausalLM": families.mimo_v2,
     "Ernie4_5ForCausalLM": families.ernie4_5,

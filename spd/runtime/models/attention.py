@@ -37,6 +37,7 @@ class Attention:
             for name in ("qkv", "q_norm", "k_norm"):
                 build.reorder(tensors, name, order, turned)
         self.qkv = build.matrix(tensors, "qkv") if layout.reads_pairs else build.after_norm(tensors, "qkv")
+        self.gates = build.after_norm(tensors, "gates") if layout.head_gates else None
         self.output = build.summed(tensors, "output", centred=layout.centred_output)
         self.parts = [layout.widest, layout.num_heads * layout.head_dim]
         """Columns of queries, keys and values, and of gates behind them."""
@@ -105,6 +106,9 @@ class Attention:
             mixed = heads[..., : self.layout.value_dim].flatten(1) * self.layout.value_scale
         if gates is not None:
             mixed = mixed * gates.sigmoid()
+        if self.gates is not None:
+            opened = self.gates(stream, batch).x.sigmoid()
+            mixed = (mixed.view(*opened.shape, -1) * opened[..., None]).flatten(1)
         return self.output(Residual(mixed), batch, stream if onto is None else onto)
 
     def _turned(self, query: Tensor, rows: RotatedRows) -> Tensor:

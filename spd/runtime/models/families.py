@@ -74,7 +74,10 @@ def layered(
             window = config.sliding[i] if config.sliding else None
             own = {} if window is None else _local(config, attention) | slid
             mixer = replace(attention, sliding=window, still=True in config.still[i : i + 1], **own)
-        layers.append(LayerLayout(mixer, sparse if experts and experts.sparse_layers[i] else dense))
+        mlp, limits = sparse if experts and experts.sparse_layers[i] else dense, config.limits[i : i + 1]
+        for cuts in limits:
+            mlp = replace(mlp, limits=cuts) if isinstance(mlp, MoeLayout) else replace(mlp, limit=cuts[1])
+        layers.append(LayerLayout(mixer, mlp))
     scales = config.scales
     unit = scales.embedding / scales.residual
     return ModelLayout(
@@ -197,6 +200,13 @@ def mimo_v2(config: ModelConfig) -> ModelLayout:
     """MiMo-V2-Flash: values narrower than keys; layers that slide have sinks and more key heads."""
     values = replace(usual_attention(config), value_dim=config.value_dim, value_scale=config.scales.values)
     return layered(config, values, sinks=True)
+
+
+def step3(config: ModelConfig) -> ModelLayout:
+    """Step-3.5 and 3.7-Flash (text): gates of heads, more heads where layers slide, gates that layers cut."""
+    norms = {"qk_norm": True, "centred_norms": True, "head_gates": True}
+    scale = None if config.query_scalar is None else config.query_scalar**-0.5
+    return replace(varied(config, {"centred_norms": True}, scale=scale, **norms), centred_norm=True)
 
 
 def glm4(config: ModelConfig) -> ModelLayout:

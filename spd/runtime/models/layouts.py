@@ -79,6 +79,8 @@ class GqaLayout:
     """Queries, keys and values are one tensor in the checkpoint too."""
     reads_pairs: bool = False
     """Queries, keys and values are made of a token and a state side by side, each with a norm of its own."""
+    head_gates: bool = False
+    """As `gated`, by a gate for each whole head, of a matrix of its own."""
     gated: bool = False
     """What attention gives is scaled by the sigmoid of gates, which stand beside each head's queries."""
     shard: Shard = WHOLE
@@ -101,7 +103,8 @@ class GqaLayout:
         key, value = (Cut(0, ((first * each, (first + count) * each),)) for each in (size, values))
         behind = [(begin + start, begin + stop) for begin in (queries, queries + self.whole * size)]
         both, output = Cut(0, (*query.ranges, *behind)), self.shard.columns(self.num_heads * values)
-        return {"q_proj": query, "k_proj": key, "v_proj": value, "qkv_proj": both, "o_proj": output}
+        found = {"q_proj": query, "k_proj": key, "v_proj": value, "qkv_proj": both, "o_proj": output}
+        return found | {"g_proj": self.shard.rows(self.num_heads)}
 
     @property
     def value_size(self) -> int:
@@ -126,6 +129,8 @@ class GqaLayout:
         width = 2 * hidden if self.reads_pairs else hidden
         cuts = self._cuts()
         found |= fused("qkv", block, qkv, width, biased=self.qkv_bias, cuts=cuts)
+        if self.head_gates:
+            found |= fused("gates", block, {"g_proj": self.num_heads}, hidden, cuts=cuts)
         mixed = self.num_heads * self.value_size
         found |= fused("output", block, {"o_proj": hidden}, mixed, biased=self.output_bias, cuts=cuts)
         if self.sinks:
@@ -247,6 +252,8 @@ class MlpLayout:
     """A norm behind the block, before the sum."""
     centred_output: bool = False
     """As of `GqaLayout`."""
+    limit: float | None = None
+    """Where gates, after their function, are cut above, and what they open both ways."""
     fused_gate_up: bool = False
     """Gate and up are one tensor in the checkpoint too."""
     shard: Shard = WHOLE
@@ -292,6 +299,8 @@ class MoeLayout:
     centred_norms: bool = False
     """Scales of norms are stored as their distance from 1."""
     pre_norm: str = "post_attention_layernorm"
+    limits: tuple[float | None, float | None] = (None, None)
+    """As of `MlpLayout`, of routed experts and of the shared one."""
     turned: bool = True
     """Clamped experts stand inputs before outputs, as `transformers` writes them."""
     shard: Shard = WHOLE
@@ -317,6 +326,7 @@ class MoeLayout:
             block=f"mlp.{name}",
             fused_gate_up=name == "shared_mlp",
             gate=None if self.experts.plain else "silu",
+            limit=self.limits[1],
             shard=self.shard,
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -86,6 +87,12 @@ def squared_relu(x: Tensor) -> Tensor:
     return x.relu().square()
 
 
+def cut_silu(x: Tensor, limit: float) -> Tensor:
+    """Gates and what they open [T, 2 N], side by side, both cut: see `MlpLayout`."""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+
 EXPERT_NAMES = ("experts_gate_up", "experts_down")
 Experts = NativeExperts | RoutedExperts | TorchExperts
 """All routed experts of a layer; `onto` adds the weighed sum of what they make of x [T, K] to a stream."""
@@ -101,7 +108,9 @@ class GatedMlp:
         self, layout: MlpLayout, tensors: Tensors, build: LayerBuilder, shared: bool = False
     ) -> None:
         """shared: it stands beside experts, whose sum over ranks takes its part along."""
-        self.plain, self.gate_up = layout.gate is None, build.after_norm(tensors, "gate_up", layout.gate)
+        self.plain, self.limit = layout.gate is None, layout.limit
+        gate = layout.gate if self.limit is None else None
+        self.gate_up = build.after_norm(tensors, "gate_up", gate)
         if shared:
             self.down = build.matrix(tensors, "down", cut=True)
         else:
@@ -110,6 +119,8 @@ class GatedMlp:
     def inner(self, stream: Residual, batch: ForwardBatch) -> Residual:
         """What the last matrix reads."""
         inner = self.gate_up(stream, batch)
+        if self.limit is not None:
+            return Residual(cut_silu(inner.x, self.limit))
         return Residual(squared_relu(inner.x)) if self.plain else inner
 
     def __call__(self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None) -> Residual:
@@ -166,8 +177,10 @@ def _experts(layout: MoeLayout, tensors: Tensors, build: LayerBuilder) -> Expert
         build.stacked(tensors, name, layout.experts.num_experts, cut=name == EXPERT_NAMES[1])
         for name in EXPERT_NAMES
     )
-    if layout.experts.plain:
-        return TorchExperts(lambda x, e: expert_linear(squared_relu(expert_linear(x, gate_up, e)), down, e))
+    limit = layout.limits[0]
+    if layout.experts.plain or limit is not None:
+        act = squared_relu if limit is None else partial(cut_silu, limit=limit)
+        return TorchExperts(lambda x, e: expert_linear(act(expert_linear(x, gate_up, e)), down, e))
     if build.kernels.facts.folds_norms:
         gate_up, down = (tiled(each) if isinstance(each, GroupedWeight) else each for each in (gate_up, down))
     if (native := build.kernels.native) is None:

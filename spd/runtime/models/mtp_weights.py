@@ -28,6 +28,7 @@ def module_layer(config: ModelConfig, family: MtpFamily, shard: Shard = WHOLE) -
     layers = [layer for layer in family_layout(config).layers if layer.attention.cache]
     if family.slides:
         dense = next((layer.mlp for layer in layers if isinstance(layer.mlp, MlpLayout)), usual_mlp(config))
+        dense = replace(dense, limit=None)
         layers = [replace(layer, mlp=dense) for layer in layers if getattr(layer.attention, "sliding", None)]
     return layers[family.like_layer].sharded(shard)
 

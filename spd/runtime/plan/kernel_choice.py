@@ -62,8 +62,9 @@ def torch_alone(layers: Iterable[LayerLayout]) -> str | None:
     for layer in layers:
         if isinstance(layer.attention, GqaLayout) and layer.attention.sinks:
             return "attention with sinks is torch's alone"
-        if isinstance(layer.mlp, MoeLayout) and layer.mlp.experts.clamped is not None:
-            return "experts with biases and clamped gates are torch's alone"
+        cut = isinstance(layer.mlp, MoeLayout) and (layer.mlp.experts.clamped or layer.mlp.limits[0])
+        if cut:
+            return "experts with clamped gates are torch's alone"
         if isinstance(layer.mlp, MoeLayout) and layer.mlp.experts.plain:
             return "experts without gates are torch's alone"
         if isinstance(layer.mlp, SideLayout) and layer.mlp.experts is not None:
