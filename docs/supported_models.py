@@ -5,7 +5,6 @@ Usage, from the repository's root: python docs/supported_models.py > docs/suppor
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import get_args
 
@@ -77,9 +76,8 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]
 
 
 def meaning(layout: Callable[..., object]) -> str:
-    """The first sentence of a family's file, or of its function, which may take two lines."""
-    told = sys.modules[layout.__module__] if layout.__name__ == "layout" else layout
-    words = " ".join((told.__doc__ or "").split("\n\n")[0].split())
+    """The first sentence of what a family's function says, which may take two lines."""
+    words = " ".join((layout.__doc__ or "").split("\n\n")[0].split())
     return words.split(". ")[0].rstrip(".")
 
 

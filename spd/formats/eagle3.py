@@ -51,13 +51,14 @@ class Eagle3Config:
     """What a head's configuration says beyond a decoder's."""
 
     target_hidden_size: int = field(metadata=keyed("target_hidden_size", 1, 1 << 20))
-    draft_vocab_size: int | None  # ids that the head knows; None: all of the target's, in their order
+    draft_vocab_size: int  # ids that the head knows
     listed_layers: tuple[int, ...] | None
     num_aux: int
     norm_before_residual: bool = field(metadata=keyed("norm_before_residual"))
     norm_before_fc: bool = field(metadata=keyed("norm_before_fc"))
     fc_norm: bool = field(metadata=keyed("fc_norm"))
     norm_output: bool = field(metadata=keyed("norm_output"))
+    own_embedding: bool = False  # it needs embeddings of its own, since the target's are of another size
 
     def aux_layers(self, target_layers: int) -> tuple[int, ...]:
         """Layers that each stream has passed which the head reads. Raises CheckpointError beyond them."""
@@ -89,12 +90,12 @@ def read_eagle3(fields: Fields) -> tuple[Eagle3Config, Fields] | None:
     listed = _listed(fields, IDS, 0) or _listed(fields, OTHER_IDS, 0) or _listed(nested, IDS, 1)
     absent = {"target_hidden_size": layer.get("target_hidden_size") or layer.get("hidden_size")}
     absent |= {"norm_before_fc": nested.get("norm_before_fc") or False, "norm_before_residual": speculators}
+    vocab_size, hidden = layer.integer("vocab_size", 1, 1 << 24), layer.get("hidden_size")
     said = {key: value for key, value in fields.values.items() if value is not None}
     facts = Fields(fields.where, {"fc_norm": False, "norm_output": False, **absent, **said}).facts(
         Eagle3Config,
-        draft_vocab_size=fields.optional_integer(
-            "draft_vocab_size", 1, layer.integer("vocab_size", 1, 1 << 24)
-        ),
+        draft_vocab_size=fields.integer("draft_vocab_size", 1, vocab_size, vocab_size),
+        own_embedding=(said.get("target_hidden_size") or absent["target_hidden_size"]) != hidden,
         listed_layers=listed,
         num_aux=len(listed) if listed else 3,
     )

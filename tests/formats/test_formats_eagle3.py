@@ -52,7 +52,7 @@ def test_a_head_as_first_published(tmp_path: Path) -> None:
     assert config.bos_token_id is None and config.eos_token_ids == ()
     assert config.eagle3 == Eagle3Config(4096, 32000, None, 3, False, False, False, False)
     assert config.eagle3.aux_layers(32) == (2, 16, 29)
-    assert facts(tmp_path, {**TRAINED, "draft_vocab_size": None}).draft_vocab_size is None
+    assert facts(tmp_path, {**TRAINED, "draft_vocab_size": None}).draft_vocab_size == TRAINED["vocab_size"]
     narrower = {**FIRST, "hidden_size": 6144, "target_hidden_size": 8192}
     assert facts(tmp_path, narrower).target_hidden_size == 8192
     assert read(tmp_path, LLAMA).eagle3 is None

@@ -157,7 +157,7 @@ def head_facts(config: ModelConfig) -> dict[str, Any] | None:
     return {
         "kind": config.head_kind,
         "target_hidden_size": facts.target_hidden_size,
-        "draft_vocab_size": (eagle3 and eagle3.draft_vocab_size) or config.vocab_size,
+        "draft_vocab_size": eagle3.draft_vocab_size if eagle3 else config.vocab_size,
         "aux_layers": eagle3 and eagle3.listed_layers,
     }
 

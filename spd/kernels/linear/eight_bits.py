@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -81,9 +79,3 @@ def block_scales(scale_inv: Tensor, rows: int) -> Tensor:
     """
     assert scale_inv.shape[0] == -(-rows // BLOCK) and BLOCK == SCALE_COLUMNS
     return scale_inv.float().repeat_interleave(BLOCK // SCALE_ROWS, 0)[: -(-rows // SCALE_ROWS)].contiguous()
-
-
-def joined_scales(scale_inv: Tensor, parts: Sequence[int]) -> Tensor:
-    """`block_scales` of weights below each other with so many rows each; scale_inv has those of all."""
-    own = torch.split(scale_inv, [-(-rows // BLOCK) for rows in parts])
-    return torch.cat([block_scales(scales, rows) for scales, rows in zip(own, parts, strict=True)])

@@ -46,23 +46,11 @@ def layout(
     return ModelLayout((layer,), tables=partial(tables, config, without), prefix=prefix, shift=1)
 
 
-def head_rows(config: ModelConfig) -> int:
-    """Ids that a head knows."""
-    assert config.eagle3 is not None
-    return config.eagle3.draft_vocab_size or config.vocab_size
-
-
-def own_embedding(config: ModelConfig) -> bool:
-    """Whether a head needs embeddings of its own, since the target's are of another size."""
-    assert config.eagle3 is not None
-    return config.eagle3.target_hidden_size != config.hidden_size
-
-
 def tables(config: ModelConfig, without: tuple[str, ...], shard: Shard) -> dict[str, Destination]:
     """What surrounds the layer, or a rank's part of it, under its full names."""
     facts, hidden = config.eagle3, config.hidden_size
     assert facts is not None
-    width, rows = facts.target_hidden_size, head_rows(config)
+    width, rows = facts.target_hidden_size, facts.draft_vocab_size
     found = {
         "fuse": Destination.of({FUSE: (hidden, facts.num_aux * width)}),
         "final_norm": Destination.of({FINAL_NORM: (hidden,)}),
@@ -73,7 +61,7 @@ def tables(config: ModelConfig, without: tuple[str, ...], shard: Shard) -> dict[
     if facts.fc_norm:
         norms = {f"fc_norm.{i}.weight": (width,) for i in range(facts.num_aux)}
         found["aux_norms"] = Destination.of(norms)
-    if own_embedding(config):
+    if facts.own_embedding:
         found["embedding"] = table_of_ids(EMBEDDING, config.vocab_size, hidden, shard)
     return {name: each for name, each in found.items() if name not in without}
 
@@ -88,9 +76,10 @@ def layer_prefix(checkpoint: Checkpoint) -> str:
 
 def shares_head(config: ModelConfig, checkpoint: Checkpoint) -> bool:
     """Whether the target's output head is used: the checkpoint has none of its own and maps no ids."""
-    assert config.eagle3 is not None
-    mapped = OFFSETS in checkpoint.tensors or head_rows(config) != config.vocab_size
-    return HEAD not in checkpoint.tensors and not mapped and not own_embedding(config)
+    facts = config.eagle3
+    assert facts is not None
+    mapped = OFFSETS in checkpoint.tensors or facts.draft_vocab_size != config.vocab_size
+    return HEAD not in checkpoint.tensors and not mapped and not facts.own_embedding
 
 
 def check_eagle3(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
@@ -99,7 +88,8 @@ def check_eagle3(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
     Raises one CheckpointError for everything that it lacks, or has in another shape or dtype, and one for
     tensors that would change what it drafts and are not read.
     """
-    prefix, rows = layer_prefix(checkpoint), head_rows(config)
+    assert config.eagle3 is not None
+    prefix, rows = layer_prefix(checkpoint), config.eagle3.draft_vocab_size
     without = ("head",) if shares_head(config, checkpoint) else ()
     expected = expected_tensors(config, layout(config, prefix, without=without))
     if EMBEDDING in checkpoint.tensors:
@@ -124,21 +114,21 @@ def head_parts(config: ModelConfig, checkpoint: Checkpoint | None) -> list[HeadP
     facts = config.eagle3
     assert facts is not None
     rules = HeadRules(normed_residual=facts.norm_before_residual, recycles_normed=facts.norm_output)
-    shared = {} if own_embedding(config) else {"embedding": SharedTable(EMBEDDING, config.vocab_size)}
-    rows, size = head_rows(config), config.vocab_size
+    shared = {} if facts.own_embedding else {"embedding": SharedTable(EMBEDDING, config.vocab_size)}
+    rows, size = facts.draft_vocab_size, config.vocab_size
     if checkpoint is None:
         import torch
 
         ids = None if rows == size else torch.arange(rows) * size // rows
         return [HeadPart(layout(config), rules, shared, ids)]
     tell_unused(check_eagle3(config, checkpoint), checkpoint.folder)
-    ids, order = _vocabulary(config, checkpoint)
+    ids, order = _vocabulary(rows, size, checkpoint)
     if order is not None or shares_head(config, checkpoint):
         shared["head"] = SharedTable(HEAD, rows, order)
     return [HeadPart(layout(config, layer_prefix(checkpoint), without=(*shared,)), rules, shared, ids)]
 
 
-def _vocabulary(config: ModelConfig, checkpoint: Checkpoint) -> tuple[Tensor | None, Tensor | None]:
+def _vocabulary(rows: int, size: int, checkpoint: Checkpoint) -> tuple[Tensor | None, Tensor | None]:
     """The target's id of each of the head's, int64 and ascending, and the order in which they are stored.
 
     None where ids are the target's own, and where the order is this one.
@@ -147,7 +137,6 @@ def _vocabulary(config: ModelConfig, checkpoint: Checkpoint) -> tuple[Tensor | N
 
     if OFFSETS not in checkpoint.tensors:
         return None, None
-    size, rows = config.vocab_size, head_rows(config)
     found, order = (torch.arange(rows) + checkpoint.read(OFFSETS).long()).sort()
     if int(found[0]) < 0 or int(found[-1]) >= size or bool((found.diff() == 0).any()):
         raise CheckpointError(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from spd.formats.block_config import ConvConfig, DeltaConfig
@@ -103,19 +104,54 @@ def varied(config: ModelConfig, mlp: Mapping[str, Any] | None = None, **attentio
     return layered(config, own, replace(usual_mlp(config), **(mlp or {})))
 
 
-def llama(config: ModelConfig) -> ModelLayout:
-    """Llama (2, 3.x), Mistral, Ministral 3, Mixtral, SmolLM3, Granite: the shared blocks, as configured."""
-    return varied(config)
+def _family(says: str, mlp: Mapping[str, Any] | None = None, **attention: Any) -> Callable[..., ModelLayout]:
+    """A family that is Llama but for such fields, and what it is called."""
+    made = partial(varied, mlp=mlp, **attention)
+    made.__doc__ = says
+    return made
 
 
-def qwen2(config: ModelConfig) -> ModelLayout:
-    """Qwen2, Qwen2.5, dense or with routed experts, and MiMo-7B: queries, keys and values have a bias."""
-    return varied(config, qkv_bias=True, output_bias=False)
-
-
-def qwen3(config: ModelConfig) -> ModelLayout:
-    """Qwen3, dense or with routed experts: queries and keys are normalised per head, then rotated."""
-    return varied(config, qk_norm=True)
+_PROJECTIONS = {"fused_gate_up": True}
+llama = _family(
+    "Llama (2, 3.x), Mistral, Ministral 3, Mixtral, SmolLM3, Granite: the shared blocks, as configured"
+)
+qwen2 = _family(
+    "Qwen2, Qwen2.5, dense or with routed experts, and MiMo-7B: queries, keys and values have a bias",
+    qkv_bias=True,
+    output_bias=False,
+)
+qwen3 = _family(
+    "Qwen3, dense or with routed experts: queries and keys are normalised per head, then rotated",
+    qk_norm=True,
+)
+lfm2 = _family(
+    "LFM2 and 2.5, dense or with routed experts: short convolutions, and between them attention",
+    qk_norm=True,
+    head_norms=("q_layernorm", "k_layernorm"),
+)
+granite_hybrid = _family(
+    "Granite 4 hybrids, dense or with routed experts: Mamba-2 layers, and every few layers attention",
+    {**_PROJECTIONS, "block": "mlp.shared_mlp"},
+)
+gpt_oss = _family(
+    "gpt-oss: heads with sinks, every other layer slides, routed experts with biases and clamped gates",
+    sinks=True,
+)
+hunyuan = _family(
+    "Hunyuan dense (0.5B to 7B): queries and keys are normalised per head after they are rotated",
+    qk_norm=True,
+    late_norms=True,
+    head_norms=("query_layernorm", "key_layernorm"),
+)
+phi3 = _family(
+    "Phi-3, Phi-3.5 and Phi-4 (dense): projections are fused in the checkpoint too",
+    _PROJECTIONS,
+    fused_qkv=True,
+)
+minimax_m2 = _family(
+    "MiniMax-M2: one norm over all query heads together and one over all key heads, experts everywhere",
+    whole_norms=True,
+)
 
 
 def glm4_moe(config: ModelConfig) -> ModelLayout:
@@ -130,16 +166,6 @@ def qwen3_5(config: ModelConfig) -> ModelLayout:
     """
     made = varied(config, {"centred_norms": True}, qk_norm=True, centred_norms=True, gated=True)
     return replace(made, centred_norm=True)
-
-
-def lfm2(config: ModelConfig) -> ModelLayout:
-    """LFM2 and 2.5, dense or with routed experts: short convolutions, and between them attention."""
-    return varied(config, qk_norm=True, head_norms=("q_layernorm", "k_layernorm"))
-
-
-def granite_hybrid(config: ModelConfig) -> ModelLayout:
-    """Granite 4 hybrids, dense or with routed experts: Mamba-2 layers, and every few layers attention."""
-    return varied(config, {"block": "mlp.shared_mlp", "fused_gate_up": True})
 
 
 def nemotron_h(config: ModelConfig) -> ModelLayout:
@@ -158,11 +184,6 @@ def nemotron_h(config: ModelConfig) -> ModelLayout:
     return ModelLayout(tuple(made[kind] for kind in facts.single))
 
 
-def gpt_oss(config: ModelConfig) -> ModelLayout:
-    """gpt-oss: heads with sinks, every other layer slides, routed experts with biases and clamped gates."""
-    return varied(config, sinks=True)
-
-
 def ernie4_5(config: ModelConfig) -> ModelLayout:
     """ERNIE-4.5, dense or with routed experts: elements 2i and 2i + 1 of a head turn together."""
     return varied(config, rotary=_interleaved(config))
@@ -172,28 +193,12 @@ def _interleaved(config: ModelConfig) -> RotaryDims:
     return RotaryDims(config.head_dim, config.rope.rotated or config.head_dim, interleaved=True)
 
 
-def hunyuan(config: ModelConfig) -> ModelLayout:
-    """Hunyuan dense (0.5B to 7B): queries and keys are normalised per head after they are rotated."""
-    names = ("query_layernorm", "key_layernorm")
-    return varied(config, qk_norm=True, late_norms=True, head_norms=names)
-
-
-def phi3(config: ModelConfig) -> ModelLayout:
-    """Phi-3, Phi-3.5 and Phi-4 (dense): projections are fused in the checkpoint too."""
-    return varied(config, {"fused_gate_up": True}, fused_qkv=True)
-
-
 def olmo3(config: ModelConfig) -> ModelLayout:
     """Olmo 3 and EXAONE 4: norms behind the blocks only; one over all heads together, or one a head."""
     whole = config.architecture == "Olmo3ForCausalLM"
     mlp = {"pre_norm": None, "post_norm": "post_feedforward_layernorm"}
     norms = {"pre_norm": None, "post_norm": "post_attention_layernorm"}
     return varied(config, mlp, whole_norms=whole, qk_norm=not whole, **norms)
-
-
-def minimax_m2(config: ModelConfig) -> ModelLayout:
-    """MiniMax-M2: one norm over all query heads together and one over all key heads, experts everywhere."""
-    return varied(config, whole_norms=True)
 
 
 def mimo_v2(config: ModelConfig) -> ModelLayout:
