@@ -237,9 +237,7 @@ def no_mtp(folder: Path, num_layers: int, declared: int) -> IncompatibleError:
     return IncompatibleError(why, reason=reason, fix=_HOW_TO_ATTACH)
 
 
-def check_mtp(
-    checkpoint: Checkpoint, source: MtpSource, layer_tensors: Shapes, dtypes: Collection[str]
-) -> dict[str, tuple[int, ...]]:
+def check_mtp(checkpoint: Checkpoint, source: MtpSource, layer_tensors: Shapes) -> dict[str, tuple[int, ...]]:
     """Names and shapes of everything that the head's modules need, seen to be there.
 
     layer_tensors: the shapes of one decoder layer by the names inside it. Raises `CheckpointError` that
@@ -258,7 +256,7 @@ def check_mtp(
     if how is not None:
         expected, kinds = how.stored(expected, checkpoint.tensors)
     ignored |= {name for name in checkpoint.tensors if name.endswith((*UNUSED, ".weight_scale"))}
-    check_tensors(checkpoint, expected, dtypes=tuple(dtypes), kinds=kinds, what=what, fix=_HOW_TO_ATTACH)
+    check_tensors(checkpoint, expected, kinds=kinds, what=what, fix=_HOW_TO_ATTACH)
     known = {*expected, *ignored}
     foreign = [name for name in checkpoint.tensors if layout.owns(name) and name not in known]
     if foreign:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from spd.errors import CheckpointError, IncompatibleError
-from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint
+from spd.formats.checkpoint import Checkpoint
 from spd.formats.folder import ModelFolder
 from spd.formats.mtp import (
     FAMILIES,
@@ -100,17 +100,17 @@ def test_a_complete_head_passes_and_anything_else_is_named(tmp_path: Path) -> No
     target = ModelFolder(head_folder(tmp_path / "target")).head.config
     source = MtpSource(ModelFolder(tmp_path), layout, target)
     with checkpoint_of(tmp_path / "whole", whole) as checkpoint:
-        assert set(check_mtp(checkpoint, source, LAYER, FLOAT_DTYPES)) == set(whole)
+        assert set(check_mtp(checkpoint, source, LAYER)) == set(whole)
     scaled = {**whole, "model.layers.2.mlp.down_proj.weight_scale_inv": (1, 1)}
     with checkpoint_of(tmp_path / "scaled", scaled) as checkpoint:
-        assert set(check_mtp(checkpoint, source, LAYER, FLOAT_DTYPES)) == set(whole)
+        assert set(check_mtp(checkpoint, source, LAYER)) == set(whole)
     for name in deepseek(modules=2):
         partial = {key: shape for key, shape in whole.items() if key != name}
         found = find_mtp("DeepseekV3ForCausalLM", set(partial), LAYERS)
         assert found == layout
         with checkpoint_of(tmp_path / name, partial) as checkpoint:
             with refused(CheckpointError, "tensors of the MTP head", "1 missing", name) as caught:
-                check_mtp(checkpoint, source, LAYER, FLOAT_DTYPES)
+                check_mtp(checkpoint, source, LAYER)
             assert "--mtp HEAD" in caught.value.fix[0] and "convert-mtp" in caught.value.fix[0]
     for extra, shape, words in (
         ("model.layers.3.self_attn.indexer.wk.weight", (4,), "belong to none"),
@@ -118,10 +118,10 @@ def test_a_complete_head_passes_and_anything_else_is_named(tmp_path: Path) -> No
     ):
         checkpoint = checkpoint_of(tmp_path / words, {**whole, extra: shape})
         with checkpoint, refused(CheckpointError, words, extra):
-            check_mtp(checkpoint, source, LAYER, FLOAT_DTYPES)
+            check_mtp(checkpoint, source, LAYER)
     checkpoint = checkpoint_of(tmp_path / "ints", whole, torch.int8)
     with checkpoint, refused(CheckpointError, "unsupported dtype"):
-        check_mtp(checkpoint, source, LAYER, FLOAT_DTYPES)
+        check_mtp(checkpoint, source, LAYER)
 
 
 def test_a_lost_head_is_refused_with_the_way_to_attach_one(tmp_path: Path) -> None:

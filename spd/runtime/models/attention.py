@@ -133,16 +133,13 @@ class Attention:
         """qkv [T, N] with all query heads normalised together, and all key heads, over every rank's."""
         sizes = [query_scale.shape[0], key_scale.shape[0]]
         *parts, value = torch.split(qkv, [*sizes, sizes[1]], dim=1)
-        scales = (query_scale, key_scale)
-        if self.ranks is None:
-            normed = [rms_norm(x, scale, self.epsilon) for x, scale in zip(parts, scales, strict=True)]
-            return torch.cat([*normed, value], 1)
-        squares = torch.stack([x.float().square().sum(1) for x in parts], 1)
-        widths = self.ranks.size * torch.tensor(sizes, device=qkv.device)
-        factors = (self.ranks.sum(squares) / widths + self.epsilon).rsqrt()
+        means = torch.stack([x.float().square().mean(1) for x in parts], 1)
+        if self.ranks is not None:
+            means = self.ranks.sum(means) / self.ranks.size
+        factors, scales = (means + self.epsilon).rsqrt().unbind(1), (query_scale, key_scale)
         normed = [
             ((x.float() * factor[:, None]).to(qkv.dtype) * scale).to(qkv.dtype)
-            for x, factor, scale in zip(parts, factors.unbind(1), scales, strict=True)
+            for x, factor, scale in zip(parts, factors, scales, strict=True)
         ]
         return torch.cat([*normed, value], 1)
 

@@ -285,6 +285,9 @@ def gemma4(config: ModelConfig, reads: Mapping[bool, int] | None = None) -> Mode
         scale=1.0,
         post_norm="post_attention_layernorm",
     )
+    size = facts.head_dim
+    wide = replace(usual, head_dim=size, num_kv_heads=facts.kv_heads, rotary=RotaryDims(size, size))
+    wide = replace(wide, key_is_value=facts.key_is_value)
     behind = "post_feedforward_layernorm_1" if config.experts else "post_feedforward_layernorm"
     mlp = replace(usual_mlp(config), gate="gelu", pre_norm="pre_feedforward_layernorm", post_norm=behind)
     for index, window in enumerate(config.sliding or (None,) * config.num_layers):
@@ -292,19 +295,9 @@ def gemma4(config: ModelConfig, reads: Mapping[bool, int] | None = None) -> Mode
         width = config.intermediate_size * (2 if shares and facts.double_wide else 1)
         if not shares:
             sources[window is None] = index
-        attention = replace(
-            _of_window(config, usual, window), reads=sources[window is None] if shares else None
-        )
+        own = replace(usual, sliding=window, local_rope=True) if window is not None else wide
+        attention = replace(own, reads=sources[window is None] if shares else None)
         side = SideLayout(replace(mlp, intermediate_size=width), config.experts, facts.per_layer, index)
         layers.append(LayerLayout(attention, side))
     per_layer = (facts.per_layer_vocab, facts.per_layer) if facts.per_layer else None
     return ModelLayout(tuple(layers), embedding_scale=math.sqrt(config.hidden_size), per_layer=per_layer)
-
-
-def _of_window(config: ModelConfig, usual: GqaLayout, window: int | None) -> GqaLayout:
-    if window is not None:
-        return replace(usual, sliding=window, local_rope=True)
-    assert config.gemma4 is not None
-    size, heads = config.gemma4.head_dim, config.gemma4.kv_heads
-    own = replace(usual, head_dim=size, num_kv_heads=heads, rotary=RotaryDims(size, size))
-    return replace(own, key_is_value=config.gemma4.key_is_value)

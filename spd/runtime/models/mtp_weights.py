@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from functools import partial
 
-from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint
+from spd.formats.checkpoint import Checkpoint
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import MtpFamily, MtpSource, check_mtp
 from spd.runtime.models import family_layout
@@ -81,5 +81,4 @@ def module_position_size(config: ModelConfig, family: MtpFamily, shard: Shard = 
 
 def check_source(source: MtpSource, checkpoint: Checkpoint) -> dict[str, Shape]:
     """Names and shapes of a head's tensors, seen to be there; see `check_mtp`."""
-    layer = module_layer(source.config, source.layout.family).tensors()
-    return check_mtp(checkpoint, source, layer, FLOAT_DTYPES)
+    return check_mtp(checkpoint, source, module_layer(source.config, source.layout.family).tensors())
