@@ -28,6 +28,8 @@ FEW = ("biases", "qwen3", "deepseek_v3", "deepseek_v2_lite", "glm4_moe", "qwen3_
 TORCH_ALONE = {
     "gpt_oss": "attention with sinks is torch's alone",
     "gemma4_moe": "experts with gelu gates are torch's alone",
+    "mimo_v2": "attention with sinks is torch's alone",
+    "step3": "experts with clamped gates are torch's alone",
     "nemotron_h_moe": "experts without gates are torch's alone",
 }
 """Families without C kernels, and what the plan says."""

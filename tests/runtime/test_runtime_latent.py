@@ -14,8 +14,8 @@ from spd.formats.model_config import ModelConfig
 from spd.formats.rope_config import RopeConfig
 from spd.runtime.layers.base import LayerCache
 from spd.runtime.layers.rotary import inverse_frequencies
-from spd.runtime.models import families, family_layout
-from spd.runtime.models.weights import expected_tensors, scale_shape
+from spd.runtime.models import family_layout
+from spd.runtime.models.weights import expected_tensors
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.rows import SlotView
 from tests.helpers import make_engine, read_model_config
@@ -36,7 +36,7 @@ def deepseek_v3(tiny: Callable[..., Path]) -> ModelConfig:
 
 def test_figures_of_deepseek_v3(tiny: Callable[..., Path]) -> None:
     config = deepseek_v3(tiny)
-    assert families.softmax_scale(config) == pytest.approx(0.135234, abs=5e-7)
+    assert family_layout(config).layers[0].attention.scale == pytest.approx(0.135234, abs=5e-7)
     plain = inverse_frequencies(RopeConfig("default", 10000.0), 64)
     share = inverse_frequencies(config.rope, 64) / plain
     kept, stretched = torch.ones(11), torch.full((9,), 1 / 40)
@@ -46,7 +46,6 @@ def test_figures_of_deepseek_v3(tiny: Callable[..., Path]) -> None:
     assert shapes["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"] == (576, 7168)
     assert shapes["model.layers.0.self_attn.kv_b_proj.weight"] == (32768, 512)
     assert shapes["model.layers.0.self_attn.q_b_proj.weight"] == (24576, 1536)
-    assert scale_shape((576, 7168), (128, 128)) == (5, 56)
     assert family_layout(config).layers[0].attention.cache == ((576,),)
 
 
@@ -55,7 +54,7 @@ def test_the_scale_is_corrected_for_yarn_only(tiny: Callable[..., Path]) -> None
     without = replace(config, rope=replace(config.rope, mscale_all_dim=None))
     unstretched = replace(config, rope=RopeConfig("default", 10000.0))
     for other in (without, unstretched):
-        assert families.softmax_scale(other) == pytest.approx(192**-0.5, rel=1e-12)
+        assert family_layout(other).layers[0].attention.scale == pytest.approx(192**-0.5, rel=1e-12)
 
 
 # -- equal bits ------------------------------------------------------------------------------------

@@ -232,23 +232,19 @@ def cohere2(config: ModelConfig) -> ModelLayout:
     return replace(made, layers=layers, centred_stream=True)
 
 
-def softmax_scale(config: ModelConfig) -> float:
-    """1 / sqrt(head size), with YaRN's correction, which grows with the stretch of the context."""
-    rope = config.rope
-    correction = yarn_scale(rope.factor, rope.mscale_all_dim or 0.0) if rope.kind == "yarn" else 1.0
-    return float(config.head_dim**-0.5 * correction**2)
-
-
 def deepseek(config: ModelConfig) -> ModelLayout:
     """DeepSeek V2, V2-Lite, V3, R1, V3.1, GLM-4.7-Flash: latent attention; experts after the first layers.
 
     Source: DeepSeek-V2 (2405.04434), DeepSeek-V3 (2412.19437), and their published configurations.
     """
-    assert config.latent is not None
-    attention = LatentLayout(
-        config.hidden_size, config.num_heads, config.latent, softmax_scale(config), config.attention_bias
+    rope, latent = config.rope, config.latent
+    assert latent is not None
+    # YaRN's correction grows with the stretch of the context.
+    correction = yarn_scale(rope.factor, rope.mscale_all_dim or 0.0) if rope.kind == "yarn" else 1.0
+    scale = config.head_dim**-0.5 * correction**2
+    return layered(
+        config, LatentLayout(config.hidden_size, config.num_heads, latent, scale, config.attention_bias)
     )
-    return layered(config, attention)
 
 
 def gemma(config: ModelConfig) -> ModelLayout:
