@@ -6,12 +6,13 @@ Usage, from the repository's root: python docs/supported_models.py > docs/suppor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import get_args
 
 from spd.formats import assistant, eagle3, mtp
 from spd.formats.block_config import KINDS
 from spd.formats.checkpoint import FLOAT_DTYPES
-from spd.formats.model_config import REFUSED_ARCHITECTURES, SUPPORTED_ARCHITECTURES, WRAPPERS
+from spd.formats.model_config import SUPPORTED_ARCHITECTURES, WRAPPERS
 from spd.formats.rope_config import RopeKind
 from spd.runtime.models import FAMILIES
 
@@ -117,9 +118,7 @@ def document() -> str:
         lines.append(
             f"Known for targets that are not served yet: {', '.join(f'`{name}`' for name in others)}."
         )
-    lines += ["", "## Refused by name", ""]
-    refused = ((f"`{name}`", why) for name, why in REFUSED_ARCHITECTURES.items())
-    lines += table(("architecture", "because"), refused)
+    lines += ["", "## Every class", "", Path(__file__).with_name("every-class.md").read_text().rstrip()]
     return "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from spd.formats.chat_template import ChatTemplate, encode_chat
+from spd.formats.chat_template import ChatTemplate, encode_rendered, render_chat
 from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime import SamplingParams
@@ -54,7 +54,8 @@ def ask(name: str, folder: Path = demo_folder()) -> tuple[int, ...]:
     template = ChatTemplate.open(folder)
     assert template is not None
     messages = [{"role": "user", "content": f"What does {name} do?"}]
-    return tuple(encode_chat(Tokenizer.open(folder), template, messages))
+    tokenizer = Tokenizer.open(folder)
+    return tuple(encode_rendered(tokenizer, render_chat(tokenizer, template, messages)))
 
 
 def replies(folder: Path, temperature: float, count: int, **wishes: object) -> list[Run]:

@@ -24,7 +24,6 @@ SINGLE = (*RECURRENT, "mlp", "moe")
 _OLDER = {"mamba": LINEAR, "attention": KINDS[0], "M": LINEAR, "*": KINDS[0], "-": "mlp", "E": "moe"}
 """What kinds are called in older files, and the letters of Nemotron-H."""
 MLPS = ("dense", "sparse")
-KEY_HEADS = "num_key_value_heads"
 SLIDING_HEADS = ("swa_num_attention_heads", "swa_num_key_value_heads")
 """Keys of the heads of layers that slide, where they have others."""
 MAX_TAPS, MAX_DELTA_DIM = 16, 256
@@ -183,12 +182,11 @@ def read_sliding(fields: Fields, num_layers: int, known: Container[str]) -> tupl
 
 def read_still(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     """Which layers do not turn: a list, 0 for such a layer, or every few layers one; empty where all turn."""
-    turns, key = fields.get("no_rope_layers"), "no_rope_layers"
-    if turns is None:
+    if (key := "no_rope_layers") not in fields:
         every = fields.optional_integer("no_rope_layer_interval", 1, MAX_PERIOD)
         return tuple(layer % every == 0 for layer in range(1, num_layers + 1)) if every else ()
-    if not isinstance(turns, list) or len(turns) < num_layers or any(turn not in (0, 1) for turn in turns):
-        raise fields.refused(key, f"is not a list of {num_layers} zeros and ones, one a layer")
+    turns = fields.integers(key, 0, 1)
+    fields.require(len(turns) >= num_layers, key, f"is not a list of {num_layers}, one a layer")
     return tuple(not turn for turn in turns[:num_layers])
 
 
@@ -324,14 +322,14 @@ def minimax_keys(fields: Fields) -> dict[str, object]:
 
 def mimo_keys(fields: Fields) -> dict[str, object]:
     """What `mimo_v2_flash` says in its own way: kinds of layers by numbers, key heads of those that slide."""
-    layers, key_heads = (fields.integer(key, 1, MAX_RANK) for key in ("num_hidden_layers", KEY_HEADS))
+    layers, key_heads = (
+        fields.integer(key, 1, MAX_RANK) for key in ("num_hidden_layers", "num_key_value_heads")
+    )
     found: dict[str, object] = {SLIDING_HEADS[1]: fields.get(SLIDING_HEADS[1]) or 2 * key_heads}
-    usual = [int(layer > 0 and (layer + 1) % 6 > 0) for layer in range(layers)], [0] + [1] * (layers - 1)
     keys = ("layer_types", "hybrid_layer_pattern", KINDS), ("mlp_layer_types", "moe_layer_freq", MLPS)
-    for (key, older, kinds), numbers in zip(keys, usual, strict=True):
+    for key, older, kinds in keys:
         if key not in fields:
-            listed = fields.integers(older, 0, 1, layers) if older in fields else numbers
-            found |= {key: [kinds[number] for number in listed], older: None}
+            found |= {key: [kinds[number] for number in fields.integers(older, 0, 1, layers)], older: None}
     if "sliding_window_size" in fields:  # which counts the positions before a row's own
         found["sliding_window"] = 1 + fields.integer("sliding_window_size", 0, MAX_POSITIONS)
     return found
@@ -415,6 +413,7 @@ def _of_wide_layers(fields: Fields, kinds: tuple[int | None, ...]) -> Fields:
         keys = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
         return fields.having({key: fields.get(own) for key, own in keys.items()}, keys)
     wide = [str(layer) for layer, window in enumerate(kinds) if window is None]
+    each = Fields(each.where, {key.lstrip("0") or "0": value for key, value in each.values.items()})
     alike = all(each.values.get(layer) == each.values.get(wide[0]) for layer in wide)
     why = "differs among layers of a kind, which is not supported"
     fields.require(alike and set(each.values) == set(wide), "per_layer_config", why)

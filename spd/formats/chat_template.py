@@ -1,8 +1,8 @@
 """Chat messages to a prompt: the model's own Jinja2 template, rendered in a limited child process.
 
 The child (`template_worker`) reads and writes lines of JSON. One that a limit ended is started anew by the
-next request; it ends by itself when this process does, because its input ends. `encode_chat` keeps what is
-written in messages plain text: <|im_end|> there does not end a message, while the same in the template does.
+next request; it ends by itself when this process does, because its input ends. What is written in messages
+stays plain text: <|im_end|> there does not end a message, while the same in the template does.
 """
 
 from __future__ import annotations
@@ -107,17 +107,6 @@ class RenderedChat:
             return None
         ends = [end for end, character in enumerate(self.marked, 1) if character != self.mark]
         return RenderedChat(self.marked[ends[len(beginning) - 1] if beginning else 0 :], self.mark)
-
-
-def encode_chat(
-    tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], **variables: Any
-) -> list[int]:
-    """Token ids of a chat: special tokens of the template are parsed, those in messages stay text.
-
-    Equal to Hugging Face's `apply_chat_template` whenever no message spells a special token.
-    Raises what `ChatTemplate.render` and `Tokenizer.encode` raise.
-    """
-    return encode_rendered(tokenizer, render_chat(tokenizer, template, messages, **variables))
 
 
 def render_chat(

@@ -6,7 +6,8 @@ change the model. Nothing a folder brings (`auto_map`, custom code) is ever impo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
@@ -121,6 +122,7 @@ _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256
 _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _UNCAPPED = {**_GEMMA, **dict.fromkeys(_CAPS)}
 _GEMMA3 = {**_UNCAPPED, **_LONG, "rope_theta": 1e6, _LOCAL: 1e4, "sliding_window_pattern": 6}
+_UNSAID = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208}
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _GRANITE, _ERNIE = {**_SHORT, **dict.fromkeys(_MULTIPLIERS, 1.0)}, {**_LONG, **_EPS, "rope_theta": 5e5}
 _PHI3 = {**_EPS, "max_position_embeddings": 4096, "partial_rotary_factor": 1.0, "sliding_window": None}
@@ -143,6 +145,8 @@ _HYBRID_MOE = {**_HYBRID, _SHARED: 512, "norm_topk_prob": True}
 _NEMOTRON = {**_EPS, **_GROUPS, "max_position_embeddings": 4096, "head_dim": 128, _SHARED: 7688}
 _read_delta = partial(blocks.read_recurrent, kinds=blocks.RECURRENT)
 _read_conv = partial(blocks.read_recurrent, kinds=blocks.CONVOLVING)
+_LFM2_DENSE = {**_LFM2, "block_auto_adjust_ff_dim": True}
+_CONVOLVES = _Family("lfm2", _LFM2_DENSE, recurrent=_read_conv, own=("norm_eps",), spelled=blocks.lfm2_keys)
 _read_single = partial(blocks.read_recurrent, kinds=blocks.SINGLE, corrects=False)
 _FAMILIES = {
     "LlamaForCausalLM": _Family("llama", _SHORT),
@@ -154,7 +158,7 @@ _FAMILIES = {
     "Gemma2ForCausalLM": _Family(
         "gemma2", {**_GEMMA, **_CAPS, **_SLIDES, "max_position_embeddings": 8192, "sliding_window_pattern": 2}
     ),
-    "Gemma3ForCausalLM": _Family("gemma3_text", {**_GEMMA3, **_SLIDES}, local_base=_LOCAL),
+    "Gemma3ForCausalLM": _Family("gemma3_text", {**_GEMMA3, **_SLIDES, **_UNSAID}, local_base=_LOCAL),
     "DeepseekV2ForCausalLM": _Family(
         "deepseek_v2", _DEEPSEEK2, blocks.ROUTED, latent=True, only={"norm_topk_prob": (False,)}
     ),
@@ -162,20 +166,12 @@ _FAMILIES = {
     "Glm4MoeForCausalLM": _Family("glm4_moe", _GLM4_MOE, blocks.SIGMOID),
     "Glm4MoeLiteForCausalLM": _Family("glm4_moe_lite", _GLM4_LITE, blocks.SIGMOID, latent=True),
     "MiMoForCausalLM": _Family("mimo", _QWEN),
-    "Lfm2ForCausalLM": _Family(
-        "lfm2",
-        {**_LFM2, "block_auto_adjust_ff_dim": True},
-        recurrent=_read_conv,
-        own=("norm_eps",),
-        spelled=blocks.lfm2_keys,
-    ),
-    "Lfm2MoeForCausalLM": _Family(
-        "lfm2_moe",
-        {**_LFM2, **_GROUPS, "first_k_dense_replace": 2},
-        blocks.LFM2,
-        recurrent=_read_conv,
-        own=("norm_eps",),
-        spelled=blocks.lfm2_keys,
+    "Lfm2ForCausalLM": _CONVOLVES,
+    "Lfm2MoeForCausalLM": replace(
+        _CONVOLVES,
+        model_type="lfm2_moe",
+        absent={**_LFM2, **_GROUPS, "first_k_dense_replace": 2},
+        experts=blocks.LFM2,
     ),
     "Qwen3NextForCausalLM": _Family(
         "qwen3_next", _HYBRID_MOE, blocks.SHARED, recurrent=partial(_read_delta, interleaved=True)
@@ -345,6 +341,7 @@ WRAPPERS = {
     "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "Qwen3_5MoeForCausalLM"),
     "Mistral3ForConditionalGeneration": ("mistral3", "Ministral3ForCausalLM"),
     "Step3p7ForConditionalGeneration": ("step3p7", "Step3p5ForCausalLM"),
+    "Gemma3ForConditionalGeneration": ("gemma3", "Gemma3ForCausalLM"),
     "Gemma4ForConditionalGeneration": ("gemma4", "Gemma4ForCausalLM"),
     "Gemma4UnifiedForConditionalGeneration": ("gemma4_unified", "Gemma4ForCausalLM"),
 }
@@ -355,12 +352,17 @@ _OUTSIDE = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype"
 """What holds for the text's part too where it stands beside it."""
 SUPPORTED_ARCHITECTURES = (*_FAMILIES, *WRAPPERS)
 
-REFUSED_ARCHITECTURES = {
-    "DeepseekV32ForCausalLM": "its sparse-attention indexer is not supported",
-    "GlmMoeDsaForCausalLM": "its sparse-attention indexer is not supported",
-    "Gemma3ForConditionalGeneration": "images are not supported; a text-only Gemma3ForCausalLM is",
+_PIECES = {
+    **dict.fromkeys(("vision_config", "audio_config"), ("images and sound", "Llama")),
+    "is_encoder_decoder": ("an encoder", "Llama"),
+    **dict.fromkeys(("n_embd", "n_positions", "alibi"), ("positions that do not rotate", "Llama")),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), ("its experts", "Mixtral")),
+    **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state"), ("its recurrence", "NemotronH")),
+    **dict.fromkeys(("hc_mult", "hc_count"), ("several residual streams", "DeepseekV3")),
+    **dict.fromkeys(("kv_lora_rank", "linear_attn_config"), ("its attention", "DeepseekV3")),
+    "index_topk": ("the indexer of sparse attention", "DeepseekV3"),
 }
-"""Architectures close to supported ones, and why they are not."""
+"""Keys of unknown architectures, the piece that each speaks of, and which class comes near that one."""
 
 _DTYPES = [prefix + name for prefix in ("", "torch.") for name in ("bfloat16", "float16", "float32")]
 
@@ -480,16 +482,30 @@ def _architecture(fields: Fields) -> str:
     if names == [MTP_HEAD]:
         raise _drafts_only("an MTP head", Path(fields.where).parent, "--mtp")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    refusal = REFUSED_ARCHITECTURES.get(str(name))
-    fields.require(refusal is None, key, f"{shown(name)}: {refusal}")
-    if not isinstance(name, str) or name not in _FAMILIES:
-        why = "is not supported" if isinstance(name, str) else "does not name one architecture"
-        error = fields.refused(key, f"{shown(name or names)} {why}")
-        error.reason = (f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}",)
+    if not isinstance(name, str):
+        raise fields.refused(key, f"{shown(names)} does not name one architecture")
+    if name not in _FAMILIES:
+        error = fields.refused(key, f"{shown(name)} is not supported")
+        error.reason = tuple(_lacks(fields, name))
         raise error
     family = _FAMILIES[name]
     fields.choice("model_type", (family.model_type, *family.also), family.model_type)
     return name
+
+
+def _lacks(fields: Fields, name: str) -> Iterator[str]:
+    """Of an unknown architecture the nearest one that is known, and what it has besides."""
+    inner = fields.fields("text_config") or fields
+    types = {kind: each for each, family in _FAMILIES.items() for kind in (family.model_type, *family.also)}
+    text = types.get(str(inner.get("model_type")))
+    found = dict(piece for key, piece in _PIECES.items() if fields.get(key) or inner.get(key))
+    stem = re.split(r"For|\d", name)[0] or name
+    alike = [each for each in _FAMILIES if each.startswith(stem)]
+    near = [f"{each}ForCausalLM" for each in ("Llama", *found.values())]
+    near += [*alike, *([text] if text else [])]
+    yield f"nearest supported: {near[-1]}; missing: {', '.join(found) or 'blocks of its own'}"
+    if text and inner is not fields:
+        yield f"its text alone can be read: a copy of it saved as {text} opens"
 
 
 def _key_heads(fields: Fields, key: str, num_heads: int, usual: int) -> int:

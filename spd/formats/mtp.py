@@ -296,12 +296,6 @@ def head_config(
     }
 
 
-def is_head_folder(folder: ModelFolder) -> bool:
-    """Whether a folder says that it holds an MTP head by itself."""
-    there = (folder.path / "config.json").is_file()
-    return there and folder.fields.get("speculators_model_type") == MODEL_TYPE
-
-
 def read_head_folder(folder: ModelFolder) -> MtpSource:
     """Read what a head folder says, and find its modules; tensors are checked by `check_mtp`.
 
@@ -375,8 +369,8 @@ def plan_head(
     check: names of the tensors that a head needs, seen to be in a checkpoint. Raises IncompatibleError where
     there is no head, CheckpointError for one that is not whole, each with names.
     """
-    fields, own = source.fields, not is_head_folder(source)
-    if own:
+    fields = source.fields
+    if fields.get("speculators_model_type") != MODEL_TYPE:
         config = source.config
         refuse_head(config, source.path)
 

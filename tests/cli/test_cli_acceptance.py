@@ -90,8 +90,8 @@ def test_every_family_answers_inspect(spd_run: Callable, tmp_path: Path, family:
 
 
 def test_images_are_refused_by_name(spd_run: Callable, tmp_path: Path) -> None:
-    keys = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+    keys = {"architectures": ["Qwen3VLForConditionalGeneration"], "vision_config": {"depth": 2}}
     ran = spd_run("inspect", write_dense(tmp_path / "vision", "gemma3", config=keys))
     assert ran.code == 4 and ran.out == b""
-    assert "images are not supported" in ran.err and "Gemma3ForCausalLM" in ran.err
+    assert "missing: images and sound" in ran.err and "nearest supported: Gemma3ForCausalLM" in ran.err
     assert "Traceback" not in ran.err

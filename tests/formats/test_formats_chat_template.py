@@ -9,13 +9,20 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
 from spd.errors import CheckpointError, EngineError, IncompatibleError, UsageError
 from spd.formats import chat_template
-from spd.formats.chat_template import ChatTemplate, TemplateProcess, encode_chat, isolated
+from spd.formats.chat_template import (
+    ChatTemplate,
+    TemplateProcess,
+    encode_rendered,
+    isolated,
+    render_chat,
+)
 from spd.formats.template_worker import TemplateEnvironment, render
 from spd.formats.tokenizer import Tokenizer
 from tests.formats.formats_helpers import refused, write_json
@@ -296,7 +303,13 @@ def test_messages_that_are_no_json(open_template) -> None:
         open_template("x").render([{"content": deep}])
 
 
-# encode_chat
+# render_chat and encode_rendered
+
+
+def encode_chat(
+    tokenizer: Tokenizer, template: ChatTemplate, messages: list[dict[str, Any]], **more: Any
+) -> Any:
+    return encode_rendered(tokenizer, render_chat(tokenizer, template, messages, **more))
 
 
 @pytest.fixture(scope="module")

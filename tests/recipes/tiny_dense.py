@@ -347,6 +347,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Tensors], Te
             **{"architectures": ["MiMoV2FlashForCausalLM"], "model_type": "mimo_v2_flash"},
             **{"v_head_dim": 10, "sliding_window": WINDOW, "n_routed_experts": 8},
             "layer_types": ["full_attention", *["sliding_attention"] * 3],
+            "mlp_layer_types": ["dense", *["sparse"] * 3],
             "rope_parameters": {
                 kind: {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": 0.5}
                 for kind, base in (("full_attention", 1e5), ("sliding_attention", 200.0))

@@ -54,6 +54,16 @@ WRAPPED: dict[str, list[dict[str, Any]]] = {
             "vision_config": {**VISION, "model_type": "step3p5_vision"},
         }
     ],
+    "Gemma3ForConditionalGeneration": [
+        {
+            "text_config": {**SMALL, "model_type": "gemma3_text", "sliding_window": 24},
+            "vision_config": {
+                **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 28},
+                **{"num_attention_heads": 2, "patch_size": 14, "model_type": "siglip_vision_model"},
+            },
+            **{"tie_word_embeddings": True, "mm_tokens_per_image": 4},
+        }
+    ],
     "Gemma4ForConditionalGeneration": [
         {
             "text_config": {**GEMMA4, "model_type": "gemma4_text"},

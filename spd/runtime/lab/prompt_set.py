@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spd.errors import UsageError
-from spd.formats.chat_template import encode_chat
+from spd.formats.chat_template import encode_rendered, render_chat
 from spd.formats.files import read_input_text
 from spd.formats.folder import ModelFolder
 from spd.runtime.engine.request import Request, derived_seed
@@ -149,7 +149,9 @@ def _encode(
     def whole(text: str) -> list[int]:
         if template is None:
             return tokenizer.encode(text, add_special=True)
-        return encode_chat(tokenizer, template, [{"role": "user", "content": text}])
+        return encode_rendered(
+            tokenizer, render_chat(tokenizer, template, [{"role": "user", "content": text}])
+        )
 
     ids = whole(text)
     if length is None:

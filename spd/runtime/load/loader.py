@@ -36,8 +36,8 @@ from spd.runtime.models.weights import (
     HeadRules,
     ModelLayout,
     check_weights,
-    cuts_of,
     expected_tensors,
+    parts_of,
     table_destinations,
     tell_unused,
 )
@@ -82,7 +82,8 @@ def checkpoint_fill(
 
     whole: the layout of which `layout` is a rank's part.
     """
-    cuts = cuts_of(config, layout)
+    parts = parts_of(config, layout).items()
+    cuts = {name: part.cut for name, part in parts if part.cut is not None}
     filling = direct_fill if cuts or torch.device(device).type != "cuda" else threaded_fill
     fill = filling(checkpoint, meter, cuts)
     if config.quantization is None:

@@ -82,11 +82,6 @@ def biased_experts(layout: MoeLayout, tensors: Tensors, build: LayerBuilder) -> 
     return ClampedExperts(each[0], biases[0], each[1], biases[1], *limits)
 
 
-def squared_relu(x: Tensor) -> Tensor:
-    """What stands in place of a gate where there is none."""
-    return x.relu().square()
-
-
 def cut_silu(x: Tensor, limit: float) -> Tensor:
     """Gates and what they open [T, 2 N], side by side, both cut: see `MlpLayout`."""
     gate, up = x.chunk(2, -1)
@@ -121,7 +116,7 @@ class GatedMlp:
         inner = self.gate_up(stream, batch)
         if self.limit is not None:
             return Residual(cut_silu(inner.x, self.limit))
-        return Residual(squared_relu(inner.x)) if self.plain else inner
+        return Residual(inner.x.relu().square()) if self.plain else inner
 
     def __call__(self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None) -> Residual:
         """The stream [T, hidden], or `onto`, with this block of the stream added."""
@@ -179,7 +174,7 @@ def _experts(layout: MoeLayout, tensors: Tensors, build: LayerBuilder) -> Expert
     )
     limit = layout.limits[0]
     if layout.experts.plain or limit is not None:
-        act = squared_relu if limit is None else partial(cut_silu, limit=limit)
+        act = partial(cut_silu, limit=limit) if limit is not None else lambda x: x.relu().square()
         return TorchExperts(lambda x, e: expert_linear(act(expert_linear(x, gate_up, e)), down, e))
     if build.kernels.facts.folds_norms:
         gate_up, down = (tiled(each) if isinstance(each, GroupedWeight) else each for each in (gate_up, down))

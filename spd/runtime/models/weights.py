@@ -181,11 +181,6 @@ def parts_of(config: ModelConfig, layout: ModelLayout) -> dict[str, Part]:
     return {prefix + part.name: part for prefix, destination in found for part in destination.parts}
 
 
-def cuts_of(config: ModelConfig, layout: ModelLayout) -> dict[str, Cut]:
-    """What a rank takes of tensors that it does not take whole."""
-    return {name: part.cut for name, part in parts_of(config, layout).items() if part.cut is not None}
-
-
 def expected_tensors(config: ModelConfig, layout: ModelLayout) -> dict[str, Shape]:
     """Shapes of every tensor that must be there."""
     return {name: part.shape for name, part in parts_of(config, layout).items()}
