@@ -147,11 +147,8 @@ def _encode(
     text = tokenizer.bounded(prompt.text, length or context, cut=length is not None)
 
     def whole(text: str) -> list[int]:
-        if template is None:
-            return tokenizer.encode(text, add_special=True)
-        return encode_rendered(
-            tokenizer, render_chat(tokenizer, template, [{"role": "user", "content": text}])
-        )
+        chat = template and render_chat(tokenizer, template, [{"role": "user", "content": text}])
+        return encode_rendered(tokenizer, chat) if chat else tokenizer.encode(text, add_special=True)
 
     ids = whole(text)
     if length is None:
