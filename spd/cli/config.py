@@ -24,7 +24,7 @@ else:
 
 TYPED = frozenset(
     {"continue", "dry-run", "file", "help", "json", "jsonl", "messages", "output", "prompt-ids"}
-    | {"pull", "resume", "version", "yes", "host", "detach", "status", "no-server"}
+    | {"pull", "resume", "version", "yes", "host", "detach", "status", "no-server", "tools"}
 )
 """Options that no file may set."""
 LIMIT = 65_536  # bytes: a system message or two

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import program
+from tests.cli.serve.conftest import TEMPLATE
 
 Start = Callable[..., "Terminal"]
 
@@ -277,3 +278,38 @@ def test_loading_that_fails_ends_the_chat(terminal: Start, tmp_path: Path, early
     assert chat.settings() == chat.before
     if early:
         assert [(turn["user"], turn["reply"]) for turn in turns(tmp_path)] == [("precious words", None)]
+
+
+def test_tools_run_after_a_yes_only(terminal: Start, model: Path, tmp_path: Path) -> None:
+    """What was typed before the question, Ctrl-C and another word are no yes; results go to the next turn."""
+    settings = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    properties = {"type": "object", "properties": {"name": {"type": "string"}}}
+    command = ["bash", "-c", 'echo ran; touch "$0"', "{name}"]
+    file = tmp_path / "tools.json"
+    file.write_text(json.dumps([{"name": "make", "parameters": properties, "command": command}]))
+    called = {"name": "make", "arguments": {"name": f"{tmp_path}/made\x1b[2J\u202e"}}
+    chat = terminal("--tools", str(file), pieces=["So.", f"<tool_call>{json.dumps(called)}</tool_call>"])
+    made = Path(called["arguments"]["name"])
+    for answer in ("\r", "no\r", "\x03"):
+        chat.type("Hi\ry\r")
+        shown = chat.wait("run it? [y/N]")
+        assert b"made\\x1b[2J\\u202e" in shown
+        time.sleep(0.3)
+        chat.type(answer)
+        chat.wait("did not allow this call")
+        chat.wait("›")
+        chat.type("\x15")  # the y that was typed ahead
+        assert not made.exists()
+    chat.type("Hi\r")
+    chat.wait("run it? [y/N]")
+    chat.type("y\r")
+    chat.wait("ran")
+    chat.wait("run it? [y/N]")
+    assert made.exists()
+    chat.type("\r")
+    chat.leave()
+    *_, last, more = turns(tmp_path)
+    message, result = map(json.loads, last["answered"])
+    assert message["tool_calls"][0]["function"] == called and result["content"] == "ran\n"
+    assert more["user"] == "" and json.loads(more["answered"][1])["content"].startswith("the user did not")

@@ -8,6 +8,7 @@ taken back, or loaded from a file, the same turns give the same prompt.
 from __future__ import annotations
 
 import dataclasses
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ class Turn:
     """A message and its reply, which is None until it comes.
 
     `finish` is the engine's reason, "abort" where the reply was stopped; `seed` replays it alone.
+    `answered` holds, as JSON, the messages of a reply with calls and of their results; without a message of
+    the user, a turn goes on behind them.
     """
 
     user: str
@@ -38,6 +41,7 @@ class Turn:
     reply_ids: tuple[int, ...] = ()
     finish: str | None = None
     seed: int | None = None
+    answered: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -126,12 +130,14 @@ class ChatEncoder:
         return self._counted[1]
 
     def _render(self, system: str | None, said: Sequence[Turn], user: str) -> RenderedChat:
-        messages = [] if system is None else [{"role": "system", "content": system}]
-        for turn in said:
-            messages.append({"role": "user", "content": turn.user})
-            if turn.reply is not None:
+        messages: list[Any] = [] if system is None else [{"role": "system", "content": system}]
+        for turn in (*said, Turn(user)):
+            if turn.user or not messages or messages[-1]["role"] != "tool":
+                messages.append({"role": "user", "content": turn.user})
+            if turn.answered:
+                messages += map(json.loads, turn.answered)
+            elif turn.reply is not None:
                 messages.append({"role": "assistant", "content": turn.reply})
-        messages.append({"role": "user", "content": user})
         rendered = render_chat(self._tokenizer, self._template, messages, **self._variables)
         self._tokenizer.bounded(rendered.marked, self._context)
         return rendered

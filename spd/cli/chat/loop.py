@@ -28,6 +28,7 @@ from spd.cli.text.output import (
     paint,
     shortened,
     terminal_size,
+    to_json,
     write_error,
     write_stderr,
 )
@@ -107,6 +108,7 @@ class Chat:
                     commands.run(text)
                 elif text.strip() or self.attached:
                     self.say(text)
+                self.answer_calls()
             except SpdError as error:
                 if not interactive or self._ends(error):
                     raise
@@ -173,6 +175,21 @@ class Chat:
         if turn.finish == "length" and self.interactive:
             self.tell(f"stopped at {len(turn.reply_ids):,} tokens; /more continues")
         return True
+
+    def answer_calls(self) -> None:
+        """Run what the last reply calls, each after a yes, and let the model go on unless one was refused."""
+        while (tools := self.model.tools) and self.conversation.turns:
+            turn, ids = self.conversation.turns[-1], self.model.encoder.encode(self.conversation).text
+            message = tools.called(turn, opens_thinking(ids)) if turn.finish == "stop" else None
+            if message is None or turn.answered:
+                return
+            results = [tools.result(call, self.session.guard) for call in message["tool_calls"]]
+            said = [message, *(result for result, _ in results)]
+            answered = self.conversation.with_last(answered=tuple(map(to_json, said)))
+            self.change(answered)
+            goes_on = dataclasses.replace(answered, turns=(*answered.turns, Turn("")))
+            if not all(ran for _, ran in results) or not self.reply(goes_on):
+                return
 
     def change(self, conversation: Conversation) -> None:
         """Go on with a changed conversation, and save it."""

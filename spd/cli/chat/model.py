@@ -43,7 +43,13 @@ class ChatModel:
     def _use(self, options: ChatOptions, folder: ModelFolder) -> None:
         """Read the small files and check every option. Raises before anything has changed."""
         settings = plan_settings(options, folder)
-        self.encoder = ChatEncoder(settings.vocabulary, template_variables(options))
+        variables, tools = template_variables(options), None
+        if options.tools is not None:
+            from spd.cli.chat.tools import ChatTools
+
+            tools = ChatTools(options.tools, settings.vocabulary)
+            variables["tools"] = tools.shown
+        self.encoder, self.tools = ChatEncoder(settings.vocabulary, variables), tools
         self.options, self.folder, self.settings, self.name = options, folder, settings, options.model
         note_thinking(self._console, options.think, settings.vocabulary)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from spd.cli.chat.conversation import Conversation, Turn
 from spd.cli.text.output import to_json
+from spd.cli.text.prompt import check_messages
 from spd.errors import IncompatibleError, NotFoundError, ResourceError, UsageError
 from spd.formats.files import open_output, write_whole
 
@@ -32,6 +33,7 @@ _HEADER: Mapping[str, Any] = {
     "draws": int,
 }
 _TURN = {"user": str, "reply": str | None, "reply_ids": list, "finish": str | None, "seed": int | None}
+_TURN |= {"answered": list}
 """Fields of a file's lines. Others are ignored: a later version may add some."""
 
 
@@ -76,14 +78,16 @@ class SessionStore:
                     ids = turn["reply_ids"] = tuple(turn.get("reply_ids", ()))
                     if not all(type(token) is int and 0 <= token < 2**31 for token in ids):
                         raise ValueError("reply_ids are not token ids")
-                    turns.append(Turn(**turn))
+                    if answered := turn.get("answered"):
+                        check_messages([json.loads(message) for message in answered], "answered")
+                    turns.append(Turn(**{**turn, "answered": tuple(answered or ())}))
             return Conversation(**header, turns=tuple(turns))
         except FileNotFoundError:
             close = [f"there is: {other}" for other in self.names()[:5]]
             raise NotFoundError(
                 f"no chat {name!r} is saved", reason=close, fix=["/load lists them"]
             ) from None
-        except (OSError, ValueError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, RecursionError, UsageError) as error:
             raise IncompatibleError(
                 f"{path}: line {number}: {error}",
                 fix=["edit the file or move it away; -c NAME begins another chat"],

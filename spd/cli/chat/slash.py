@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spd.cli.chat.conversation import Turn
 from spd.cli.options import (
     in_order,
     model_names,
@@ -25,7 +26,6 @@ from spd.cli.text.prompt import read_text
 from spd.errors import SpdError, UsageError
 
 if TYPE_CHECKING:
-    from spd.cli.chat.conversation import Turn
     from spd.cli.chat.loop import Chat
 
 ALIASES = {"/?": "/help", "/bye": "/exit", "/quit": "/exit", "/new": "/clear"}
@@ -90,8 +90,7 @@ class Commands:
 
     def do_regen(self, rest: str) -> None:
         """reply to the last message once more, with another seed"""
-        self._last()
-        self._chat.reply(self._chat.conversation.with_last(reply=None, reply_ids=(), finish=None, seed=None))
+        self._chat.reply(self._chat.conversation.with_last(**vars(Turn(self._last().user))))
 
     def do_more(self, rest: str) -> None:
         """continue a reply that was cut short"""

@@ -26,6 +26,9 @@ class ChatOptions(ModelArgument, ReplyOptions):
     continue_: str | None = first(
         None, "[NAME]", "Continue the latest chat, or the one of this name.", "-c", "--continue"
     )
+    tools: str | None = option(
+        PANEL, None, "FILE", "Functions that the model may call: commands, each run after a yes only."
+    )
     no_save: bool = option(PANEL, False, None, "Keep this chat in memory only.")
     markdown: Literal["on", "off"] = option(PANEL, "on", "MODE", "on, or off: the text as it is.")
     show_drafts: bool = option(PANEL, False, None, "Colour accepted draft tokens.")
@@ -45,6 +48,12 @@ def chat(session: Session, options: ChatOptions) -> int:
         raise UsageError(
             "spd chat needs a terminal on both sides, and standard output is not one",
             fix=['spd generate "your prompt"', "spd chat < messages.txt, one message a line"],
+            code="no_terminal",
+        )
+    if options.tools is not None and not interactive:
+        raise UsageError(
+            "--tools asks before it runs anything, and standard input is not a terminal",
+            fix=["spd chat --tools FILE in a terminal", "leave --tools out"],
             code="no_terminal",
         )
     from spd.cli.chat.loop import Chat

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -80,6 +81,12 @@ class Tools:
             rules.append(f"before[lazy]: /(.|\\n)*{re.escape(form.opening)}/")
         return GrammarText("lark", "\n".join([f"start: {start}", *rules]))
 
+    def answer(self, shape: GrammarText) -> GrammarText:
+        """What holds the answer of gpt-oss to a schema: in its own channel, behind its thinking."""
+        final = f'{self._literal(forms.CHANNEL)} "final" {self._literal(forms.MESSAGE)}'
+        start = f"start: {self._thought} {final} %json {as_json(_held(json.loads(shape.text)))}"
+        return dataclasses.replace(shape, kind="lark", text=f"{start}\nTEXT: /(.|\\n)*/")
+
     @property
     def _thought(self) -> str:
         """Thinking before a call, for gpt-oss."""
@@ -129,11 +136,12 @@ def _held(schema: Any) -> Any:
 
 
 class Piece(NamedTuple):
-    """Thinking, text, or a call's arguments; a call begins with its name."""
+    """Thinking, text, or a call's arguments; a call begins with its name, and the model's own id."""
 
     kind: Literal["thinking", "text", "call"]
     text: str
     name: str | None = None
+    id: str = ""
 
 
 class CallParser:
@@ -193,13 +201,13 @@ class CallParser:
         """Take the next call, or what shows that none comes; says whether to go on."""
         found = self._form.read(self._text, self._functions)
         calls, end = found if isinstance(found, tuple) else ((), 0)
-        if self._known_only and self._opening is None and {name for name, _ in calls} - {*self._functions}:
+        if self._known_only and self._opening is None and {name for name, *_ in calls} - {*self._functions}:
             calls = ()  # without a mark, an object with a name is a call only if there is such a function
         ends = self._form.ends_reply and self._opening is None and not self._final
         if calls and ends and not self._text[end:].strip():
             return False
         if calls:
-            self._pieces += [Piece("call", arguments, name) for name, arguments in calls]
+            self._pieces += [Piece("call", arguments, name, *ids) for name, arguments, *ids in calls]
             self._text, self._blanks = self._text[end:], ""
             self._called = self._called_ever = True
             return True

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schemas of functions' arguments, by name."""
-Found = tuple[Sequence[tuple[str, str]], int]
-"""Names and arguments of calls that begin a text, and where they end; none for what cannot become one."""
+Found = tuple[Sequence[tuple[str, ...]], int]
+"""Names and arguments, and ids that the model gave, of calls that begin a text, and where they end; no calls
+for what cannot become one."""
 Reader = Callable[[str, Schemas], Found | bool]
 """What begins a text: calls, True for a call that goes on, False for what more text may make one."""
 
@@ -32,7 +33,7 @@ ENDS = START, END, *_ = "<|start|>", "<|end|>", "<|call|>", "<|return|>"
 
 
 def _objects(head: str = "(?!)") -> Reader:
-    """Calls that are objects with a name and arguments, or arguments behind a name in `head`."""
+    """Calls that are objects with a name and arguments, or arguments behind a name, and an id, in `head`."""
     heads, blank = re.compile(head), re.compile(BLANK)
 
     def read(text: str, schemas: Schemas) -> Found | bool:
@@ -42,9 +43,9 @@ def _objects(head: str = "(?!)") -> Reader:
             value, end = json.JSONDecoder().raw_decode(text, begun.end() if begun else 0)
         except (ValueError, RecursionError):
             return False
-        name, arguments = None, value
+        name, arguments, ids = None, value, list[str]()
         if named is not None:
-            name = named[1]
+            name, *ids = named.groups()
         elif isinstance(value, dict):
             name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
         if isinstance(arguments, str):  # some models write the object into a string
@@ -52,7 +53,7 @@ def _objects(head: str = "(?!)") -> Reader:
                 arguments = json.loads(arguments)
         if not isinstance(name, str) or not name or not isinstance(arguments, dict):
             return (), 0
-        return [(name, text[named.end() : end] if named else as_json(arguments))], end
+        return [(name, text[named.end() : end] if named else as_json(arguments), *ids)], end
 
     return read
 
@@ -203,8 +204,8 @@ _deepseek = _objects(
     rf"\s*(?:```)?\s*(?:{CALL_END})?\s*{CALL}(?:\w*{SEPARATOR})?\s*{NAME}\s*(?:{SEPARATOR})?\s*(?:```json)?\s*(?=\{{)"
 )
 _kimi = _objects(
-    r"\s*(?:<\|tool_call_end\|>)?\s*<\|tool_call_begin\|>\s*(?:functions\.)?([\w.-]+?)(?::\d+)?"
-    r"\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
+    r"\s*(?:<\|tool_call_end\|>)?\s*<\|tool_call_begin\|>\s*(?=(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<)"
+    r"([\w.:-]+)\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
 )
 _mistral = _objects(rf"\s*{NAME}(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(?=\{{)")
 

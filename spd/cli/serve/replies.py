@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from spd.cli.serve.calls import CallParser, ChannelParser, Piece
+from spd.cli.serve.calls import CallParser, ChannelParser, Piece, Tools
 from spd.cli.serve.forms import GEMMA, HARMONY, MARKS, THOUGHT
 from spd.cli.text.report import logprob_entry
 from spd.cli.text.structured import ThinkingSplitter
@@ -46,16 +46,28 @@ class Grown(NamedTuple):
     begins: bool
 
 
+def call_of(part: Part) -> dict[str, Any]:
+    """A call as chat completions write it."""
+    return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.text}}
+
+
 class Choice:
     """One reply while it grows: its parts in the order in which they come."""
 
-    def __init__(self, index: int, inside: bool | None, wish: Wish, tokenizer: Tokenizer) -> None:
-        self.index, self._tokenizer, self._wish = index, tokenizer, wish
+    def __init__(
+        self,
+        index: int,
+        inside: bool | None,
+        tools: Tools | None,
+        stops: Sequence[str],
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.index, self._tokenizer, self._stops = index, tokenizer, stops
         self._splitter = ThinkingSplitter(inside)
         self._parser: CallParser | ChannelParser | None = None
-        if wish.tools is not None:
-            self._parser = ChannelParser() if wish.tools.form is HARMONY else CallParser(wish.tools)
-            if wish.tools.form is GEMMA:
+        if tools is not None:
+            self._parser = ChannelParser() if tools.form is HARMONY else CallParser(tools)
+            if tools.form is GEMMA:
                 self._splitter = ThinkingSplitter(inside, THOUGHT)
         names = tokenizer.special_tokens if self._parser is not None else {}
         self._marks = {names[mark]: mark for mark in MARKS if mark in names}
@@ -74,7 +86,7 @@ class Choice:
         self.reason = "stop" if event.finish_reason == "abort" else event.finish_reason
         if self._splitter.thinking or (self._parser and self._parser.thinking):
             self.reasoning_tokens += len(event.token_ids)
-        if self._wish.params.stop:
+        if self._stops:
             self._spoken += self._tokenizer.bytes_of(event.token_ids)
         pieces: list[Piece] = []
         for thinking, text in self._splitter.feed(self._marked(event), final=final):
@@ -89,7 +101,9 @@ class Choice:
     def _grow(self, piece: Piece) -> Grown:
         begins = bool(piece.name) or not self.parts or self.parts[-1].kind != piece.kind
         if begins:
-            name = secrets.token_hex(5)[1:]  # nine characters are what Mistral wants
+            name = piece.id  # Kimi's templates write it where the name would stand
+            if not name or name in [call.id for call in self.calls]:
+                name = secrets.token_hex(5)[1:]  # nine characters are what Mistral wants
             self.parts.append(Part(piece.kind, len(self.parts), "", piece.name or "", name))
         self.parts[-1].text += piece.text
         return Grown(self.parts[-1], piece.text, begins)
@@ -114,11 +128,20 @@ class Choice:
         """The calls in it."""
         return [part for part in self.parts if part.kind == "call"]
 
+    def message(self) -> dict[str, Any]:
+        """The whole reply as a message of a chat."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.all("text")}
+        if thought := self.all("thinking"):
+            message["reasoning_content"] = thought.strip("\n")
+        if self.calls:
+            message["tool_calls"] = [call_of(part) for part in self.calls]
+        return message
+
     @property
     def stop(self) -> str | None:
         """The stop string that ended it, if one did."""
         spoken = self._spoken.decode("utf-8", "ignore")
-        return next((stop for stop in self._wish.params.stop if stop in spoken), None)
+        return next((stop for stop in self._stops if stop in spoken), None)
 
 
 class Reply:
@@ -218,7 +241,7 @@ class ChatReply(Reply):
         delta = dict[str, Any]()
         for part, text, begins in grown:
             if part.kind == "call":
-                shown = self._call(part) if begins else {"function": {}}
+                shown = call_of(part) if begins else {"function": {}}
                 shown = {**shown, "index": choice.calls.index(part)}
                 shown["function"]["arguments"] = text
                 delta.setdefault("tool_calls", []).append(shown)
@@ -242,17 +265,11 @@ class ChatReply(Reply):
         return self._object([self._whole(choice) for choice in self._choices], **self._figures())
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": choice.all("text"), "refusal": None}
-        if thought := choice.all("thinking"):
-            message["reasoning_content"] = thought.strip("\n")
-        if calls := choice.calls:
+        message = {**choice.message(), "refusal": None}
+        if choice.calls:
             message["content"] = message["content"] or None
-            message["tool_calls"] = [self._call(part) for part in calls]
         logprobs, reason = self._logprobs(choice.logprobs), self._reason(choice)
         return {"index": choice.index, "logprobs": logprobs, "finish_reason": reason, "message": message}
-
-    def _call(self, part: Part) -> dict[str, Any]:
-        return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.text}}
 
     def _reason(self, choice: Choice) -> str | None:
         """How it ended, as the API says it; a call that was asked for by name is a stop."""

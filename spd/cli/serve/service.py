@@ -206,7 +206,8 @@ class Answer:
     def __init__(self, service: Service, wish: Wish, prepared: Sequence[Prepared]) -> None:
         self._service, self._wish = service, wish
         tokenizer = service.settings.vocabulary.need_tokenizer()
-        self._choices = [Choice(i, inside, wish, tokenizer) for i, (_, inside) in enumerate(prepared)]
+        made_of = wish.tools, wish.params.stop, tokenizer
+        self._choices = [Choice(i, inside, *made_of) for i, (_, inside) in enumerate(prepared)]
         first = prepared[0][0]
         self._reply = wish.reply(service, wish, self._choices, first.id, len(first.prompt_ids))
         self._call = Call(service, [request for request, _ in prepared])

@@ -122,6 +122,13 @@ _MESSAGE = fields(
 )
 _FUNCTION = {"name": name_of, "description": TEXT, "parameters": OBJECT, "strict": FLAG}
 _TOOL = fields({"type": read.one_of("function"), "function": fields(_FUNCTION, "name")}, "type", "function")
+_NAMED = fields({"type": TEXT, "function": read.some({"name": TEXT}, "name")}, "type")
+_ALLOWED = fields({"mode": read.one_of("auto", "required"), "tools": listed(_NAMED, 128)}, "mode", "tools")
+_CHOICE = fields(
+    {"type": read.one_of("function", "allowed_tools"), "function": read.some({"name": TEXT}, "name")}
+    | {"allowed_tools": _ALLOWED},
+    "type",
+)
 _FORMAT = fields({"name": name_of, "description": TEXT, "schema": OBJECT, "strict": FLAG}, "name", "schema")
 
 SAMPLING = {
@@ -231,14 +238,16 @@ def wish_of(body: Mapping[str, Any], service: Service, reply: type[Reply], **mor
     if tools is not None and tools.functions:
         if grammar is not None:
             refuse("response_format", "a reply that may be a tool call cannot be held to a format")
-        if "tools" in source:
-            variables["tools"] = [_shown(tool) for tool in body["tools"]]
         grammar = tools.grammar
+        if "tools" in source:  # of what no grammar keeps it from calling, a model is not told
+            told = (tool for tool in body["tools"] if grammar or tool["function"]["name"] in tools.functions)
+            variables["tools"] = list(map(_shown, told))
+    elif grammar is not None and tools is not None and tools.form is HARMONY:
+        grammar = tools.answer(grammar)
     messages = body.get("messages", ())
     if not messages:
         refuse("messages", "expected at least one message", "missing_required_parameter")
-    if CHANNEL in source or CALLS[0] in source:
-        messages = tuple(_as_its_template_wants(dict(message), CHANNEL in source) for message in messages)
+    messages = tuple(for_template(message, source) for message in messages)
     logprobs = body.get("top_logprobs", 0) if body.get("logprobs") else None
     params = _params(body, service.settings, logprobs)
     asked = (Asked(messages=messages, variables=variables),)
@@ -250,14 +259,15 @@ def _shown(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {**tool, "function": {name: one for name, one in tool["function"].items() if name != "strict"}}
 
 
-def _as_its_template_wants(message: dict[str, Any], in_channels: bool) -> dict[str, Any]:
+def for_template(message: Mapping[str, Any], template: str) -> dict[str, Any]:
     """A message for gpt-oss, whose thinking has another name, or for DeepSeek, whose arguments are texts."""
+    message = dict(message)
     calls = message.get("tool_calls", ())
-    if in_channels and "reasoning_content" in message:
+    if CHANNEL in template and "reasoning_content" in message:
         message["thinking"] = message.pop("reasoning_content")
         if calls and message["content"]:  # it takes one of them beside a call
             message["thinking"] += "\n" + message.pop("content")
-    for call in () if in_channels else calls:
+    for call in calls if CALLS[0] in template else ():
         arguments = call["function"]["arguments"]
         text = arguments if isinstance(arguments, str) else as_json(arguments)
         call["function"] = {**call["function"], "arguments": text}
@@ -386,22 +396,30 @@ def _tools(body: Mapping[str, Any], template: str, special: Mapping[str, int]) -
             refuse(f"{where}.parameters", "expected a schema of type object", "invalid_function_parameters")
         functions[function["name"]] = schema
         strict = strict or function.get("strict", False)
+    named, form, subset = None, call_form(template), False
+    if isinstance(choice, dict):
+        choice = _CHOICE(choice, "tool_choice")
+        subset = choice["type"] == "allowed_tools"
+        allowed = choice.get("allowed_tools", {"mode": "required", "tools": [choice]})
+        names = [tool.get("function", {}).get("name") for tool in allowed["tools"]]
+        if not names or not functions.keys() >= {*names}:
+            refuse("tool_choice", "expected functions that are among `tools`")
+        choice = allowed["mode"]
+        named = None if subset else names[0]
+        functions = {name: functions[name] for name in names} if subset else functions
+    elif choice not in ("none", "auto", "required"):
+        refuse("tool_choice", "expected none, auto, required or a function that is among `tools`")
     if choice == "none" or (choice == "auto" and not functions):
-        form = call_form(template)
-        return Tools({}, form) if form in (GEMMA, HARMONY) else None  # they think in channels
+        return (
+            Tools({}, form, special=special) if form in (GEMMA, HARMONY) else None
+        )  # they think in channels
     if not functions:
         refuse("tool_choice", "it is only allowed with `tools`")
-    named = None
-    if choice not in ("auto", "required"):
-        chosen = choice.get("function") if isinstance(choice, dict) else None
-        named = chosen.get("name") if isinstance(chosen, dict) else None
-        if not isinstance(named, str) or named not in functions:
-            refuse("tool_choice", "expected none, auto, required or a function that is among `tools`")
     if choice == "auto" and "tools" not in template:
         why = "this model's chat template has no place for tools, so the model cannot be told of them"
         refuse("tools", f"{why}; tool_choice `required` or a named function holds it to a call")
-    parallel = body.get("parallel_tool_calls", True)
-    return Tools(functions, call_form(template), named, choice == "required", parallel, strict, special)
+    parallel, required = body.get("parallel_tool_calls", True), choice == "required" and named is None
+    return Tools(functions, form, named, required, parallel, strict or subset, special)
 
 
 def response_format(body: Mapping[str, Any]) -> GrammarText | None:

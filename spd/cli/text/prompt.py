@@ -128,13 +128,19 @@ def template_variables(options: ReplyOptions) -> dict[str, Any]:
     return variables if options.think == "auto" else variables | {"enable_thinking": options.think != "off"}
 
 
+def read_json(name: str, example: str) -> Any:
+    """The JSON of a file, or of stdin. Raises UsageError with an example."""
+    try:
+        return json.loads(read_text(name))
+    except (ValueError, RecursionError) as error:
+        shown = "stdin" if name == "-" else name
+        raise UsageError(f"{shown} is not JSON: {error}", fix=[example]) from None
+
+
 def read_messages(name: str) -> tuple[Mapping[str, Any], ...]:
     """A chat from a JSON file: a list of messages, or an object with `messages`. Raises UsageError."""
+    loaded = read_json(name, CHAT)
     shown = "stdin" if name == "-" else name
-    try:
-        loaded = json.loads(read_text(name))
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{shown} is not JSON: {error}", fix=[CHAT]) from None
     return check_messages(loaded.get("messages") if isinstance(loaded, dict) else loaded, shown)
 
 

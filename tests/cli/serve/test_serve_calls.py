@@ -221,7 +221,7 @@ def test_a_call_comes_when_it_is_whole_and_text_that_is_none_at_once() -> None:
     assert (piece.name, piece.text) == ("get_weather", '{"city": "Paris"}')
     assert [piece.text for piece in parser_of("Llama 3").feed("{now} it")] == ["{now} it"]  # cannot be one
     channels = ChannelParser()
-    assert [*channels.feed("<|channel|>analysis<|message|>Hm")] == [("thinking", "Hm", None)]
+    assert [*channels.feed("<|channel|>analysis<|message|>Hm")] == [("thinking", "Hm", None, "")]
     assert channels.thinking and [piece.text for piece in channels.feed(" <|en")] == [" "]
 
 
@@ -229,6 +229,12 @@ def test_a_template_says_which_form() -> None:
     for name, form in FORMS.items():
         assert call_form(f"{{% if tools %}}{' '.join(form.signs)}{{% endif %}}") is form, name
     assert call_form("nothing") is FORMS[HERMES]
+
+
+def test_a_call_keeps_the_id_that_the_model_gave() -> None:
+    """Kimi's templates show it to the model in place of the name."""
+    pieces = parser_of("Kimi K2").feed(CASES["kimi"][1])
+    assert [piece.id for piece in pieces] == ["functions.get_weather:0", "functions.now:1"]
 
 
 HELD = [*(name for name, form in FORMS.items() if form.call is not None), "Gemma 4"]

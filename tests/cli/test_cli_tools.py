@@ -1,0 +1,130 @@
+"""The file of `spd chat --tools`, and the commands that run for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spd.cli.chat import tools
+from spd.cli.chat.tools import ChatTools, run
+from spd.cli.signals import SignalGuard
+from spd.cli.text.job import open_vocabulary
+from spd.errors import IncompatibleError, UsageError
+from spd.formats.folder import ModelFolder
+from tests.cli.conftest import refused
+from tests.cli.serve.conftest import TEMPLATE
+
+SHOW: dict[str, Any] = {
+    "name": "show",
+    "parameters": {"type": "object", "properties": {"path": {"type": "string"}, "n": {"type": "integer"}}},
+    "command": ["head", "-n{n}", "{path}", "{x y}"],
+}
+
+
+def read(model: Path, loaded: Any) -> ChatTools:
+    """The tools of a file for a model that knows tools."""
+    settings = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    (file := model / "tools.json").write_text(loaded if isinstance(loaded, str) else json.dumps(loaded))
+    return ChatTools(str(file), open_vocabulary("demo", ModelFolder.of(model)))
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    """A call in a message."""
+    return {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+@pytest.mark.parametrize(
+    ("loaded", "words"),
+    [
+        ("[{", "is not JSON"),
+        ({"tools": []}, "Invalid 'tools': expected an array"),
+        ([3], "'tools[0]': expected an object"),
+        ([{"name": "a"}], "'tools[0].command': it is missing"),
+        ([{**SHOW, "name": "a b"}], "'tools[0].name'"),
+        ([{**SHOW, "shell": True}], "'tools[0].shell'"),
+        ([SHOW, {**SHOW, "command": "cat"}], "'tools[1].command': expected an array"),
+        ([SHOW, SHOW], "'tools[1].name': show is given twice"),
+        ([{**SHOW, "command": []}], "'tools[0].command': expected a program"),
+        ([{**SHOW, "command": ["{path}"]}], "'tools[0].command[0]': the program has to be fixed"),
+        ([{**SHOW, "command": ["cat", "{file}"]}], "'tools[0].command[1]': {file} is not among"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_field(model: Path, loaded: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=r"tools\.json") as caught:
+        read(model, loaded)
+    assert words in str(caught.value)
+
+
+def test_a_model_without_tools_and_a_pipe_are_refused(model: Path, spd_run: Callable, script: Any) -> None:
+    (file := model / "tools.json").write_text(json.dumps([SHOW]))
+    with pytest.raises(IncompatibleError, match="no place for tools"):
+        ChatTools(str(file), open_vocabulary("demo", ModelFolder.of(model)))
+    refused(spd_run("chat", model, "--tools", file, stdin=b"Hi\n"), 2, "standard input is not a terminal")
+    assert not script.engines
+
+
+def test_only_a_yes_runs_a_command(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words stay words; what a call leaves out is left out; an unknown tool runs nothing."""
+    found, ran, asked = read(model, [SHOW]), list[Any](), list[Any]()
+    assert found.shown[0]["function"] == {name: SHOW[name] for name in ("name", "parameters")}
+    monkeypatch.setattr(tools, "run", lambda words, guard: ran.append(words) or "out")
+    for yes in (False, True):
+        monkeypatch.setattr(tools, "consents", lambda words, guard, yes=yes: asked.append(words) or yes)
+        message, goes_on = found.result(call("show", path="a; rm b", n=3), SignalGuard())
+        assert goes_on is yes and len(ran) == yes and asked[-1] == ["head", "-n3", "a; rm b", "{x y}"]
+        assert message["content"] == ("out" if yes else "the user did not allow this call")
+    assert found.result(call("show"), SignalGuard())[1] and ran[-1] == ["head", "{x y}"]
+    assert found.result(call("hide"), SignalGuard())[0]["content"] == "there is no tool hide"
+    assert len(ran) == 2 and len(asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["echo", "a b"], "a b\n"),
+        (["bash", "-c", "echo out; echo err >&2; exit 3"], "out\nerr\n\n(exit status 3)"),
+        (["cat"], ""),
+        (["no-such-program"], "(it cannot be run: [Errno 2] No such file or directory: 'no-such-program')"),
+        (["echo", "\0"], "(it cannot be run: embedded null byte)"),
+        (["echo", "x" * 3_000_000], "(it cannot be run: [Errno 7] Argument list too long: 'echo')"),
+        (["printf", r"\377"], "\ufffd"),
+        (["bash", "-c", "sleep 60 & echo on"], "on\n"),
+    ],
+)
+def test_what_a_command_brings(words: list[str], said: str) -> None:
+    assert run(words, SignalGuard()) == said
+
+
+@pytest.mark.parametrize("line", ["echo on; sleep 60", "exec >&- 2>&-; sleep 60", "while :; do :; done"])
+def test_a_command_that_hangs_is_ended(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tools, "SECONDS", 0.5)
+    began = time.monotonic()
+    said = run(["bash", "-c", f"(sleep 2; touch {tmp_path}/left) & {line}"], SignalGuard())
+    assert said.endswith("(it was ended after 0.5 s)") and time.monotonic() - began < 20
+    time.sleep(2.5)
+    assert not (tmp_path / "left").exists(), "what it has started goes on"
+
+
+def test_ctrl_c_ends_a_command_and_not_the_chat() -> None:
+    guard = SignalGuard()
+    guard.install()
+    try:
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), 2)).start()
+        assert run(["bash", "-c", "echo on; sleep 60"], guard) == "on\n\n(it was stopped)"
+        assert guard.received is None
+    finally:
+        guard.uninstall()
+
+
+def test_megabytes_are_cut_in_the_middle() -> None:
+    said = run(["bash", "-c", "echo begin; yes | head -c 9000000; echo end"], SignalGuard())
+    assert said.startswith("begin\ny\n") and said.endswith("y\nend\n") and len(said) < 33_000
+    assert f"… {9_000_010 - tools.OUTPUT_LIMIT:,} bytes are left out …" in said
