@@ -27,6 +27,12 @@ ITEMS = {
 _items = blocks(ITEMS, usual="message")
 TOOL = {"type": TEXT, "name": name_of, "description": TEXT, "parameters": OBJECT, "strict": FLAG}
 _tools = read.listed(some({**TOOL, "tools": read.anything}, "type"), 1024)
+_CHOSEN = {"type": TEXT, "name": TEXT}
+_CHOICE = some(
+    {**_CHOSEN, "type": read.one_of("function", "allowed_tools"), "mode": read.one_of("auto", "required")}
+    | {"tools": read.listed(some(_CHOSEN, "type"), 128)},
+    "type",
+)
 FORMAT = {"type": read.one_of("text", "json_object", "json_schema"), "name": TEXT, "schema": OBJECT}
 RESPONSES = {
     **{name: SAMPLING[name] for name in ("temperature", "top_p")},
@@ -107,10 +113,16 @@ def _flat(tools: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dic
 
 def _choice(choice: Any, has_tools: bool) -> Any:
     """The choice of tools as chat completions write it."""
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    mode = choice.get("mode") if isinstance(choice, dict) else choice
-    return mode if has_tools or mode not in ("auto", None) else "none"
+    if not isinstance(choice, dict):
+        return choice if has_tools or choice not in ("auto", None) else "none"
+    asked = _CHOICE(choice, "tool_choice")
+    tools = (one for one in asked.get("tools", [asked]) if one["type"] == "function")
+    named = [{"type": "function", "function": {"name": one.get("name")}} for one in tools]
+    if asked["type"] == "function":
+        return named[0]
+    mode = asked.get("mode", "auto")
+    has_tools = has_tools or mode != "auto"
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}} if has_tools else "none"
 
 
 class ResponseReply(Reply):

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spd.cli.serve import service
+from spd.cli.serve.calls import Tools
+from spd.cli.serve.forms import HARMONY
+from spd.cli.serve.http import READERS
 from spd.cli.serve.messages import read_messages
 from spd.cli.serve.responses import read_response
-from tests.cli.serve.conftest import Served, scripted
+from spd.cli.serve.wishes import function
+from spd.formats.folder import ModelFolder
+from spd.runtime.engine.grammar import GrammarCompiler, GrammarError
+from spd.runtime.engine.request import GrammarText
+from tests.cli.conftest import SPECIALS, write_tokenizer
+from tests.cli.serve.conftest import TEMPLATE, Served, scripted
 
 QUESTION = "What does os.path.join do?"
 TOOL = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
@@ -440,3 +450,68 @@ def test_a_stream_says_that_it_goes_on(served: Served, monkeypatch: pytest.Monke
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     status, said = served.send("POST", "/v1/chat/completions", {**plain, "stream": True})
     assert status == 200 and said.count(": ping") > 2 and said.endswith("data: [DONE]\n\n")
+
+
+ALLOWED = '<tool_call>{"name": "NAME", "arguments": {"path": "a"}}</tool_call>'
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions"])
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_a_subset_of_the_tools_is_allowed(served: Served, path: str, mode: str) -> None:
+    """The model is told of all tools, so the prompt stays, where a grammar keeps it to the subset."""
+    flat = [{"type": "function", "name": name, "parameters": TOOL} for name in ("read", "write")]
+    tools, chosen = flat, [{"type": "function", "name": "read"}, {"type": "web_search"}]
+    choice: dict[str, Any] = {"type": "allowed_tools", "mode": mode, "tools": chosen}
+    body: dict[str, Any] = {"input": QUESTION}
+    if "chat" in path:
+        tools, (named, *_) = ([function(one) for one in each] for each in (flat, chosen[:1]))
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named]}}
+        body = {"messages": [{"role": "user", "content": QUESTION}]}
+    said = ALLOWED.replace("NAME", "read")
+    for template in (TEMPLATE, TEMPLATE + "{# <|tool_call> #}"):
+        with scripted(served, said, said, template=template) as script:
+            for more in ({"tool_choice": choice}, {}):
+                status, answer = served.send("POST", path, {**body, "tools": tools, **more})
+                assert status == 200, answer
+            wish = READERS[path]({**body, "tools": tools, "tool_choice": choice}, served.service)
+        assert wish.tools is not None and wish.tools.functions.keys() == {"read"}
+        (held, _), (free, _) = ((one.grammar, one.prompt_ids) for one in script.requests)
+        is_held = template is TEMPLATE or mode == "required"
+        assert free is None and (held is not None) is is_held
+        assert (script.requests[0].prompt_ids == script.requests[1].prompt_ids) is is_held
+    for wrong in ({**choice, "type": "allowed"}, {"type": "allowed_tools", "mode": "auto", "tools": []}):
+        status, answer = served.send("POST", path, {**body, "tools": tools, "tool_choice": wrong})
+        assert status == 400 and answer["error"]["param"].startswith("tool_choice")
+    wish_none = served.send("POST", path, {**body, "tools": tools[1:], "tool_choice": choice})
+    assert wish_none[0] == 400 and wish_none[1]["error"]["param"] == "tool_choice"
+
+
+def test_gpt_oss_answers_in_a_format_through_its_channels(served: Served, model: Path) -> None:
+    """It may think first; the answer stands in its own channel and follows the schema."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    body = response(tools=[], reasoning={}, text={"format": {"type": "json_schema", "schema": schema}})
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    final = '<|channel|>final<|message|>{"a": 3}'
+    with scripted(served, thought + final, template=f"{{# <|channel|>functions #}}{SHOWN}") as script:
+        _, whole = served.send("POST", "/v1/responses", body)
+    assert [item["content"][0]["text"] for item in whole["output"]] == ["Hm.", '{"a": 3}']
+    write_tokenizer(model, (*SPECIALS, "<|channel|>", "<|message|>", "<|end|>", "<|start|>"))
+    tokenizer, asked = ModelFolder.of(model).tokenizer, script.requests[0].grammar
+    compiler = GrammarCompiler(model, 264)
+    assert asked.kind == "lark" and "final" in asked.text
+    shape = Tools({}, HARMONY, special=tokenizer.special_tokens).answer(
+        GrammarText("schema", json.dumps(schema))
+    )
+    for said, is_allowed in (
+        (thought + final, True),
+        (final, True),
+        (final.replace("3", '"x"'), False),
+        ('{"a": 3}', False),
+        (thought, False),
+    ):
+        matcher, ended = compiler.compile(shape, ()), False
+        with suppress(GrammarError):
+            for token in tokenizer.encode(said, parse_special=True):
+                matcher.accept(token)
+            ended = True
+        assert (ended and matcher.complete) is is_allowed, said
