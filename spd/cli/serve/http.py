@@ -17,7 +17,7 @@ from spd.cli.serve.body import TEXT, ApiError, api_error, fields, listed, parse_
 from spd.cli.serve.messages import read_messages
 from spd.cli.serve.responses import read_response
 from spd.cli.serve.service import Answer, Service
-from spd.cli.serve.wishes import Wish, read_chat, read_completion, read_tokenize
+from spd.cli.serve.wishes import Wish, read_chat, read_completion, read_tokenize, without_lines
 from spd.cli.text.job import encode_asked
 from spd.cli.text.prompt import Asked
 from spd.cli.text.sampling import check_ids
@@ -31,6 +31,8 @@ BODY_SECONDS = 60.0
 SEND_SECONDS = 60.0
 """For which a client may take nothing of what is sent to it."""
 OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?", re.IGNORECASE)
+CHANGING = "x-anthropic-billing-header:"
+"""How a line of Claude Code begins that is new in every request; X-Spd-Changing names others."""
 MODEL, MESSAGES = "/v1/models/", "/v1/messages"
 READERS: Mapping[str, Callable[[Any, Service], Wish]] = {
     "/v1/chat/completions": read_chat,
@@ -133,15 +135,20 @@ class App:
         return JSONResponse(self._card())
 
     async def _count_tokens(self, request: Request) -> ASGIApp:
-        wish = read_messages(await read_body(request), self._service, counted=True)
+        wish = await self._wish(partial(read_messages, counted=True), request)
         return JSONResponse({"input_tokens": len(await asyncio.to_thread(self._ids, wish.prompts[0]))})
 
     def _ids(self, asked: Asked) -> list[int]:
         vocabulary = self._service.settings.vocabulary
         return encode_asked(asked, vocabulary, vocabulary.config.max_positions)
 
+    async def _wish(self, read: Callable[[Any, Service], Wish], request: Request) -> Wish:
+        """What a request asks for, without the lines that change from one to the next."""
+        named = (word.strip() for word in request.headers.get("x-spd-changing", "").split("|"))
+        return without_lines(read(await read_body(request), self._service), (CHANGING, *filter(None, named)))
+
     async def _complete(self, read: Callable[[Any, Service], Wish], request: Request) -> ASGIApp:
-        wish = read(await read_body(request), self._service)
+        wish = await self._wish(read, request)
         self._service.admit(len(wish.prompts) * wish.n)
         return Answer(self._service, wish, await asyncio.to_thread(self._service.prepare, wish))
 

@@ -15,8 +15,6 @@ from spd.cli.text.structured import CLOSING
 if TYPE_CHECKING:
     from spd.cli.serve.service import Service
 
-BILLING = "x-anthropic-billing-header:"
-"""How a text of Claude Code begins that is new in every request: it would keep prompts from the cache."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _text = some({"text": TEXT}, "text", text="content")
 OWNERS = {"tool_use": "assistant", "tool_result": "user"}
@@ -63,8 +61,7 @@ _body = some(MESSAGES, "messages", "max_tokens", stop_sequences="stop")
 def read_messages(value: Any, service: Service, *, counted: bool = False) -> Wish:
     """A body as a wish; one whose tokens are only `counted` may leave `max_tokens` out. Raises ApiError."""
     body = _body({"max_tokens": 1, **value} if counted and isinstance(value, dict) else value, "")
-    said = [text for text in body.get("system", ()) if not text["content"].startswith(BILLING)]
-    said = [{**text, "role": "system"} for text in said]
+    said = [{**text, "role": "system"} for text in body.get("system", ())]
     for at, message in enumerate(body["messages"]):
         said += _pieces(message["content"], message["role"], f"messages[{at}].content")
     messages = conversation(said)

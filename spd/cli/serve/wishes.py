@@ -274,6 +274,21 @@ def for_template(message: Mapping[str, Any], template: str) -> dict[str, Any]:
     return message
 
 
+def without_lines(wish: Wish, beginnings: tuple[str, ...]) -> Wish:
+    """The same without the lines of its instructions that begin so: they would keep prompts from the cache."""
+
+    def kept(asked: Asked) -> Asked:
+        messages = []
+        for message in asked.messages:
+            lines = message["content"].split("\n") if message["role"] == "system" else []
+            left = [line for line in lines if not line.startswith(beginnings)]
+            said = message if left == lines else {**message, "content": "\n".join(left).strip("\n")}
+            messages += [said] if said["content"] or said is message else []
+        return dataclasses.replace(asked, messages=tuple(messages))
+
+    return dataclasses.replace(wish, prompts=tuple(map(kept, wish.prompts)))
+
+
 def read_completion(value: Any, service: Service) -> Wish:
     """The body of a completion. Raises ApiError."""
     body = _completion(value, "")

@@ -140,15 +140,15 @@ class Scheduler:
         return True
 
     def _stops(self, sequence: Sequence, matched: int) -> tuple[int, ...]:
-        """Where a prefill pauses for a checkpoint: its end, that of the pages it found, and of a message.
+        """Where a prefill pauses for a checkpoint: its end, those of its chunks, of found pages, of a message.
 
         A message ends where two parts of the prompt meet that no turn has generated, as the system's does.
         """
-        ends, position = {matched, sequence.prefill_end}, 0
+        whole = max(run.end * (run.kind == "chunk") for run in sequence.runs)  # a longer prompt goes on there
+        ends, position = {matched, sequence.prefill_end, whole}, 0
         for (kind, length), (following, _) in pairwise(sequence.request.spans):
             position += length
-            if kind == following == "prompt":
-                ends.add(position)
+            ends |= {position} if kind == following == "prompt" else set()
         return tuple(sorted(end for end in ends if sequence.prefilled < end <= sequence.prefill_end))
 
     def due(self, sequence: Sequence, start: int) -> int | None:
