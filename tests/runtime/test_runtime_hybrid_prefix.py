@@ -202,7 +202,7 @@ def test_pages_that_no_checkpoint_followed_get_one(hybrid: Shelf) -> None:
     """The second prompt finds pages and no state; the third goes on where these pages end."""
     engine, params = engine_of(hybrid, "torch", "off"), SamplingParams(max_tokens=2, ignore_eos=True)
     common = random_prompts(1, 140, 256, seed=6)[0]
-    prompts = [(*common, *each) for each in random_prompts(3, 10, 256, seed=7)]
+    prompts = [(*common, *each) for each in random_prompts(3, 90, 256, seed=7)]
     runs = [run_all(engine, [prompt], [params])[0] for prompt in prompts]
     assert [run.metrics.cached_tokens for run in runs] == [0, 0, 128]
     fresh = engine_of(hybrid, "torch", "off", prefix_sharing=False)
@@ -213,8 +213,18 @@ def test_a_long_prompt_has_some_on_its_way(hybrid: Shelf, monkeypatch: pytest.Mo
     monkeypatch.setattr(scheduler, "INTERVAL", 128)
     engine, params = engine_of(hybrid, "torch", "off"), SamplingParams(max_tokens=2, ignore_eos=True)
     text = random_prompts(1, 300, 256, seed=6)[0]
-    runs = [run_all(engine, [prompt], [params])[0] for prompt in (text, (*text[:290], 1, 2, 3))]
-    assert [run.metrics.cached_tokens for run in runs] == [0, 256]
+    runs = [run_all(engine, [prompt], [params])[0] for prompt in (text, (*text[:200], 1, 2, 3))]
+    assert [run.metrics.cached_tokens for run in runs] == [0, 128]
+
+
+def test_a_longer_prompt_goes_on_from_the_last_whole_chunk(hybrid: Shelf) -> None:
+    """As a conversation over HTTP does: its reply is a part of the next prompt."""
+    engine, params = engine_of(hybrid, "torch", "off"), SamplingParams(max_tokens=2, ignore_eos=True)
+    text = random_prompts(1, 300, 256, seed=6)[0]
+    runs = [run_all(engine, [text[:end]], [params])[0] for end in (140, 210, 300)]
+    assert [run.metrics.cached_tokens for run in runs] == [0, 128, 192]
+    fresh = engine_of(hybrid, "torch", "off", prefix_sharing=False)
+    assert runs[2].output == run_all(fresh, [text], [params])[0].output
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ class Scheduler:
         return True
 
     def _stops(self, sequence: Sequence, matched: int) -> tuple[int, ...]:
-        """Where a prefill pauses for a checkpoint: its end, those of its chunks, of found pages, of a message.
+        """Where a prefill pauses for a checkpoint: its end, those of chunks, of found pages, of a message.
 
         A message ends where two parts of the prompt meet that no turn has generated, as the system's does.
         """

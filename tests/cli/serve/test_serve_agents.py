@@ -12,10 +12,10 @@ import pytest
 from spd.cli.serve import service
 from spd.cli.serve.calls import Tools
 from spd.cli.serve.forms import HARMONY
-from spd.cli.serve.http import READERS
+from spd.cli.serve.http import CHANGING, READERS
 from spd.cli.serve.messages import read_messages
 from spd.cli.serve.responses import read_response
-from spd.cli.serve.wishes import function
+from spd.cli.serve.wishes import function, without_lines
 from spd.formats.folder import ModelFolder
 from spd.runtime.engine.grammar import GrammarCompiler, GrammarError
 from spd.runtime.engine.request import GrammarText
@@ -196,6 +196,7 @@ def test_what_agents_send_is_one_conversation(served: Served) -> None:
     ]
     with scripted(served):
         one, other = read_messages(claude, served.service), read_response(codex, served.service)
+    one = without_lines(one, (CHANGING,))
     for wish in (one, other):
         (asked,) = wish.prompts
         assert list(asked.messages) == expected
@@ -203,6 +204,30 @@ def test_what_agents_send_is_one_conversation(served: Served) -> None:
         assert asked.variables["tools"][0]["function"]["name"] == "read"
         assert wish.tools is not None and wish.tools.functions["read"]["required"] == ["path"]
     assert one.params.max_tokens == 32000
+
+
+def test_lines_that_change_are_left_out_by_a_rule(served: Served) -> None:
+    """Of instructions only, in every API; the prompt is the one that has never held them."""
+    told = ["Be exact.", "Be exact.\nTime: 12:01\nx-anthropic-billing-header: cch=1;", "Time: 12:02"]
+    rule, counted = {"x-spd-changing": "Date:| Time:"}, list[int]()
+    with scripted(served, *["Well"] * 10) as script:
+        for system in told:
+            turn = {"role": "user", "content": "Time: now"}
+            bodies = {
+                "/v1/messages": messages(system=system, messages=[turn]),
+                "/v1/responses": response(instructions=system, input=[turn]),
+                "/v1/chat/completions": {"messages": [{"role": "system", "content": system}, turn]},
+            }
+            for path, body in bodies.items():
+                assert served.send("POST", path, body, rule)[0] == 200
+            path = "/v1/messages/count_tokens"
+            counted.append(served.send("POST", path, bodies["/v1/messages"], rule)[1]["input_tokens"])
+        assert served.send("POST", "/v1/messages", bodies["/v1/messages"])[0] == 200
+    ids = [request.prompt_ids for request in script.requests]
+    assert ids[:3] == ids[3:6] and ids[6:9] != ids[:3] and counted == [len(ids[0])] * 2 + [len(ids[6])]
+    tokenizer = served.service.settings.vocabulary.need_tokenizer()
+    assert "system" not in (text := tokenizer.decode(ids[8])) and "Time: now" in text
+    assert "Time: 12:02" in tokenizer.decode(ids[9]), "nothing is left out unasked"
 
 
 def test_tools_of_codex(served: Served) -> None:
