@@ -33,7 +33,7 @@ from typing import Any
 
 from benchmarks.environment import describe_commit, describe_machine
 from spd.cli.options import GenerateOptions, parse_size
-from spd.cli.serve.service import Service
+from spd.cli.serve.http import Service
 from spd.cli.serve.wishes import read_chat, without_lines
 from spd.cli.text.job import plan_settings
 from spd.formats.chat_template import ChatTemplate

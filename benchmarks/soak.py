@@ -32,7 +32,7 @@ from typing import Any
 
 from benchmarks.environment import describe_commit, describe_machine
 from spd.cli.options import GenerateOptions
-from spd.cli.serve.engine import served_engine
+from spd.cli.serve.local import served_engine
 from spd.cli.text.output import Console
 from spd.errors import SpdError
 

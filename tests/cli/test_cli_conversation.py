@@ -9,8 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from spd.cli.chat.conversation import ChatEncoder, Conversation, Encoded, Turn, shared_spans
-from spd.cli.chat.sessions import SCHEMA, SessionStore
+from spd.cli.chat.conversation import (
+    SCHEMA,
+    ChatEncoder,
+    Conversation,
+    Encoded,
+    SessionStore,
+    Turn,
+    shared_spans,
+)
 from spd.cli.text.job import open_vocabulary
 from spd.errors import IncompatibleError, NotFoundError, ResourceError, UsageError
 from spd.formats.folder import ModelFolder

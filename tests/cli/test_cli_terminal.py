@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from spd.cli.text.wrap import cells, fit_lines, table_lines
+from spd.cli.text.output import cells, fit_lines, table_lines
 from tests.cli.conftest import program
 from tests.recipes.tiny_dense import write_dense
 

@@ -13,9 +13,8 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from spd import __version__
-from spd.cli.chat.conversation import Conversation, Turn
+from spd.cli.chat.conversation import Conversation, SessionStore, Turn
 from spd.cli.chat.model import ChatModel
-from spd.cli.chat.sessions import SessionStore
 from spd.cli.chat.slash import Commands
 from spd.cli.commands.models import ensure_models
 from spd.cli.text.output import (
@@ -24,6 +23,7 @@ from spd.cli.text.output import (
     Sink,
     as_line,
     columns_of,
+    fit_lines,
     is_terminal,
     paint,
     shortened,
@@ -35,7 +35,6 @@ from spd.cli.text.output import (
 from spd.cli.text.prompt import check_text, read_text, system_text
 from spd.cli.text.reply import DraftedText, ReplyView, Thoughts
 from spd.cli.text.structured import ThinkingSplitter, opens_thinking, thinking_budget
-from spd.cli.text.wrap import fit_lines
 from spd.errors import EngineError, IncompatibleError, SpdError, UsageError
 from spd.formats.files import INPUT_LIMIT
 from spd.runtime.engine.request import Gathered

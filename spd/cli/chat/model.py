@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from spd.cli.chat.conversation import ChatEncoder
 from spd.cli.text.job import plan_settings
-from spd.cli.text.output import as_line
+from spd.cli.text.output import Size, as_line, fact_lines
 from spd.cli.text.progress import WORDS, loading
 from spd.cli.text.prompt import template_variables
-from spd.cli.text.report import stats_line
+from spd.cli.text.reply import stats_line
 from spd.cli.text.structured import note_thinking
-from spd.cli.text.wrap import Size, fact_lines
 from spd.errors import UsageError
 from spd.runtime.engine.driver import EngineThread
 from spd.runtime.plan.config import METHODS, WEIGHT_WISHES, split_spec
@@ -70,7 +69,7 @@ class ChatModel:
 
     def start(self) -> None:
         """Begin to load in the background, unless a server has the engine."""
-        from spd.cli.serve.engine import served_engine
+        from spd.cli.serve.local import served_engine
 
         config, served = self.settings.config, served_engine(self._session, self.options)
 

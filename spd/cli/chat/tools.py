@@ -23,8 +23,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.serve.body import OBJECT, TEXT, ApiError, fields, listed, refuse
-from spd.cli.serve.calls import Tools
-from spd.cli.serve.forms import call_form, properties_of
+from spd.cli.serve.forms import Tools, call_form, properties_of
 from spd.cli.serve.replies import Choice
 from spd.cli.serve.wishes import for_template, function, name_of, past_arguments
 from spd.cli.text.output import as_line, shortened, tell, write_stderr

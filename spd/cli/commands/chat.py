@@ -12,8 +12,7 @@ from spd.cli.text.output import Session, Sink, is_terminal
 from spd.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
-    from spd.cli.chat.conversation import Conversation
-    from spd.cli.chat.sessions import SessionStore
+    from spd.cli.chat.conversation import Conversation, SessionStore
 
 PANEL = "Chat"
 
@@ -56,8 +55,8 @@ def chat(session: Session, options: ChatOptions) -> int:
             fix=["spd chat --tools FILE in a terminal", "leave --tools out"],
             code="no_terminal",
         )
+    from spd.cli.chat.conversation import SessionStore
     from spd.cli.chat.loop import Chat
-    from spd.cli.chat.sessions import SessionStore
 
     store = SessionStore(session.state_folder / "sessions")
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spd.cli.commands.bench_report import SLOWER, Columns, row_table
+from spd.cli.commands.bench import SLOWER, Columns, row_table
 from spd.cli.options import JsonOptions, argument, first
 from spd.cli.text.output import Session, Sink
 from spd.errors import CheckFailedError, UsageError

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.options import JsonOptions, argument, printed
-from spd.cli.text.output import Session, Sink, check_new_folder
+from spd.cli.text.output import Session, Sink, Size, check_new_folder, fact_lines
 from spd.cli.text.progress import writing
-from spd.cli.text.wrap import Size, fact_lines
 
 if TYPE_CHECKING:
     from spd.formats.mtp import HeadPlan

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spd.cli.options import JsonOptions, argument
-from spd.cli.text.output import Session, Sink
-from spd.cli.text.wrap import WIDTH, table_lines
+from spd.cli.text.output import WIDTH, Session, Sink, table_lines
 from spd.errors import IncompatibleError
 
 if TYPE_CHECKING:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from spd.cli.options import GenerateOptions
 from spd.cli.signals import Interrupted
 from spd.cli.text.conflicts import check_conflicts
-from spd.cli.text.output import Console, Session, Sink, check_writable, tell, to_json, write_error
+from spd.cli.text.output import Console, Session, Sink, check_writable, fact_lines, tell, to_json, write_error
 from spd.cli.text.progress import loading
-from spd.cli.text.wrap import fact_lines
 from spd.errors import EngineError
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def generate(session: Session, options: GenerateOptions) -> int:
 
     with closing(sink):
         if not (options.trace or options.dry_run or options.jsonl):
-            from spd.cli.serve.engine import served_engine
+            from spd.cli.serve.local import served_engine
 
             if (served := served_engine(session, options)) is not None:
                 request, inside = served.prepare(session.console, options)
@@ -155,7 +154,7 @@ def _outcome(session: Session, options: GenerateOptions, reply: Gathered, held: 
 
 def _finish(session: Session, options: GenerateOptions, delivery: Delivery) -> None:
     """Print what remains to be printed: the end of the text or the object, and what is said about it."""
-    from spd.cli.text.report import early_end, reply_fields, stats_line, versions
+    from spd.cli.text.reply import early_end, reply_fields, stats_line, versions
 
     engine, request, reply = delivery.engine, delivery.request, delivery.reply
     fields = reply_fields(reply, delivery.metrics, engine, request, delivery.inside)

@@ -13,8 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 from spd.cli.options import JsonOptions, ModelArgument, printed
-from spd.cli.text.output import Session, Sink
-from spd.cli.text.wrap import Size
+from spd.cli.text.output import Session, Sink, Size
 from spd.errors import SpdError
 from spd.runtime.plan.config import METHODS, QUANTIZE, EngineConfig
 

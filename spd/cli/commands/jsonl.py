@@ -67,7 +67,7 @@ LINE = fields(
 
 def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> int:
     """Answer every line of the input; returns the exit status. Raises PartialError if a line failed."""
-    from spd.cli.serve.engine import served_engine
+    from spd.cli.serve.local import served_engine
     from spd.cli.text.job import plan_settings
 
     settings, shared = plan_settings(options), read_shared(options)
@@ -313,7 +313,7 @@ class Batch:
         self.session.console.note(f"{error.message}: the lines running at that time failed")
 
     def _take(self, event: Event) -> None:
-        from spd.cli.text.report import reply_fields
+        from spd.cli.text.reply import reply_fields
 
         line = self.open[event.request_id]
         request, parts = line.request, line.parts

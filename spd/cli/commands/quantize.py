@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spd.cli.options import JsonOptions, argument, printed
-from spd.cli.text.output import Session, Sink, check_new_folder
+from spd.cli.text.output import Session, Sink, Size, check_new_folder
 from spd.cli.text.progress import writing
-from spd.cli.text.wrap import Size
 from spd.errors import UsageError
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"

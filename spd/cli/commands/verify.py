@@ -9,12 +9,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.commands.values import chosen_prompts, numbers, split
+from spd.cli.commands.bench import chosen_prompts, numbers, split
 from spd.cli.options import MODEL, EngineOptions, first, option, parse_as
 from spd.cli.text.job import engine_config
-from spd.cli.text.output import Session, Sink
+from spd.cli.text.output import Session, Sink, fact_lines
 from spd.cli.text.progress import Ticker
-from spd.cli.text.wrap import fact_lines
 from spd.errors import CheckFailedError, UsageError
 from spd.runtime.plan.config import METHODS, WEIGHT_WISHES
 
@@ -116,7 +115,7 @@ def _examine(
 
     A near-tie is a fault, too, where equal bits are promised. Other rules than coupled promise them at T 0.
     """
-    from spd.cli.text.report import versions
+    from spd.cli.text.reply import versions
     from spd.runtime import lab
 
     prompts = chosen_prompts(options.prompts)

@@ -3,27 +3,269 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hmac
 import re
+import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from spd.cli.serve.body import TEXT, ApiError, api_error, fields, listed, parse_body, whole
 from spd.cli.serve.messages import read_messages
+from spd.cli.serve.replies import Choice, Grown
 from spd.cli.serve.responses import read_response
-from spd.cli.serve.service import Answer, Service
 from spd.cli.serve.wishes import Wish, read_chat, read_completion, read_tokenize, without_lines
 from spd.cli.text.job import encode_asked
 from spd.cli.text.prompt import Asked
 from spd.cli.text.sampling import check_ids
+from spd.cli.text.structured import CLOSING
+from spd.runtime.engine.request import derived_seed
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from spd.cli.serve.wishes import Wish
+    from spd.cli.text.job import Settings
+    from spd.runtime import Engine, Event, Request, RequestMetrics
+    from spd.runtime.engine.driver import EngineThread, Listener
+
+    Prepared = tuple[Request, bool | None]
+    """A request, and how its reply is parted: see `ThinkingSplitter`."""
+
+PING_SECONDS = 15.0
+"""After which a stream says that it goes on: a long prompt takes minutes, and agents give up after some."""
+QUEUE = 64
+"""Requests that may wait beyond those that decode."""
+
+
+class Service:
+    """One loaded model, and the calls on their way through it."""
+
+    def __init__(self, settings: Settings, name: str, thread: EngineThread, *, waiting: int = QUEUE) -> None:
+        self.engine: Engine = thread.engine()
+        self.plan = self.engine.plan
+        self.settings = dataclasses.replace(settings, context=self.plan.shape.ctx)
+        self.name, self.thread, self.slots = name, thread, self.plan.shape.slots
+        self._most = self.slots + waiting
+        self.counters: dict[str, float] = {}
+        """What has been served, by the names that `/metrics` shows."""
+        self.open = self.served = 0
+        """Requests that run or wait; those that have ended."""
+        self.draining = False
+        self.used_at = time.monotonic()
+
+    def check_name(self, name: str) -> None:
+        """Raise ApiError for another model than the one that is served."""
+        if name != self.name:
+            why = f"The model '{name[:200]}' does not exist: '{self.name}' is served."
+            raise ApiError(404, why, param="model", code="model_not_found")
+
+    def admit(self, wanted: int) -> None:
+        """Raise ApiError where so many more requests cannot wait their turn."""
+        if self.draining:
+            why = "The server is shutting down."
+            raise ApiError(503, why, kind="server_error", code="shutting_down", retry_after=5)
+        if wanted > self.slots:
+            why = f"{wanted} replies at once, and this server decodes {self.slots} together"
+            raise ApiError(400, f"Invalid 'n': {why}.", param="n", code="invalid_value")
+        if self.open + wanted > self._most:
+            why = f"{self.open} requests run or wait, and at most {self._most} may."
+            code, kind = "rate_limit_exceeded", "rate_limit_error"
+            raise ApiError(429, why, kind=kind, code=code, retry_after=1 + self.open // self.slots)
+
+    def prepare(self, wish: Wish) -> list[Prepared]:
+        """The requests of a call. Raises what encoding and compiling a grammar raise."""
+        prepared: list[Prepared] = []
+        settings, may_call = self.settings, wish.tools is not None and not wish.tools.has_to
+        if wish.think is not None:
+            settings = dataclasses.replace(settings, think=str(wish.think))
+        for asked in wish.prompts:
+            ids = settings.fit(asked)
+            for choice in range(wish.n):
+                seed = derived_seed(wish.params.seed, choice) if choice else wish.params.seed
+                params, shape = dataclasses.replace(wish.params, seed=seed), wish.grammar
+                order = secrets.token_hex(8), asked, ids, params
+                request, inside = settings.request(*order, None if may_call else shape)
+                if may_call and shape is not None:  # it allows every text, so thinking need not come first
+                    end = settings.vocabulary.need_tokenizer().token_to_id(CLOSING) if inside else None
+                    request = dataclasses.replace(request, grammar=dataclasses.replace(shape, after=end))
+                prepared.append((dataclasses.replace(request, draft_max=wish.draft_max), inside))
+        self.engine.check(prepared[0][0])
+        return prepared
+
+    def count(self, name: str, more: float = 1) -> None:
+        """Add to a figure that `/metrics` shows."""
+        self.counters[name] = self.counters.get(name, 0) + more
+
+    def ended(self, metrics: RequestMetrics, reason: str) -> None:
+        """Count a request that has ended."""
+        self.open, self.served, self.used_at = self.open - 1, self.served + 1, time.monotonic()
+        self.count(f'requests_total{{reason="{reason}"}}')
+        self.count("prompt_tokens_total", metrics.prompt_tokens)
+        self.count("cached_tokens_total", metrics.cached_tokens)
+        self.count("generation_tokens_total", metrics.completion_tokens)
+        self.count("spec_decode_num_drafts_total", metrics.num_drafts)
+        self.count("spec_decode_num_draft_tokens_total", metrics.draft_n)
+        self.count("spec_decode_num_accepted_tokens_total", metrics.draft_n_accepted)
+        for position, count in enumerate(metrics.accepted_per_position):
+            self.count(f'spec_decode_num_accepted_tokens_per_pos_total{{position="{position}"}}', count)
+        self.count("first_token_seconds_total", metrics.first_token_ms / 1000)
+        self.count("queue_seconds_total", metrics.queue_ms / 1000)
+
+    def prometheus(self) -> str:
+        """Every figure, in the text format of version 0.0.4."""
+        waiting, (used, pages) = max(0, self.open - self.slots), self.engine.pages
+        figures = {
+            **self.counters,
+            "rounds_total": self.engine.rounds,
+            "requests_running": self.open - waiting,
+            "requests_waiting": waiting,
+            "slots": self.slots,
+            "pages_used": used,
+            "pages": pages,
+        }
+        lines: list[str] = []
+        for name, value in sorted(figures.items()):
+            family = name.partition("{")[0]
+            kind = f"# TYPE spd_{family} {'counter' if family.endswith('_total') else 'gauge'}"
+            lines += [f"spd_{name} {value}"] if kind in lines else [kind, f"spd_{name} {value}"]
+        return "\n".join([*lines, ""])
+
+
+class Call:
+    """Requests that are answered together; `close` it whatever happens: what still runs is aborted then.
+
+    Raises ApiError as `Service.admit` unless they are `admitted`, EngineError where there is no engine.
+    """
+
+    def __init__(self, service: Service, requests: Sequence[Request], *, admitted: bool = False) -> None:
+        if not admitted:
+            service.admit(len(requests))
+        self._service, self._requests = service, requests
+        self._loop = asyncio.get_running_loop()
+        self._answers: asyncio.Queue[tuple[int, Event | BaseException]] = asyncio.Queue()
+        self._open: dict[int, Listener] = {}
+        try:
+            for index, request in enumerate(requests):
+                listener = partial(self._hear, index)
+                service.thread.submit(request, listener)
+                self._open[index] = listener
+                service.open += 1
+        except BaseException:
+            self.close()
+            raise
+
+    def _hear(self, index: int, answer: Event | BaseException) -> None:
+        with suppress(RuntimeError):  # the loop has ended: nothing listens any more
+            self._loop.call_soon_threadsafe(self._answers.put_nowait, (index, answer))
+
+    async def next(self, seconds: float | None = None) -> tuple[int, Event] | None:
+        """The next event with its request's number; None where none comes for so long, or all have ended.
+
+        Raises what the engine raised, and ClientDisconnect after `watch`.
+        """
+        if not self.running:
+            return None
+        try:
+            index, answer = await asyncio.wait_for(self._answers.get(), seconds)
+        except asyncio.TimeoutError:
+            return None
+        if isinstance(answer, BaseException):
+            raise answer
+        if answer.finish_reason is not None:
+            self._end(index, answer.finish_reason)
+        return index, answer
+
+    async def watch(self, receive: Receive) -> None:
+        """Have `next` raise ClientDisconnect where the client goes."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._answers.put_nowait((0, ClientDisconnect()))
+
+    @property
+    def running(self) -> bool:
+        """Whether a request has not ended."""
+        return bool(self._open)
+
+    def metrics(self, index: int) -> RequestMetrics:
+        """A request's counters."""
+        return self._service.thread.metrics(self._requests[index].id)
+
+    def _end(self, index: int, reason: str) -> None:
+        del self._open[index]
+        self._service.ended(self.metrics(index), reason)
+
+    def close(self) -> None:
+        """Abort what still runs, within a round."""
+        for index, listener in list(self._open.items()):
+            self._service.thread.forget(self._requests[index], listener)
+            self._end(index, "abort")
+
+
+class Answer:
+    """One call's answer, as an ASGI application."""
+
+    def __init__(self, service: Service, wish: Wish, prepared: Sequence[Prepared]) -> None:
+        self._service, self._wish = service, wish
+        tokenizer = service.settings.vocabulary.need_tokenizer()
+        made_of = wish.tools, wish.params.stop, tokenizer
+        self._choices = [Choice(i, inside, *made_of) for i, (_, inside) in enumerate(prepared)]
+        first = prepared[0][0]
+        self._reply = wish.reply(service, wish, self._choices, first.id, len(first.prompt_ids))
+        self._call = Call(service, [request for request, _ in prepared])
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watching: asyncio.Future[None] | None = None
+        try:
+            if self._wish.stream:
+                headers = {"cache-control": "no-cache"}
+                response: Response = StreamingResponse(self._stream(), 200, headers, "text/event-stream")
+            else:
+                watching = asyncio.ensure_future(self._call.watch(receive))
+                while await self._take():
+                    pass
+                response = JSONResponse(self._reply.whole())
+            await response(scope, receive, send)
+        finally:
+            if watching is not None:
+                watching.cancel()
+            self._call.close()
+
+    async def _take(self, seconds: float | None = None) -> tuple[Choice, Event, list[Grown]] | None:
+        """The next event with what it added to its choice; None as `Call.next`."""
+        if (came := await self._call.next(seconds)) is None:
+            return None
+        index, event = came
+        grown = self._choices[index].take(event)
+        if event.finish_reason is not None:
+            self._reply.metrics[index] = self._call.metrics(index)
+        if event.finish_reason == "error":
+            why = event.error or "the model failed while generating"
+            raise ApiError(500, why, kind="server_error", code="generation_failed")
+        return self._choices[index], event, grown
+
+    async def _stream(self) -> AsyncIterator[bytes]:
+        try:
+            for data in self._reply.begin():
+                yield data
+            while self._call.running:
+                taken = await self._take(PING_SECONDS)
+                for data in (self._reply.ping(),) if taken is None else self._reply.grow(*taken):
+                    yield data
+            for data in self._reply.end():
+                yield data
+        except Exception as error:
+            refusal = api_error(error)
+            self._service.count(f'refused_total{{status="{refusal.status}"}}')
+            for data in self._reply.fail(refusal):
+                yield data
+
 
 BODY_LIMIT = 16 << 20
 BODY_SECONDS = 60.0

@@ -13,7 +13,7 @@ from spd.cli.serve.wishes import SAMPLING, Wish, conversation, function, name_of
 from spd.cli.text.structured import CLOSING
 
 if TYPE_CHECKING:
-    from spd.cli.serve.service import Service
+    from spd.cli.serve.http import Service
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _text = some({"text": TEXT}, "text", text="content")

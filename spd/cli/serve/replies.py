@@ -10,14 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from spd.cli.serve.calls import CallParser, ChannelParser, Piece, Tools
-from spd.cli.serve.forms import GEMMA, HARMONY, MARKS, THOUGHT
-from spd.cli.text.report import logprob_entry
+from spd.cli.serve.forms import GEMMA, HARMONY, MARKS, THOUGHT, CallParser, ChannelParser, Piece, Tools
+from spd.cli.text.reply import logprob_entry
 from spd.cli.text.structured import ThinkingSplitter
 
 if TYPE_CHECKING:
     from spd.cli.serve.body import ApiError
-    from spd.cli.serve.service import Service
+    from spd.cli.serve.http import Service
     from spd.cli.serve.wishes import Wish
     from spd.formats.tokenizer import Tokenizer
     from spd.runtime import Event, RequestMetrics

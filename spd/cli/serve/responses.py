@@ -12,7 +12,7 @@ from spd.cli.serve.replies import Part, Reply, sse
 from spd.cli.serve.wishes import ROLES, SAMPLING, Wish, function, name_of, past_arguments, wish_of
 
 if TYPE_CHECKING:
-    from spd.cli.serve.service import Service
+    from spd.cli.serve.http import Service
 
 _texts = read.texts("input_text", "output_text", "text", "reasoning_text", "summary_text")
 CALL = {"call_id": TEXT, "name": name_of, "arguments": past_arguments}
@@ -27,12 +27,6 @@ ITEMS = {
 _items = blocks(ITEMS, usual="message")
 TOOL = {"type": TEXT, "name": name_of, "description": TEXT, "parameters": OBJECT, "strict": FLAG}
 _tools = read.listed(some({**TOOL, "tools": read.anything}, "type"), 1024)
-_CHOSEN = {"type": TEXT, "name": TEXT}
-_CHOICE = some(
-    {**_CHOSEN, "type": read.one_of("function", "allowed_tools"), "mode": read.one_of("auto", "required")}
-    | {"tools": read.listed(some(_CHOSEN, "type"), 128)},
-    "type",
-)
 FORMAT = {"type": read.one_of("text", "json_object", "json_schema"), "name": TEXT, "schema": OBJECT}
 RESPONSES = {
     **{name: SAMPLING[name] for name in ("temperature", "top_p")},
@@ -69,7 +63,8 @@ def read_response(value: Any, service: Service) -> Wish:
     messages = wishes.conversation([*said, *map(_piece, body["input"])])
     tools, _ = _flat(body.get("tools", ()))
     chat = {**body, "messages": messages, "tools": tools}
-    chat["tool_choice"] = _choice(body.get("tool_choice", "auto"), bool(tools))
+    if not tools and body.get("tool_choice", "auto") == "auto":
+        chat["tool_choice"] = "none"
     form = body.get("text", {}).get("format", {"type": "text"})
     chat["response_format"] = {"type": form["type"], "json_schema": form}
     if form["type"] == "json_schema" and "schema" not in form:
@@ -109,20 +104,6 @@ def _flat(tools: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dic
                 spaces[one["name"]] = tool.get("name"), name
             shown += inner
     return shown, spaces
-
-
-def _choice(choice: Any, has_tools: bool) -> Any:
-    """The choice of tools as chat completions write it."""
-    if not isinstance(choice, dict):
-        return choice if has_tools or choice not in ("auto", None) else "none"
-    asked = _CHOICE(choice, "tool_choice")
-    tools = (one for one in asked.get("tools", [asked]) if one["type"] == "function")
-    named = [{"type": "function", "function": {"name": one.get("name")}} for one in tools]
-    if asked["type"] == "function":
-        return named[0]
-    mode = asked.get("mode", "auto")
-    has_tools = has_tools or mode != "auto"
-    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}} if has_tools else "none"
 
 
 class ResponseReply(Reply):

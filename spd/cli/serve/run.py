@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from spd.cli.commands.models import ensure_models
-from spd.cli.serve.http import App
+from spd.cli.serve.http import App, Service
 from spd.cli.serve.local import identity, runtime_folder, socket_name
-from spd.cli.serve.service import Service
 from spd.cli.serve.warm import WarmFront
 from spd.cli.signals import Interrupted
 from spd.cli.text.job import plan_settings

@@ -16,9 +16,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.options import GenerateOptions
-from spd.cli.serve.engine import read_request
-from spd.cli.serve.local import LINE_LIMIT
-from spd.cli.serve.service import Call, Service
+from spd.cli.serve.http import Call, Service
+from spd.cli.serve.local import LINE_LIMIT, read_request
 from spd.cli.text.prompt import Asked
 from spd.errors import EngineError, SpdError
 from spd.runtime.engine.request import GrammarText

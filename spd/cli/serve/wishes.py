@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from spd.cli.serve import body as read
 from spd.cli.serve.body import FLAG, OBJECT, TEXT, fields, listed, refuse, whole
-from spd.cli.serve.calls import Tools
-from spd.cli.serve.forms import CALLS, CHANNEL, GEMMA, HARMONY, as_json, call_form
+from spd.cli.serve.forms import CALLS, CHANNEL, GEMMA, HARMONY, Tools, as_json, call_form
 from spd.cli.serve.replies import ChatReply, CompletionReply, Reply
 from spd.cli.text.prompt import RESERVED_ARGS, Asked
 from spd.cli.text.sampling import check_ids
@@ -24,7 +23,7 @@ from spd.runtime.plan.config import MAX_DRAFT
 from spd.runtime.round.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS, MAX_TOKENS
 
 if TYPE_CHECKING:
-    from spd.cli.serve.service import Service
+    from spd.cli.serve.http import Service
     from spd.cli.text.job import Settings
     from spd.runtime import SamplingParams
 
@@ -122,13 +121,18 @@ _MESSAGE = fields(
 )
 _FUNCTION = {"name": name_of, "description": TEXT, "parameters": OBJECT, "strict": FLAG}
 _TOOL = fields({"type": read.one_of("function"), "function": fields(_FUNCTION, "name")}, "type", "function")
-_NAMED = fields({"type": TEXT, "function": read.some({"name": TEXT}, "name")}, "type")
-_ALLOWED = fields({"mode": read.one_of("auto", "required"), "tools": listed(_NAMED, 128)}, "mode", "tools")
-_CHOICE = fields(
-    {"type": read.one_of("function", "allowed_tools"), "function": read.some({"name": TEXT}, "name")}
-    | {"allowed_tools": _ALLOWED},
+_NAMED = {"type": TEXT, "name": TEXT, "function": read.some({"name": TEXT}, "name")}
+_SUBSET = {"mode": read.one_of("auto", "required"), "tools": listed(read.some(_NAMED, "type"), 128)}
+_CHOICE = read.some(
+    {
+        **_NAMED,
+        **_SUBSET,
+        "allowed_tools": read.some(_SUBSET),
+        "type": read.one_of("function", "allowed_tools"),
+    },
     "type",
 )
+"""A choice of functions as chat completions write it, or flat as Responses do."""
 _FORMAT = fields({"name": name_of, "description": TEXT, "schema": OBJECT, "strict": FLAG}, "name", "schema")
 
 SAMPLING = {
@@ -275,7 +279,7 @@ def for_template(message: Mapping[str, Any], template: str) -> dict[str, Any]:
 
 
 def without_lines(wish: Wish, beginnings: tuple[str, ...]) -> Wish:
-    """The same without the lines of its instructions that begin so: they would keep prompts from the cache."""
+    """The same without the lines of its instructions that begin so: no cache would know its prompts."""
 
     def kept(asked: Asked) -> Asked:
         messages = []
@@ -283,7 +287,7 @@ def without_lines(wish: Wish, beginnings: tuple[str, ...]) -> Wish:
             lines = message["content"].split("\n") if message["role"] == "system" else []
             left = [line for line in lines if not line.startswith(beginnings)]
             said = message if left == lines else {**message, "content": "\n".join(left).strip("\n")}
-            messages += [said] if said["content"] or said is message else []
+            messages += [said] if said is message or said["content"] else []
         return dataclasses.replace(asked, messages=tuple(messages))
 
     return dataclasses.replace(wish, prompts=tuple(map(kept, wish.prompts)))
@@ -413,14 +417,14 @@ def _tools(body: Mapping[str, Any], template: str, special: Mapping[str, int]) -
         strict = strict or function.get("strict", False)
     named, form, subset = None, call_form(template), False
     if isinstance(choice, dict):
-        choice = _CHOICE(choice, "tool_choice")
-        subset = choice["type"] == "allowed_tools"
-        allowed = choice.get("allowed_tools", {"mode": "required", "tools": [choice]})
-        names = [tool.get("function", {}).get("name") for tool in allowed["tools"]]
+        asked = _CHOICE(choice, "tool_choice")
+        subset = asked["type"] == "allowed_tools"
+        allowed = asked.get("allowed_tools", asked)
+        chosen = (tool for tool in allowed.get("tools", [asked]) if tool["type"] == "function")
+        names = [tool.get("function", tool).get("name") for tool in chosen]
         if not names or not functions.keys() >= {*names}:
             refuse("tool_choice", "expected functions that are among `tools`")
-        choice = allowed["mode"]
-        named = None if subset else names[0]
+        choice, named = allowed.get("mode", "auto") if subset else "required", None if subset else names[0]
         functions = {name: functions[name] for name in names} if subset else functions
     elif choice not in ("none", "auto", "required"):
         refuse("tool_choice", "expected none, auto, required or a function that is among `tools`")

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from spd.cli.commands.serve import ServeOptions
+from spd.cli.serve.http import Service
 from spd.cli.serve.run import Server, listen
-from spd.cli.serve.service import Service
 from spd.cli.text.job import plan_settings
 from spd.formats.chat_template import ChatTemplate
 from spd.runtime.engine.driver import EngineThread

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from spd.cli.serve import service
-from spd.cli.serve.calls import Tools
-from spd.cli.serve.forms import HARMONY
+from spd.cli.serve import http
+from spd.cli.serve.forms import HARMONY, Tools
 from spd.cli.serve.http import CHANGING, READERS
 from spd.cli.serve.messages import read_messages
 from spd.cli.serve.responses import read_response
@@ -464,7 +463,7 @@ def test_a_fault_ends_a_stream_in_the_APIs_form(served: Served) -> None:
 
 def test_a_stream_says_that_it_goes_on(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """While nothing comes, and a client that leaves then is noticed."""
-    monkeypatch.setattr(service, "PING_SECONDS", 0.0005)
+    monkeypatch.setattr(http, "PING_SECONDS", 0.0005)
     plain = {"max_tokens": 24, "temperature": 0, "messages": [{"role": "user", "content": QUESTION}]}
     events = served.named_events("/v1/messages", **plain)
     assert [event["type"] for event in events].count("ping") > 2

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from spd.cli.serve.calls import CallParser, ChannelParser, Tools
 from spd.cli.serve.forms import (
     CALL,
     CALL_END,
@@ -19,6 +18,9 @@ from spd.cli.serve.forms import (
     MARKS,
     QUOTE,
     SEPARATOR,
+    CallParser,
+    ChannelParser,
+    Tools,
     call_form,
 )
 from spd.formats.folder import ModelFolder
