@@ -1,6 +1,6 @@
 """A coding agent's conversation, replayed turn by turn: what is prefilled, acceptance, memory, equal texts.
 
-    python -m benchmarks.agent_replay [--model demo-hybrid] [--turns 60] [--ctx 32k] [--out FILE]
+    python -m benchmarks.agent_replay [--model demo-hybrid] [--turns 60] [--ctx 8k] [--out FILE]
 
 Each request goes the way that one of `spd serve` goes: the body of a chat completion with tools and with a
 line of instructions that changes each time, which a rule leaves out. First the model says a few tokens of
@@ -24,6 +24,7 @@ import json
 import random
 import resource
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from importlib import import_module
@@ -256,7 +257,7 @@ def measure(name: str, count: int, ctx: int, threads: int) -> dict[str, Any]:
             one.close()
             equal = sum(row["own"] == other["own"] for row, other in zip(rows, plain, strict=True))
             found["methods"][method] = {**summed(rows), "turns_equal_to_cold": equal, "turns": len(rows)}
-            print(name, method, found["methods"][method], flush=True)
+            print(name, method, found["methods"][method], file=sys.stderr, flush=True)
         one = Replay(folder, "off", ctx, threads)
         found["without_rule"] = summed(list(replay(one, turns, rule=False, fixed=False)))
         one.close()
@@ -278,7 +279,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", action="append", choices=sorted(METHODS))
     parser.add_argument("--turns", type=int, default=60)
-    parser.add_argument("--ctx", type=parse_size, default=parse_size("32k"))
+    parser.add_argument("--ctx", type=parse_size, default=parse_size("8k"))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
