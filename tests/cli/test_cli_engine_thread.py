@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from spd.cli.chat.model import ChatModel
+from spd.cli.chat.loop import ChatModel
 from spd.cli.commands.chat import ChatOptions
 from spd.cli.text.output import Console
 from spd.runtime import EngineConfig, Request, SamplingParams

@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from spd.cli.options import GenerateOptions, parse_size
-from spd.cli.text.sampling import parse_logit_bias, resolve_sampling, unescape
+from spd.cli.text.job import parse_logit_bias, resolve_sampling, unescape
 from spd.errors import UsageError
 from spd.formats.model_config import GenerationConfig
 from tests.cli.conftest import refused

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from spd.cli.text.job import Vocabulary
-from spd.cli.text.prompt import Asked
-from spd.cli.text.structured import end_of_thinking
+from spd.cli.text.prompt import Asked, end_of_thinking
 from tests.cli.conftest import refused
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from spd.cli.parser import CUT
-from spd.cli.text.structured import ThinkingSplitter, parted
+from spd.cli.text.prompt import ThinkingSplitter, parted
 from spd.runtime.engine.request import ThinkingBudget
 from tests.cli.conftest import SPECIALS, TEMPLATE, program, refused, write_tokenizer
 from tests.cli.test_cli_signals import finish, start

@@ -51,7 +51,7 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
         ([{**SHOW, "name": "a b"}], "'tools[0].name'"),
         ([{**SHOW, "shell": True}], "'tools[0].shell'"),
         ([SHOW, {**SHOW, "command": "cat"}], "'tools[1].command': expected an array"),
-        ([SHOW, SHOW], "'tools[1].name': show is given twice"),
+        ([SHOW, SHOW], "name': show is given twice"),
         ([{**SHOW, "command": []}], "'tools[0].command': expected a program"),
         ([{**SHOW, "command": ["{path}"]}], "'tools[0].command[0]': the program has to be fixed"),
         ([{**SHOW, "command": ["cat", "{file}"]}], "'tools[0].command[1]': {file} is not among"),
@@ -108,7 +108,7 @@ def test_a_command_that_hangs_is_ended(line: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(tools, "SECONDS", 0.5)
     began = time.monotonic()
     said = run(["bash", "-c", f"(sleep 2; touch {tmp_path}/left) & {line}"], SignalGuard())
-    assert said.endswith("(it was ended after 0.5 s)") and time.monotonic() - began < 20
+    assert said.endswith("(it was ended: more than 0.5 s, or 8 MiB)") and time.monotonic() - began < 20
     time.sleep(2.5)
     assert not (tmp_path / "left").exists(), "what it has started goes on"
 
@@ -124,7 +124,8 @@ def test_ctrl_c_ends_a_command_and_not_the_chat() -> None:
         guard.uninstall()
 
 
-def test_megabytes_are_cut_in_the_middle() -> None:
-    said = run(["bash", "-c", "echo begin; yes | head -c 9000000; echo end"], SignalGuard())
+def test_megabytes_are_cut_in_the_middle_and_more_is_ended() -> None:
+    said = run(["bash", "-c", "echo begin; yes | head -c 3000000; echo end"], SignalGuard())
     assert said.startswith("begin\ny\n") and said.endswith("y\nend\n") and len(said) < 33_000
-    assert f"… {9_000_010 - tools.OUTPUT_LIMIT:,} bytes are left out …" in said
+    assert f"… {3_000_010 - tools.OUTPUT_LIMIT:,} characters are left out …" in said
+    assert run(["yes"], SignalGuard()).endswith("y\n\n(it was ended: more than 120 s, or 8 MiB)")

@@ -13,14 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spd.cli.chat.conversation import Turn
-from spd.cli.options import (
-    in_order,
-    model_names,
-    parse_switch,
-    parse_think,
-    read_settings,
-    spec_names,
-)
+from spd.cli.options import in_order, model_names, parse_switch, parse_think, read_settings, spec_names
 from spd.cli.text.output import shortened
 from spd.cli.text.prompt import read_text
 from spd.errors import SpdError, UsageError

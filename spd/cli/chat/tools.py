@@ -23,9 +23,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.serve.body import OBJECT, TEXT, ApiError, fields, listed, refuse
-from spd.cli.serve.forms import Tools, call_form, properties_of
+from spd.cli.serve.forms import properties_of
 from spd.cli.serve.replies import Choice
-from spd.cli.serve.wishes import for_template, function, name_of, past_arguments
+from spd.cli.serve.wishes import for_template, function, name_of, past_arguments, tools_of
 from spd.cli.text.output import as_line, shortened, tell, write_stderr
 from spd.cli.text.prompt import read_json
 from spd.errors import IncompatibleError, UsageError
@@ -41,8 +41,10 @@ EXAMPLE = """[{"name": "show", "parameters": {"type": "object", "properties": {"
 PLACE = re.compile(r"\{(\w+)\}")
 SECONDS = 120.0
 """For which a command may run."""
+MOST = 8 << 20
+"""Bytes that a command may write."""
 OUTPUT_LIMIT = 32_000
-"""Bytes of a command's output that the model gets: its beginning and its end."""
+"""Characters of them that the model gets: their beginning and end."""
 SHOWN = 4_000
 """Characters of a command that are shown before it runs."""
 _tools = listed(
@@ -68,21 +70,16 @@ class ChatTools:
             )
         try:
             found = _tools(read_json(file, EXAMPLE), "tools")
-            self._commands = dict[str, Sequence[str]]()
-            for at, tool in enumerate(found):
-                if tool["name"] in self._commands:
-                    refuse(f"tools[{at}].name", f"{tool['name']} is given twice")
-                self._commands[tool["name"]] = _checked(tool, f"tools[{at}]")
+            self._commands = {tool["name"]: _checked(tool, f"tools[{at}]") for at, tool in enumerate(found)}
+            self.shown = [function(tool) for tool in found]
+            """As chat templates are told of them."""
+            self._tools = tools_of({"tools": self.shown}, self._template, self._tokenizer.special_tokens)
         except ApiError as error:
             raise UsageError(f"{file}: {error.message}", fix=[EXAMPLE]) from None
-        self.shown = [function(tool) for tool in found]
-        """As chat templates are told of them."""
-        schemas = {tool["name"]: tool.get("parameters", {}) for tool in found}
-        self._form = Tools(schemas, call_form(self._template), special=self._tokenizer.special_tokens)
 
     def called(self, turn: Turn, inside: bool) -> dict[str, Any] | None:
         """A reply as a message with its calls; None where it has none. `inside` as in `ThinkingSplitter`."""
-        choice = Choice(0, inside, self._form, (), self._tokenizer)
+        choice = Choice(0, inside, self._tools, (), self._tokenizer)
         choice.take(Event("", turn.reply_ids, turn.reply or "", "stop"))
         message = choice.message()
         for call in message.get("tool_calls", ()):
@@ -125,12 +122,7 @@ def _checked(tool: Mapping[str, Any], name: str) -> Sequence[str]:
 
 def consents(words: Sequence[str], guard: SignalGuard) -> bool:
     """Show a command and ask whether to run it: what was typed before the question is no yes."""
-    shown, cut = as_line(shlex.join(words)), ""
-    if len(shown) > SHOWN:
-        half = SHOWN // 2
-        cut = f" … {len(shown) - SHOWN:,} characters are not shown … "
-        shown = shown[:half] + cut + shown[-half:]
-    write_stderr(f"run  {shown}\nrun it? [y/N] ")
+    write_stderr(f"run  {_without_middle(as_line(shlex.join(words)), SHOWN)}\nrun it? [y/N] ")
     with suppress(KeyboardInterrupt), guard.soften(_interrupt):
         termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
         return sys.stdin.buffer.readline(1024).strip().lower() in (b"y", b"yes")
@@ -142,24 +134,23 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
+def _without_middle(text: str, most: int) -> str:
+    """A text's beginning and end where it is longer, with how much is missing."""
+    cut = f"\n… {len(text) - most:,} characters are left out …\n"
+    return text if len(text) <= most else text[: most // 2] + cut + text[-(most // 2) :]
+
+
 def run(words: Sequence[str], guard: SignalGuard) -> str:
     """A command's output with its errors, and how it ended where that is not well.
 
-    It gets no input, and is ended by Ctrl-C and when its time is over, with all that it has started.
+    It gets no input, and is ended with all that it has started by Ctrl-C, by time and by too much output.
     """
-    stopped, ends = threading.Event(), time.monotonic() + SECONDS
-    output, size, note = bytearray(), 0, ""
+    stopped, ends, output, note = threading.Event(), time.monotonic() + SECONDS, bytearray(), ""
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
-        process = subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process = subprocess.Popen(words, **pipes, start_new_session=True)  # type: ignore[call-overload]
     except (OSError, ValueError) as error:
         return f"(it cannot be run: {error})"
-    assert process.stdout is not None
     with process, guard.soften(stopped.set):
         reading, source = True, process.stdout.fileno()
         try:
@@ -167,20 +158,17 @@ def run(words: Sequence[str], guard: SignalGuard) -> str:
                 over = process.poll() is not None  # what it has started may still hold its output
                 if select.select([source] * reading, (), (), 0.0 if over else 0.05)[0]:
                     data = os.read(source, 1 << 16)
-                    reading, size, output = bool(data), size + len(data), output + data
-                    if len(output) > 2 * OUTPUT_LIMIT:
-                        del output[OUTPUT_LIMIT // 2 : -OUTPUT_LIMIT // 2]
+                    reading, output = bool(data), output + data
                 elif over:
                     break
-                if stopped.is_set() or time.monotonic() > ends:
-                    note = "it was stopped" if stopped.is_set() else f"it was ended after {SECONDS:g} s"
+                if stopped.is_set():
+                    note = "it was stopped"
+                elif time.monotonic() > ends or len(output) > MOST:
+                    note = f"it was ended: more than {SECONDS:g} s, or {MOST >> 20} MiB"
         finally:
             with suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
     if not note and process.returncode:
         note = f"exit status {process.returncode}"
-    if size > OUTPUT_LIMIT:
-        half = OUTPUT_LIMIT // 2
-        cut = f"\n… {size - OUTPUT_LIMIT:,} bytes are left out …\n".encode()
-        output = output[:half] + cut + output[-half:]
-    return output.decode("utf-8", "replace") + f"\n({note})" * bool(note)
+    text = _without_middle(output.decode("utf-8", "replace"), OUTPUT_LIMIT)
+    return f"{text}\n({note})" if note else text

@@ -83,13 +83,13 @@ COMMAND_TABLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "spd inspect Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --json",
         ),
         "convert-mtp": (
-            "convert_mtp",
+            "convert",
             "Cut a checkpoint's MTP head into a small folder, for targets that lost theirs.",
             "spd convert-mtp deepseek-ai/DeepSeek-V3.1 v31-mtp",
             'spd generate -m my/DeepSeek-V3.1-AWQ --spec mtp --mtp v31-mtp "Hello"',
         ),
         "quantize": (
-            "quantize",
+            "convert",
             "Write a model in four bits (compressed-tensors) as --quantize int4 rounds it; the text changes.",
             "spd quantize Qwen/Qwen3-8B qwen3-8b-int4",
         ),

@@ -182,7 +182,7 @@ def say_before(
 
 def say_plan(console: Console, options: GenerateOptions, engine: Engine, settings: Settings) -> None:
     """Notes about what the plan makes of the options, and the plan of a verbose run."""
-    from spd.cli.text.structured import note_thinking
+    from spd.cli.text.prompt import note_thinking
 
     plan = engine.plan
     note_thinking(console, options.think, settings.vocabulary)

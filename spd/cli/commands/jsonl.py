@@ -21,6 +21,7 @@ from spd.cli.options import GenerateOptions
 from spd.cli.serve.body import TEXT, ApiError, anything, fields, listed, whole
 from spd.cli.serve.wishes import SAMPLING
 from spd.cli.signals import Interrupted
+from spd.cli.text.job import check_ids
 from spd.cli.text.output import Session, Sink, cannot_write, tell, to_json
 from spd.cli.text.progress import Ticker, clock
 from spd.cli.text.prompt import (
@@ -31,7 +32,6 @@ from spd.cli.text.prompt import (
     system_text,
     template_variables,
 )
-from spd.cli.text.sampling import check_ids
 from spd.errors import EngineError, PartialError, SpdError, UsageError
 from spd.formats.files import INPUT_LIMIT, LINES_LIMIT, read_input
 from spd.runtime.engine.driver import drive

@@ -21,10 +21,8 @@ from spd.cli.serve.messages import read_messages
 from spd.cli.serve.replies import Choice, Grown
 from spd.cli.serve.responses import read_response
 from spd.cli.serve.wishes import Wish, read_chat, read_completion, read_tokenize, without_lines
-from spd.cli.text.job import encode_asked
-from spd.cli.text.prompt import Asked
-from spd.cli.text.sampling import check_ids
-from spd.cli.text.structured import CLOSING
+from spd.cli.text.job import check_ids, encode_asked
+from spd.cli.text.prompt import CLOSING, Asked
 from spd.runtime.engine.request import derived_seed
 
 if TYPE_CHECKING:

@@ -270,8 +270,7 @@ class ServedEngine:
 
     def prepare(self, console: Console, options: GenerateOptions) -> tuple[Request, bool | None]:
         """The request for one prompt, which the server encodes; says what `spd generate` says before."""
-        from spd.cli.text.prompt import gather
-        from spd.cli.text.structured import read_grammar
+        from spd.cli.text.prompt import gather, read_grammar
 
         grammar, asked = read_grammar(options), dataclasses.asdict(gather(options))
         held = None if grammar is None else dataclasses.asdict(grammar)

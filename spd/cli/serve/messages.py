@@ -10,7 +10,7 @@ from spd.cli.serve import body as read
 from spd.cli.serve.body import FLAG, OBJECT, TEXT, ApiError, listed, one_of, refuse, some
 from spd.cli.serve.replies import Part, Reply, sse
 from spd.cli.serve.wishes import SAMPLING, Wish, conversation, function, name_of, thinking, wish_of
-from spd.cli.text.structured import CLOSING
+from spd.cli.text.prompt import CLOSING
 
 if TYPE_CHECKING:
     from spd.cli.serve.http import Service

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from spd.cli.serve.forms import GEMMA, HARMONY, MARKS, THOUGHT, CallParser, ChannelParser, Piece, Tools
+from spd.cli.text.prompt import ThinkingSplitter
 from spd.cli.text.reply import logprob_entry
-from spd.cli.text.structured import ThinkingSplitter
 
 if TYPE_CHECKING:
     from spd.cli.serve.body import ApiError

@@ -32,7 +32,9 @@ RESPONSES = {
     **{name: SAMPLING[name] for name in ("temperature", "top_p")},
     "max_output_tokens": SAMPLING["max_tokens"],
     "model": TEXT,
-    "input": lambda value, name: _items([_said(value)] if isinstance(value, str) else value, name),
+    "input": lambda value, name: _items(
+        [{"role": "user", "content": value}] if isinstance(value, str) else value, name
+    ),
     "instructions": TEXT,
     "stream": FLAG,
     "tools": _tools,
@@ -49,10 +51,6 @@ RESPONSES = {
 }
 """Others are passed over, for agents send new ones with each version."""
 _body = some(RESPONSES, "input", max_output_tokens="max_tokens")
-
-
-def _said(text: str) -> dict[str, Any]:
-    return {"type": "message", "role": "user", "content": text}
 
 
 def read_response(value: Any, service: Service) -> Wish:

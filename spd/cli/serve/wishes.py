@@ -14,9 +14,8 @@ from spd.cli.serve import body as read
 from spd.cli.serve.body import FLAG, OBJECT, TEXT, fields, listed, refuse, whole
 from spd.cli.serve.forms import CALLS, CHANNEL, GEMMA, HARMONY, Tools, as_json, call_form
 from spd.cli.serve.replies import ChatReply, CompletionReply, Reply
-from spd.cli.text.prompt import RESERVED_ARGS, Asked
-from spd.cli.text.sampling import check_ids
-from spd.cli.text.structured import SWITCH
+from spd.cli.text.job import check_ids
+from spd.cli.text.prompt import RESERVED_ARGS, SWITCH, Asked
 from spd.errors import UsageError
 from spd.runtime.engine.request import SEED_BITS, GrammarText
 from spd.runtime.plan.config import MAX_DRAFT
@@ -237,7 +236,7 @@ def wish_of(body: Mapping[str, Any], service: Service, reply: type[Reply], **mor
     template = vocabulary.need_template()
     variables = _variables(body, template.default)
     source = template.tool_use or template.default
-    tools = _tools(body, source, vocabulary.need_tokenizer().special_tokens)
+    tools = tools_of(body, source, vocabulary.need_tokenizer().special_tokens)
     grammar = response_format(body)
     if tools is not None and tools.functions:
         if grammar is not None:
@@ -403,7 +402,7 @@ def function(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {name: tool[name] for name in _FUNCTION if name in tool}}
 
 
-def _tools(body: Mapping[str, Any], template: str, special: Mapping[str, int]) -> Tools | None:
+def tools_of(body: Mapping[str, Any], template: str, special: Mapping[str, int]) -> Tools | None:
     """The tools of a chat request and how they are chosen; None where none may be called."""
     choice, functions, strict = body.get("tool_choice", "auto"), dict[str, Any](), False
     for number_, tool in enumerate(body.get("tools", ())):
