@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from spd.cli.commands.bench import BenchOptions, bench_text, sweep_configs
-from spd.cli.commands.compare import read_result
+from spd.cli.commands.bench import BenchOptions, bench_text, read_result, sweep_configs
 from spd.errors import UsageError
 from spd.runtime.lab.rows import compare_results, make_rows
 from spd.runtime.lab.sweep import Sweep

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spd.cli.text.conflicts import CONFLICTS, NEEDS
+from spd.cli.text.job import CONFLICTS, NEEDS
 from tests.cli.conftest import refused
 
 VALUES = {"prompt": ["Hi"], "template_arg": ["--template-arg", "a=1"], "think": ["--think", "off"]}

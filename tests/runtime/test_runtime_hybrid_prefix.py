@@ -209,6 +209,17 @@ def test_pages_that_no_checkpoint_followed_get_one(hybrid: Shelf) -> None:
     assert runs[2].output == run_all(fresh, prompts[2:], [params])[0].output
 
 
+def test_what_a_longer_prompt_goes_on_from_is_not_the_first_to_go(hybrid: Shelf) -> None:
+    """Prompts that end in one chunk find longer checkpoints; the next chunk's has only its beginning."""
+    engine, params = engine_of(hybrid, "torch", "off"), SamplingParams(max_tokens=2, ignore_eos=True)
+    text = random_prompts(1, 300, 256, seed=6)[0]
+    ends = (*range(130, 190, 4), 200)
+    runs = [run_all(engine, [text[:end]], [params])[0] for end in ends]
+    assert len(ends) > engine.plan.shape.checkpoints
+    assert [run.metrics.cached_tokens for run in runs[1:-1]] == [end - 1 for end in ends[:-2]]
+    assert runs[-1].metrics.cached_tokens == 128
+
+
 def test_a_long_prompt_has_some_on_its_way(hybrid: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "INTERVAL", 128)
     engine, params = engine_of(hybrid, "torch", "off"), SamplingParams(max_tokens=2, ignore_eos=True)

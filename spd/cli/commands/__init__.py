@@ -62,7 +62,7 @@ COMMAND_TABLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "spd bench --concurrency 1,4,16 --category code",
         ),
         "compare": (
-            "compare",
+            "bench",
             "Compare results of spd bench with the first of them; exits 6 if a row became slower.",
             "spd compare yesterday.json today.json",
         ),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from spd.cli.options import ModelArgument, ReplyOptions, first, option
-from spd.cli.text.conflicts import check_shared
+from spd.cli.text.job import check_shared
 from spd.cli.text.output import Session, Sink, is_terminal
 from spd.errors import NotFoundError, UsageError
 

@@ -108,8 +108,7 @@ class Scheduler:
         return self.prefilling
 
     def _text(self, sequence: Sequence) -> TextHashes:
-        runs = self.prefill_runs(sequence)
-        return TextHashes(sequence.tokens(), runs, self.page_size, known=sequence.hashes)
+        return TextHashes(sequence.tokens(), self.prefill_runs(sequence), self.page_size, sequence.hashes)
 
     def _take_pages(self, sequence: Sequence, lookahead: int) -> bool:
         """Shared pages for what is known of its tokens, own ones for the rest; nothing if too few."""
@@ -119,8 +118,10 @@ class Scheduler:
         # Back to where neither a page nor a chunk is cut: a later span's chunks may start inside a page.
         while (whole := reusable_prefix(text.runs, cached) // size * size) < cached:
             cached = whole
-        matched, checkpoint, tail = cached, None, None
+        stops, checkpoint, tail = {cached, end}, None, None
         if kept is not None:
+            stops.add(whole := max(run.end * (run.kind == "chunk") for run in text.runs))
+            kept.find(text, whole)  # it stays, for a longer prompt may have no other to go on from
             checkpoint = kept.find(text, min(end, found + size - 1))
             cached = 0 if checkpoint is None else checkpoint.end // size * size
         self.pages.release(shared[cached // size :])
@@ -136,27 +137,26 @@ class Scheduler:
         sequence.prefilled = cached + (0 if tail is None else tail.positions)
         if kept is not None:
             sequence.checkpoint, sequence.prefilled = checkpoint[:2] if checkpoint else (None, 0)
-            sequence.stops = self._stops(sequence, matched)
+            sequence.stops = self._stops(sequence, stops)
         return True
 
-    def _stops(self, sequence: Sequence, matched: int) -> tuple[int, ...]:
-        """Where a prefill pauses for a checkpoint: its end, those of chunks, of found pages, of a message.
+    def _stops(self, sequence: Sequence, ends: set[int]) -> tuple[int, ...]:
+        """Where a prefill pauses for a checkpoint: at these ends and at that of a message.
 
         A message ends where two parts of the prompt meet that no turn has generated, as the system's does.
         """
-        whole = max(run.end * (run.kind == "chunk") for run in sequence.runs)  # a longer prompt goes on there
-        ends, position = {matched, sequence.prefill_end, whole}, 0
+        position = 0
         for (kind, length), (following, _) in pairwise(sequence.request.spans):
             position += length
-            ends |= {position} if kind == following == "prompt" else set()
+            if kind == following == "prompt":
+                ends.add(position)
         return tuple(sorted(end for end in ends if sequence.prefilled < end <= sequence.prefill_end))
 
     def due(self, sequence: Sequence, start: int) -> int | None:
         """The place for a checkpoint at the end of what was written from `start` on; None if none is due."""
         end = sequence.prefilled
-        if end > start and (end in sequence.stops or end // INTERVAL > start // INTERVAL):
-            return self.checkpoint(sequence, end)
-        return None
+        is_due = end > start and (end in sequence.stops or end // INTERVAL > start // INTERVAL)
+        return self.checkpoint(sequence, end) if is_due else None
 
     def checkpoint(self, sequence: Sequence, end: int) -> int | None:
         """The place to copy its states as of `end` to; None where none are kept, or these already."""
