@@ -94,9 +94,11 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
             return stand_by(rank, argv, os.environ.get("LOCAL_RANK", "0"))
         end_when_lost(lambda error: write_error(_explain(error, session.console), session.console, as_json))
         defaults: dict[str, Any] = {}
+        named = os.environ.get("SPD_CONFIG")
+        path = Path(named) if named else _folder("XDG_CONFIG_HOME", "~/.config/spd") / "config.toml"
         if not {"-h", "--help", "-V", "--version"}.isdisjoint(argv):
             Sink.stdout()  # raises where it is closed
-        elif argv[0] in COMMANDS and (path := _config_file()) is not None:
+        elif argv[0] in COMMANDS and (named or path.is_file()):
             from spd.cli.config import read_defaults
 
             defaults = read_defaults(argv[0], path)
@@ -127,14 +129,6 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
             from spd.cli.rank import dismiss
 
             dismiss()
-
-
-def _config_file() -> Path | None:
-    """The file of SPD_CONFIG, else the person's own, if it is there."""
-    if named := os.environ.get("SPD_CONFIG"):
-        return Path(named)
-    own = _folder("XDG_CONFIG_HOME", "~/.config/spd") / "config.toml"
-    return own if own.is_file() else None
 
 
 def _session(command: str, guard: SignalGuard, rendezvous: int | None) -> Session:

@@ -53,7 +53,11 @@ def read_defaults(command: str, path: Path) -> dict[str, Any]:
     values |= own
     if typed := sorted(values.keys() & TYPED):
         raise _fault(path, f"--{typed[0]} has to be typed")
-    return {params[key].name: _as_typed(value, params[key]) for key, value in values.items()}
+    found = {}
+    for param, value in ((params[key], value) for key, value in values.items()):  # as if it had been typed
+        listed, switch = isinstance(value, list) and param.multiple, param.is_flag and isinstance(value, bool)
+        found[param.name] = list(map(str, value)) if listed else value if switch else str(value)
+    return found
 
 
 def _options_of(name: str) -> dict[str, Any]:
@@ -71,13 +75,6 @@ def _load(path: Path) -> dict[str, Any]:
         raise _fault(path, "is not TOML: it is not UTF-8 text") from None
     except (ValueError, RecursionError) as error:
         raise _fault(path, f"cannot be read: {error}") from None
-
-
-def _as_typed(value: object, param: Any) -> Any:
-    """A value as if it had been typed, which the parser reads."""
-    if isinstance(value, list) and param.multiple:
-        return [str(item) for item in value]
-    return value if param.is_flag and isinstance(value, bool) else str(value)
 
 
 def _fault(path: Path, words: str, key: str = "") -> UsageError:

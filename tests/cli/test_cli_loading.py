@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from spd.cli.text import progress as module
-from spd.cli.text.output import Console
-from spd.cli.text.progress import Ticker, loading
+from spd.cli.text import output as module
+from spd.cli.text.output import Console, Ticker, loading
 from spd.runtime.load.progress import LoadProgress, Phase
 from tests.cli.conftest import program, refused
 from tests.cli.test_cli_terminal import on_terminal

@@ -26,7 +26,7 @@ from spd.cli.text.prompt import check_messages, check_text
 from spd.errors import IncompatibleError, NotFoundError, ResourceError, UsageError
 from spd.formats.chat_template import encode_rendered, render_chat
 from spd.formats.files import open_output, write_whole
-from spd.runtime.engine.request import SEED_BITS, derived_seed
+from spd.runtime.engine.request import SEED_BITS
 
 if TYPE_CHECKING:
     from spd.cli.text.job import Vocabulary
@@ -84,11 +84,6 @@ class Conversation:
         system = self.system if system is None else check_text(system, "the system message")
         changed = dataclasses.replace(self, system=system)
         return changed if seed is None else dataclasses.replace(changed, seed=seed, draws=0)
-
-    @property
-    def next_seed(self) -> int:
-        """The seed of the reply to come."""
-        return derived_seed(self.seed, self.draws)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from spd.cli.chat.slash import Commands
 from spd.cli.commands.models import ensure_models
 from spd.cli.text.job import plan_settings
 from spd.cli.text.output import (
+    WORDS,
     OutputClosed,
     Session,
     Sink,
@@ -27,6 +28,7 @@ from spd.cli.text.output import (
     fact_lines,
     fit_lines,
     is_terminal,
+    loading,
     paint,
     shortened,
     terminal_size,
@@ -34,7 +36,6 @@ from spd.cli.text.output import (
     write_error,
     write_stderr,
 )
-from spd.cli.text.progress import WORDS, loading
 from spd.cli.text.prompt import (
     ThinkingSplitter,
     check_text,
@@ -49,7 +50,7 @@ from spd.cli.text.reply import DraftedText, ReplyView, Thoughts, stats_line
 from spd.errors import EngineError, IncompatibleError, SpdError, UsageError
 from spd.formats.files import INPUT_LIMIT
 from spd.runtime.engine.driver import EngineThread
-from spd.runtime.engine.request import Gathered
+from spd.runtime.engine.request import Gathered, derived_seed
 from spd.runtime.plan.config import METHODS, WEIGHT_WISHES, split_spec
 
 if TYPE_CHECKING:
@@ -184,11 +185,6 @@ class ChatModel:
             return words
         return f"{words} · {WORDS[progress.phase]} {100 * progress.done // progress.total}%"
 
-    def stats_words(self) -> str:
-        """The figures of the last reply on one line."""
-        assert self.metrics is not None
-        return stats_line(dataclasses.replace(self.metrics, load_ms=0.0))
-
     def last_stats(self) -> Iterator[str]:
         """What was counted for the last reply, as `spd generate --json` calls it. Raises UsageError."""
         metrics = self.metrics
@@ -258,7 +254,17 @@ class Chat:
     def run(self, interactive: bool) -> int:
         """Read messages and reply until there are no more; returns the exit status."""
         self.interactive, commands = interactive, Commands(self)
-        self.source = self._open_source(commands)
+        self.source = PlainLines()
+        if interactive and not self.session.dumb_terminal:
+            from spd.cli.chat.editor import Editor
+
+            self.source = Editor(
+                self.session.state_folder / "history",
+                color=self.session.console.color,
+                status=self._status,
+                loaded=lambda: not self.model.loading_words(),
+                commands=commands.completions(),
+            )
         if interactive:
             self.tell(f"spd {__version__} · {self.model.name}" + f" · {self.name}" * bool(self._saving))
             self.tell("Type a message, /help for commands, Ctrl-D to quit.")
@@ -287,19 +293,6 @@ class Chat:
                 code="no_prompt",
             )
         return 0
-
-    def _open_source(self, commands: Commands) -> PlainLines | Editor:
-        if not self.interactive or self.session.dumb_terminal:
-            return PlainLines()
-        from spd.cli.chat.editor import Editor
-
-        return Editor(
-            self.session.state_folder / "history",
-            color=self.session.console.color,
-            status=self._status,
-            loaded=lambda: not self.model.loading_words(),
-            commands=commands.completions(),
-        )
 
     def _status(self) -> str:
         """The line at the bottom."""
@@ -336,8 +329,9 @@ class Chat:
             self.draft = draft
             return False
         self.change(replied)
-        if self.stats:
-            self.tell(f"  {self.model.stats_words()} · {self._used()}")
+        if self.stats and self.model.metrics is not None:
+            figures = stats_line(dataclasses.replace(self.model.metrics, load_ms=0.0))
+            self.tell(f"  {figures} · {self._used()}")
         turn = replied.turns[-1]
         if turn.finish == "length" and self.interactive:
             self.tell(f"stopped at {len(turn.reply_ids):,} tokens; /more continues")
@@ -489,7 +483,7 @@ def _request(model: ChatModel, conversation: Conversation, inside: bool) -> Requ
             fix=["/undo or /clear", "/file none", "spd chat -c --ctx N"],
             code="context_overflow",
         )
-    seed = conversation.next_seed if turn.seed is None else turn.seed
+    seed = derived_seed(conversation.seed, conversation.draws) if turn.seed is None else turn.seed
     thinking = thinking_budget(model.options.think, model.settings.vocabulary, inside, turn.reply_ids)
     return Request(REQUEST_ID, ids, model.params(seed), spans, thinking=thinking)
 

@@ -144,13 +144,9 @@ class MarkdownStream:
         )
         with console.capture() as capture:
             console.print(reply, crop=False, end="")
-        text = "\n".join(map(_trimmed, capture.get().split("\n"))).strip("\n")
+        rows = (_BLANKS.sub("", row) for row in capture.get().split("\n"))
+        text = "\n".join(row + "\x1b[0m" * ("\x1b" in row) for row in rows).strip("\n")
         return text.split("\n") if text else []
-
-
-def _trimmed(row: str) -> str:
-    row = _BLANKS.sub("", row)
-    return row + "\x1b[0m" if "\x1b" in row else row
 
 
 def _height(row: str, columns: int) -> int:

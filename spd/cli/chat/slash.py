@@ -152,23 +152,20 @@ class Commands:
         if rest:
             self._chat.load(rest)
             return
-        names = self._chat.store.names()
-        self._chat.tell(
-            *(f"  {name}  {self._first_words(name)}" for name in names) if names else ["no chat is saved"]
-        )
+        for name in (names := self._chat.store.names()):
+            try:
+                words = [shortened(turn.user, 60) for turn in self._chat.store.load(name).turns[:1]]
+            except SpdError as error:
+                words = [error.message]
+            self._chat.tell(f"  {name}  {''.join(words)}")
+        if not names:
+            self._chat.tell("no chat is saved")
 
     def _last(self) -> Turn:
         turns = self._chat.conversation.turns
         if not turns:
             raise UsageError("nothing has been said yet", fix=["type a message"])
         return turns[-1]
-
-    def _first_words(self, name: str) -> str:
-        try:
-            turns = self._chat.store.load(name).turns
-        except SpdError as error:
-            return error.message
-        return shortened(turns[0].user, 60) if turns else ""
 
 
 def _words(line: str) -> list[str]:

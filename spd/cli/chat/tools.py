@@ -92,21 +92,13 @@ class ChatTools:
         text, may_go_on = f"there is no tool {name}", True
         if name in self._commands:
             given = json.loads(arguments) if isinstance(arguments, str) else arguments
-            words = _filled(self._commands[name], given)
+            values = {key: one if isinstance(one, str) else json.dumps(one) for key, one in given.items()}
+            there = (each for each in self._commands[name] if values.keys() >= {*PLACE.findall(each)})
+            words = [PLACE.sub(lambda place: values[place[1]], each) for each in there]
             may_go_on = consents(words, guard)
             text = run(words, guard) if may_go_on else "the user did not allow this call"
         tell(f"     {shortened(text, 200)}")
         return {"role": "tool", "content": text, "tool_call_id": call["id"], "name": name}, may_go_on
-
-
-def _filled(words: Sequence[str], given: Mapping[str, Any]) -> list[str]:
-    """A command with its arguments; texts stand as they are, other values as JSON."""
-    values = {name: one if isinstance(one, str) else json.dumps(one) for name, one in given.items()}
-    return [
-        PLACE.sub(lambda place: values[place[1]], word)
-        for word in words
-        if all(name in values for name in PLACE.findall(word))
-    ]
 
 
 def _checked(tool: Mapping[str, Any], name: str) -> Sequence[str]:

@@ -114,7 +114,7 @@ COMMAND_TABLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "spd doctor --quick --json",
         ),
         "completions": (
-            "completions",
+            "doctor",
             "Print the completion script of a shell.",
             'eval "$(spd completions bash)"',
             "spd completions fish > ~/.config/fish/completions/spd.fish",
@@ -139,7 +139,7 @@ def build_app(loaded: Collection[str] = COMMANDS) -> typer.Typer:
     )
     app.callback()(root)
     for name, (_, help, *examples) in COMMAND_TABLE.items():
-        body = load_command(name) if name in loaded else _nothing
+        body = load_command(name) if name in loaded else lambda: None
         app.command(name, cls=Command, help=help, short_help=help, epilog=_examples(examples))(body)
     return app
 
@@ -205,10 +205,6 @@ def load_command(name: str) -> Callable[..., int | None]:
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__dict__["__signature__"] = Signature(parameters)
     return run
-
-
-def _nothing() -> None:
-    """Stands for a command that is not run."""
 
 
 def _show_version(wanted: bool) -> None:

@@ -26,8 +26,7 @@ from spd.cli.options import (
     printed,
 )
 from spd.cli.signals import Interrupted
-from spd.cli.text.output import WIDTH, Session, Sink, check_writable, shortened, table_lines, to_json
-from spd.cli.text.progress import Ticker
+from spd.cli.text.output import WIDTH, Session, Sink, Ticker, check_writable, shortened, table_lines, to_json
 from spd.errors import CheckFailedError, UsageError
 from spd.formats.files import read_input
 from spd.runtime.plan.config import METHODS, split_spec

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.options import JsonOptions, argument, printed
-from spd.cli.text.output import Session, Sink, Size, check_new_folder, fact_lines
-from spd.cli.text.progress import writing
+from spd.cli.text.output import Session, Sink, Size, Ticker, check_new_folder, fact_lines
 from spd.errors import UsageError
+from spd.runtime.plan.config import show_size
 
 if TYPE_CHECKING:
     from spd.formats.mtp import HeadPlan
@@ -52,12 +53,18 @@ def _write(session: Session, plan: HeadPlan, destination: Path) -> list[str]:
     from spd.formats.writer import open_stage, outputs, write_json, write_tensors
 
     own, head = differing_copies(plan), plan.head
-    with writing(session.console) as report, open_stage(destination, replaces=False) as stage:
-        write_tensors(stage / "model.safetensors", outputs(plan.checkpoint, [*plan.tensors, *own]), report)
+    with Ticker(session.console) as ticker, open_stage(destination, replaces=False) as stage:
+        tensors = outputs(plan.checkpoint, [*plan.tensors, *own])
+        write_tensors(stage / "model.safetensors", tensors, partial(_report, ticker))
         plan.checkpoint.check_unchanged()
         told = (plan.raw_config, head.verifier, head.verifier_sha256, head.layout.modules)
         write_json(stage / "config.json", head_config(*told, quantized=plan.quantized))
     return [tensor.name for tensor in own]
+
+
+def _report(ticker: Ticker, done: int, total: int, tensor: str) -> None:
+    """Show how many bytes of a file of tensors are written."""
+    ticker.count("writing", done, total, show_size)
 
 
 def _facts(plan: HeadPlan, source: str, destination: Path, own: list[str] | None) -> dict[str, Any]:
@@ -112,8 +119,8 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
             raise UsageError(f"{options.model}: no matrix has rows that groups of 64 divide")
         outputs = rounded_outputs(checkpoint, rounded)
         if not options.dry_run:
-            with writing(session.console) as report, open_stage(destination, replaces=False) as stage:
-                write_tensors(stage / WEIGHTS, outputs, report)
+            with Ticker(session.console) as ticker, open_stage(destination, replaces=False) as stage:
+                write_tensors(stage / WEIGHTS, outputs, partial(_report, ticker))
                 checkpoint.check_unchanged()
                 config = json.loads((source.path / CONFIG).read_text(encoding="utf-8"))
                 config["quantization_config"] = quantization_config(checkpoint, rounded)

@@ -1,15 +1,15 @@
-"""`spd doctor`: whether this machine can run `spd`, looked at and tried out, with what to do where not."""
+"""`spd doctor`: whether this machine can run `spd`, what to do where not; and what its shells complete."""
 
 from __future__ import annotations
 
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from spd.cli.options import JsonOptions, printed
-from spd.cli.text.output import Session, Sink, to_json
-from spd.cli.text.progress import loading
+from spd.cli.options import CommonOptions, JsonOptions, argument, printed
+from spd.cli.text.output import Session, Sink, loading, to_json
 
 if TYPE_CHECKING:
     from spd.runtime.lab import Finding
@@ -43,3 +43,19 @@ def doctor(session: Session, options: DoctorOptions) -> int:
     else:
         sink.write_lines([f"{failed or 'no'} problem{'s' * (failed != 1)} · details: spd doctor --json"])
     return 1 if failed else 0
+
+
+FILES = {"bash": "spd.bash", "zsh": "_spd", "fish": "spd.fish"}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class CompletionOptions(CommonOptions):
+    """Everything `spd completions` takes."""
+
+    shell: Literal["bash", "zsh", "fish"] = argument("SHELL", "The shell whose script is printed.")
+
+
+def completions(session: Session, options: CompletionOptions) -> None:
+    """Print the completion script of a shell."""
+    script = Path(__file__).parent.with_name("completions") / FILES[options.shell]
+    Sink.stdout().write(script.read_text(encoding="utf-8"))

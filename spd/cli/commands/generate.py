@@ -12,8 +12,17 @@ from typing import TYPE_CHECKING, Any
 from spd.cli.options import GenerateOptions
 from spd.cli.signals import Interrupted
 from spd.cli.text.job import check_conflicts
-from spd.cli.text.output import Console, Session, Sink, check_writable, fact_lines, tell, to_json, write_error
-from spd.cli.text.progress import loading
+from spd.cli.text.output import (
+    Console,
+    Session,
+    Sink,
+    check_writable,
+    fact_lines,
+    loading,
+    tell,
+    to_json,
+    write_error,
+)
 from spd.errors import EngineError
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from spd.cli.serve.body import TEXT, ApiError, anything, fields, listed, whole
 from spd.cli.serve.wishes import SAMPLING
 from spd.cli.signals import Interrupted
 from spd.cli.text.job import check_ids
-from spd.cli.text.output import Session, Sink, cannot_write, tell, to_json
-from spd.cli.text.progress import Ticker, clock
+from spd.cli.text.output import Session, Sink, Ticker, cannot_write, clock, tell, to_json
 from spd.cli.text.prompt import (
     Asked,
     check_messages,
@@ -70,7 +69,10 @@ def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> in
     from spd.cli.serve.local import served_engine
     from spd.cli.text.job import plan_settings
 
-    settings, shared = plan_settings(options), read_shared(options)
+    settings, messages = plan_settings(options), read_messages(options.messages) if options.messages else ()
+    if (system := system_text(options.system)) is not None:
+        messages = ({"role": "system", "content": system},)
+    shared = Asked(messages=messages, variables=template_variables(options))
     lines = read_lines(options.file[0] if options.file else "-")
     done = Done() if options.output is None or not options.resume else resume(options.output, lines, sink)
     began, rest = time.perf_counter(), lines[done.lines :]
@@ -155,14 +157,6 @@ def _read(number: int, raw: bytes) -> Line:
         except (ValueError, RecursionError) as why:
             error = UsageError(f"not JSON: {why}")
     return Line(number, {}, error)
-
-
-def read_shared(options: GenerateOptions) -> Asked:
-    """What the flags say about every prompt. Raises UsageError and NotFoundError."""
-    messages = () if options.messages is None else read_messages(options.messages)
-    if (system := system_text(options.system)) is not None:
-        messages = ({"role": "system", "content": system},)
-    return Asked(messages=messages, variables=template_variables(options))
 
 
 def read_wish(line: Line, settings: Settings, shared: Asked, raw: bool) -> tuple[Request, bool | None]:
@@ -274,8 +268,12 @@ class Batch:
         """Answer all lines. Raises Interrupted between writes, never inside one."""
         before, total = self.done.lines, self.done.lines + len(lines)
         rest, guard = iter(lines), self.session.guard
+
+        def short(error: SpdError) -> None:
+            self.session.console.note(f"{error.message}: the lines running at that time failed")
+
         with Ticker(self.session.console) as ticker:
-            for events in drive(self.engine.step, lambda: self._fill(rest), self._short):
+            for events in drive(self.engine.step, lambda: self._fill(rest), short):
                 for event in events:
                     self._take(event)
                 if self.sink.is_terminal and self.begun and self.begun[0].answer is not None:
@@ -308,9 +306,6 @@ class Batch:
             raise
         except SpdError as error:
             line.answer = _refusal(line, error)
-
-    def _short(self, error: SpdError) -> None:
-        self.session.console.note(f"{error.message}: the lines running at that time failed")
 
     def _take(self, event: Event) -> None:
         from spd.cli.text.reply import reply_fields

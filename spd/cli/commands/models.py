@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.options import CommonOptions, JsonOptions, RunOptions, argument, printed
-from spd.cli.text.output import Session, Sink, as_line, is_terminal, table_lines, tell, write_stderr
-from spd.cli.text.progress import loading
+from spd.cli.text.output import Session, Sink, as_line, is_terminal, loading, table_lines, tell, write_stderr
 from spd.errors import NotFoundError, ResourceError, SpdError, UsageError
 from spd.runtime.plan.config import show_size
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from spd.cli.commands.bench import chosen_prompts, numbers, split
 from spd.cli.options import MODEL, EngineOptions, first, option, parse_as
 from spd.cli.text.job import engine_config
-from spd.cli.text.output import Session, Sink, fact_lines
-from spd.cli.text.progress import Ticker
+from spd.cli.text.output import Session, Sink, Ticker, fact_lines
 from spd.errors import CheckFailedError, UsageError
 from spd.runtime.plan.config import METHODS, WEIGHT_WISHES
 

@@ -21,8 +21,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from spd import __version__, errors
-from spd.cli.text.output import Sink, tell
-from spd.cli.text.progress import clock, loading
+from spd.cli.text.output import Sink, clock, loading, tell
 from spd.errors import EngineError, NotFoundError, ResourceError, SpdError
 from spd.formats.folder import ModelFolder
 from spd.runtime import RequestMetrics

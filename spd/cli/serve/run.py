@@ -25,8 +25,7 @@ from spd.cli.serve.http import App, Call, Service
 from spd.cli.serve.local import LINE_LIMIT, identity, read_request, runtime_folder, socket_name
 from spd.cli.signals import Interrupted
 from spd.cli.text.job import plan_settings
-from spd.cli.text.output import tell
-from spd.cli.text.progress import loading
+from spd.cli.text.output import loading, tell
 from spd.cli.text.prompt import Asked
 from spd.errors import EngineError, SpdError, UsageError
 from spd.formats.folder import ModelFolder

@@ -17,8 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.signals import SignalGuard
-from spd.cli.text.output import CONTROL, Console, Sink, is_terminal, paint, printable, write_stderr
-from spd.cli.text.progress import Ticker
+from spd.cli.text.output import CONTROL, Console, Sink, Ticker, is_terminal, paint, printable, write_stderr
 from spd.cli.text.prompt import ThinkingSplitter, parted
 from spd.runtime.engine.driver import drive
 from spd.runtime.engine.request import Gathered
