@@ -109,7 +109,8 @@ def _checked(tool: Mapping[str, Any], name: str) -> Sequence[str]:
             if not at or place not in known:
                 why = f"{{{place}}} is not among its parameters" if at else "the program has to be fixed"
                 refuse(f"{name}.command[{at}]", why)
-    return tool["command"] or refuse(f"{name}.command", "expected a program and its arguments")
+    words: Sequence[str] = tool["command"]
+    return words or refuse(f"{name}.command", "expected a program and its arguments")
 
 
 def consents(words: Sequence[str], guard: SignalGuard) -> bool:

@@ -13,7 +13,8 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from spd.cli.serve.body import TEXT, ApiError, api_error, fields, listed, parse_body, whole
@@ -296,7 +297,7 @@ class App:
         self._service, self._loopback = service, loopback
         self._key = None if key is None else key.encode()
         self._created = int(time.time())
-        self._paths: dict[str, tuple[str, Callable[[Request], Awaitable[ASGIApp]]]] = {
+        self._paths: dict[str, tuple[str, Callable[[HttpRequest], Awaitable[ASGIApp]]]] = {
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._metrics),
             "/v1/models": ("GET", self._models),
@@ -312,7 +313,7 @@ class App:
             await asyncio.wait_for(send(message), SEND_SECONDS)
 
         try:
-            request = Request(scope, receive)
+            request = HttpRequest(scope, receive)
             self._check(request)
             response = await self._endpoint(request)(request)
             await response(scope, receive, patient)
@@ -326,7 +327,7 @@ class App:
             shown = JSONResponse(refusal.body, refusal.status, refusal.headers)
             await shown(scope, receive, send)
 
-    def _check(self, request: Request) -> None:
+    def _check(self, request: HttpRequest) -> None:
         """Raise ApiError for a request that is not let in."""
         headers = request.headers
         host = headers.get("host", "")
@@ -343,7 +344,7 @@ class App:
                 why += " It is sent as: Authorization: Bearer KEY, or x-api-key: KEY."
                 raise ApiError(401, why, code="invalid_api_key")
 
-    def _endpoint(self, request: Request) -> Callable[[Request], Awaitable[ASGIApp]]:
+    def _endpoint(self, request: HttpRequest) -> Callable[[HttpRequest], Awaitable[ASGIApp]]:
         """What answers the path. Raises ApiError where nothing does."""
         path, method = request.scope["path"], request.method
         known, endpoint = self._paths.get(MODEL if path.startswith(MODEL) else path, ("", self._model))
@@ -352,13 +353,13 @@ class App:
             raise ApiError(status, f"Unknown request URL: {method} {path[:200]}.", code=code)
         return endpoint
 
-    async def _health(self, request: Request) -> ASGIApp:
+    async def _health(self, request: HttpRequest) -> ASGIApp:
         service = self._service
         status = "draining" if service.draining else "ok"
         shown = {"status": status, "model": service.name, "running": service.open, "slots": service.slots}
         return JSONResponse(shown, 503 if service.draining else 200)
 
-    async def _metrics(self, request: Request) -> ASGIApp:
+    async def _metrics(self, request: HttpRequest) -> ASGIApp:
         kind = "text/plain; version=0.0.4; charset=utf-8"
         return PlainTextResponse(self._service.prometheus(), media_type=kind)
 
@@ -367,14 +368,14 @@ class App:
         card = {"id": service.name, "object": "model", "created": self._created, "owned_by": "spd"}
         return {**card, "context_length": service.settings.context, "spec": service.plan.spec}
 
-    async def _models(self, request: Request) -> ASGIApp:
+    async def _models(self, request: HttpRequest) -> ASGIApp:
         return JSONResponse({"object": "list", "data": [self._card()]})
 
-    async def _model(self, request: Request) -> ASGIApp:
+    async def _model(self, request: HttpRequest) -> ASGIApp:
         self._service.check_name(request.scope["path"].removeprefix(MODEL))
         return JSONResponse(self._card())
 
-    async def _count_tokens(self, request: Request) -> ASGIApp:
+    async def _count_tokens(self, request: HttpRequest) -> ASGIApp:
         wish = await self._wish(partial(read_messages, counted=True), request)
         return JSONResponse({"input_tokens": len(await asyncio.to_thread(self._ids, wish.prompts[0]))})
 
@@ -382,22 +383,22 @@ class App:
         vocabulary = self._service.settings.vocabulary
         return encode_asked(asked, vocabulary, vocabulary.config.max_positions)
 
-    async def _wish(self, read: Callable[[Any, Service], Wish], request: Request) -> Wish:
+    async def _wish(self, read: Callable[[Any, Service], Wish], request: HttpRequest) -> Wish:
         """What a request asks for, without the lines that change from one to the next."""
         named = (word.strip() for word in request.headers.get("x-spd-changing", "").split("|"))
         return without_lines(read(await read_body(request), self._service), (CHANGING, *filter(None, named)))
 
-    async def _complete(self, read: Callable[[Any, Service], Wish], request: Request) -> ASGIApp:
+    async def _complete(self, read: Callable[[Any, Service], Wish], request: HttpRequest) -> ASGIApp:
         wish = await self._wish(read, request)
         self._service.admit(len(wish.prompts) * wish.n)
         return Answer(self._service, wish, await asyncio.to_thread(self._service.prepare, wish))
 
-    async def _tokenize(self, request: Request) -> ASGIApp:
+    async def _tokenize(self, request: HttpRequest) -> ASGIApp:
         asked, settings = read_tokenize(await read_body(request), self._service), self._service.settings
         ids = await asyncio.to_thread(self._ids, asked)
         return JSONResponse({"count": len(ids), "max_model_len": settings.context, "tokens": ids})
 
-    async def _detokenize(self, request: Request) -> ASGIApp:
+    async def _detokenize(self, request: HttpRequest) -> ASGIApp:
         settings = self._service.settings
         ids = _detokenize(await read_body(request), "")["tokens"]
         check_ids(ids, settings.usable_vocab, "tokens")
@@ -405,7 +406,7 @@ class App:
         return JSONResponse({"prompt": text})
 
 
-async def read_body(request: Request) -> Any:
+async def read_body(request: HttpRequest) -> Any:
     """A request's body. Raises ApiError for one that is too large, too slow or no JSON."""
     length = request.headers.get("content-length", "0")
     too_large = ApiError(413, f"The body is larger than {BODY_LIMIT >> 20} MiB.", code="body_too_large")
