@@ -43,10 +43,7 @@ from spd.runtime import Engine, Request
 from spd.runtime.engine.request import GrammarText
 
 SCHEMA = "spd.benchmarks.agent_replay/1"
-METHODS = {
-    "demo": ("off", "draft", "mtp", "ngram", "mtp+ngram"),
-    "demo-hybrid": ("off", "mtp", "ngram", "mtp+ngram"),
-}
+METHODS = dict.fromkeys(("demo", "demo-hybrid"), ("off", "mtp", "ngram", "mtp+ngram"))
 LEAST, MOST = 1_000, 20_000
 """Tokens of a result, before it is scaled."""
 OWN = 12
