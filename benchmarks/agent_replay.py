@@ -148,7 +148,7 @@ class Replay:
             self.written += rows
             return rows
 
-        self.engine._write_part = counted
+        vars(self.engine)["_write_part"] = counted
 
     def request(self, messages: Sequence[dict[str, Any]], number: int, *, rule: bool) -> Request:
         """The request that a server would make of an agent's."""
