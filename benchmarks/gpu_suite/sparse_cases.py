@@ -6,6 +6,7 @@ Bytes are those that must be moved: a latent once for all heads, of the experts 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,8 @@ from benchmarks.gpu_suite.graph_timer import Call
 from benchmarks.gpu_suite.kernel_cases import PAGE, Bench, Case, Rows
 from spd.kernels.attention.attention_chunks import num_chunks
 from spd.kernels.attention.paged_attention import AttentionHeads, Windows
-from spd.kernels.linear.eight_bits import block_scales, int8_rows
-from spd.kernels.linear.few_bits import TiledWeight, int4_groups, tiled
+from spd.kernels.linear.eight_bits import int8_rows
+from spd.kernels.linear.few_bits import GroupedWeight, TiledWeight, int4_groups, tiled
 from spd.kernels.linear.skinny_linear import AnyWeight, ScaledWeight
 from spd.kernels.linear.skinny_linear_triton import operands_of
 from spd.runtime.layers.linear import SkinnyLinear, share_workspace
@@ -119,17 +120,20 @@ def _few_bits(weight: Tensor, kind: str) -> ScaledWeight | TiledWeight:
     if kind == "int8":
         return int8_rows(weight)
     n, k = weight.shape
-    scales = torch.full((-(-n // GROUP), -(-k // GROUP)), k**-0.5, device=weight.device)
-    values = (weight.float() * k**0.5).to(torch.float8_e4m3fn)
-    return ScaledWeight(values, block_scales(scales, n))
+    scales = torch.full((n, -(-k // GROUP)), k**-0.5, dtype=torch.bfloat16, device=weight.device)
+    codes = (weight.float() * k**0.5).to(torch.float8_e4m3fn).view(torch.uint8)
+    return tiled(GroupedWeight("e4m3", codes, scales, None, GROUP))
 
 
-def _stacked(bench: Bench, kind: str, count: int, n: int, k: int) -> Tensor | ScaledWeight:
+def _stacked(bench: Bench, kind: str, count: int, n: int, k: int) -> AnyWeight:
     if kind == "wide":
         return bench.normal(count, n, k, scale=k**-0.5)
     made = [_few_bits(bench.normal(n, k, scale=k**-0.5), kind) for _ in range(count)]
-    assert all(isinstance(each, ScaledWeight) for each in made)
-    return ScaledWeight(torch.stack([m.values for m in made]), torch.stack([m.scales for m in made]))
+    first, scales = made[0], torch.stack([each.scales for each in made])
+    if isinstance(first, ScaledWeight):
+        return ScaledWeight(torch.stack([each.values for each in made]), scales)
+    codes = torch.stack([each.codes for each in made])
+    return replace(first, codes=codes, scales=scales, shape=torch.Size((count, n, k)))
 
 
 def _bytes(weight: AnyWeight) -> int:

@@ -30,14 +30,13 @@ from tests.kernels.sampling_cases import EVERY_STEP, PLAIN, each, random_case
 
 Launches = dict[str, Callable[[], Any]]
 BF16, F16, F32, I64, BOOL = torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool
-FP8 = torch.float8_e4m3fn
-NAMES = {BF16: "bf16", F16: "fp16", torch.int8: "i8", FP8: "fp8"}
+NAMES = {BF16: "bf16", F16: "fp16", torch.int8: "i8"}
 CODED = ("int4 128", "int4 64", "int4 32", "e2m1 32", "e2m1 16", "int8 128", "e4m3 128")
 """Kinds and groups of codes, those of four-bit integers with zeros."""
 Kind = torch.dtype | str | None
 VOCAB = 151936
 OPS = load_kernels("triton")
-WIDE = load_kernels("triton", None, {"bfloat16": 64, "int8": 64, "float8_e4m3fn": 64})
+WIDE = load_kernels("triton", None, {"bfloat16": 64, "int8": 64})
 
 
 def of(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -56,10 +55,7 @@ def weight_of(dtype: torch.dtype, kind: Kind, *shape: int, normed: bool = False)
         codes = of(torch.uint8, *experts, n, k // 2 if code in ("int4", "e2m1") else k)
         columns = of(dtype, k) if normed else None
         return TiledWeight(code, codes, scales, zeros, int(group), columns, torch.Size(shape))  # type: ignore[arg-type]
-    if kind == torch.int8:
-        return ScaledWeight(of(kind, *shape), of(F32, *experts, n))
-    scales = of(F32, *experts, -(-n // 16), -(-k // 128))
-    return ScaledWeight(of(kind, *shape), scales, of(dtype, k) if normed else None)
+    return ScaledWeight(of(kind, *shape), of(F32, *experts, n), of(dtype, k) if normed else None)
 
 
 def dense(
@@ -103,13 +99,13 @@ def head(name: str, dtype: torch.dtype, rows: int = 4, ops: Kernels = OPS) -> La
     }
 
 
-def products(capability: tuple[int, int]) -> Launches:
+def products() -> Launches:
     """Of an 8B and a 0.6B model; an 8B's in eight bits and for up to 64 rows, its head, the row kernels."""
     big, found = (4096, 6144, 4096, 12288), {}
     for dtype in (BF16, F16):
         layers = dense("8b", dtype, big) | dense("0.6b", dtype, (1024, 4096, 2048, 3072))
         found |= layers | head(f"8b_{NAMES[dtype]}", dtype)
-    for kind in (None, torch.int8, FP8)[: 3 if capability >= (8, 9) else 2]:
+    for kind in (None, torch.int8):
         found |= dense("8b", BF16, big, kind=kind) | dense("8b_wide", BF16, big, 64, kind, ops=WIDE)
     for code in CODED:
         found |= dense("8b", BF16, big, kind=code)
@@ -162,7 +158,7 @@ def attention() -> Launches:
     return found
 
 
-def experts(capability: tuple[int, int]) -> Launches:
+def experts() -> Launches:
     """A layer of Qwen3-30B-A3B in bfloat16, and one of DeepSeek-V3 in FP8."""
 
     def layer(count: int, hidden: int, inner: int, groups: int, kept: int, kind: Kind = None) -> None:
@@ -176,8 +172,7 @@ def experts(capability: tuple[int, int]) -> Launches:
         OPS.experts(x, *chosen, gate_up, weight_of(BF16, kind, count, hidden, inner), x)
 
     found: Launches = {"30b": partial(layer, 128, 2048, 768, 1, 1)}
-    if capability >= (8, 9):
-        found["v3"] = partial(layer, 256, 7168, 2048, 8, 4, kind=FP8)
+    found["v3"] = partial(layer, 256, 7168, 2048, 8, 4, kind="e4m3 128")
     for code in CODED:
         found[f"30b_{code}"] = partial(layer, 128, 2048, 768, 1, 1, kind=code)
     return found
@@ -303,4 +298,4 @@ def recurrent() -> Launches:
 
 def launches(capability: tuple[int, int]) -> Launches:
     """Every case on a device of this capability."""
-    return products(capability) | attention() | experts(capability) | draws() | rounds() | recurrent()
+    return products() | attention() | experts() | draws() | rounds() | recurrent()

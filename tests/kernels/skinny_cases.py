@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spd.kernels.linear.eight_bits import block_scales, int8_rows
+from spd.kernels.linear.eight_bits import int8_rows
 from spd.kernels.linear.skinny_config import LinearConfig
 from spd.kernels.linear.skinny_linear import AnyWeight, ScaledWeight
 from tests.kernels.forms import normal
@@ -15,30 +15,19 @@ from tests.kernels.forms import normal
 SMALL = LinearConfig(block_n=16, block_k=32, stages=2)
 
 
-KINDS = ("int8", "fp8")
-"""Of weights of eight bits."""
-
-
-def make_weight(kind: str, n: int, k: int, device: str, columns: bool = False) -> ScaledWeight:
-    """A random weight whose scales differ much from group to group."""
+def make_weight(n: int, k: int, device: str, columns: bool = False) -> ScaledWeight:
+    """A random weight in int8 whose scales differ much from row to row."""
     wide = normal(n, k, seed=n + k) * torch.exp2(torch.arange(n) % 5 - 2.0)[:, None]
     factors = (1 + normal(k, seed=k).abs()).to(device) if columns else None
-    if kind == "int8":
-        made = int8_rows(wide)
-        return ScaledWeight(made.values.to(device), made.scales.to(device), factors)
-    scale_inv = torch.exp2(normal(-(-n // 128), -(-k // 128), seed=k)) / 3
-    return ScaledWeight(
-        wide.to(torch.float8_e4m3fn).to(device), block_scales(scale_inv, n).to(device), factors
-    )
+    made = int8_rows(wide)
+    return ScaledWeight(made.values.to(device), made.scales.to(device), factors)
 
 
 def exact(weight: AnyWeight) -> Tensor:
     """The definition, value by value, in float64."""
     if isinstance(weight, Tensor):
         return weight.double()
-    values, scales = weight.values.double(), weight.scales.double()
-    row, column = torch.arange(values.shape[0])[:, None], torch.arange(values.shape[1])
-    wide = values * (scales[row] if scales.dim() == 1 else scales[row // 16, column // 128])
+    wide = weight.values.double() * weight.scales.double()[:, None]
     return wide if weight.columns is None else wide * weight.columns.double()
 
 
@@ -65,7 +54,7 @@ class Operands:
             self.pair = draw(2 * n, k)
         else:
             self.weight, self.fed, self.pair = (
-                make_weight(kind, size, k, device, columns)
+                make_weight(size, k, device, columns)
                 for size, columns in ((n, False), (n, True), (2 * n, True))
             )
         self.weights = self.weight, self.fed, self.pair

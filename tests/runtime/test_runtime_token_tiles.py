@@ -24,7 +24,7 @@ from tests.helpers import INTERPRETED, few_programs, make_engine, random_prompts
 
 SMALL = ((48, 160), (64, 96), (40, 32))
 CPU, BOUND = torch.device("cpu"), {"gpu": "one", "driver": "1.2"}
-ANSWER: Widest = {"bfloat16": 32, "int8": 16, "float8_e4m3fn": 64}
+ANSWER: Widest = {"bfloat16": 32, "int8": 16}
 
 
 def test_tiles_follow_the_rows_as_far_as_was_shown() -> None:
@@ -49,7 +49,7 @@ def test_a_tile_that_changes_a_bit_is_left_out(operation: str) -> None:
 
         return with_operations(plain, **{operation: lying})
 
-    assert ask(load, CPU, shapes=SMALL) == {"bfloat16": 16, "int8": 32, "float8_e4m3fn": 64}
+    assert ask(load, CPU, shapes=SMALL) == {"bfloat16": 16, "int8": 32}
 
 
 @INTERPRETED[0]
@@ -127,7 +127,7 @@ def test_an_engine_has_the_tiles_of_its_plan(
 
 
 def test_the_doctor_asks_each_kind_of_gpu_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of one kind, an old one, and one that keeps no weights in FP8; two files are kept."""
+    """Two of one kind, an old one, and one of another kind; two files are kept."""
     held = [(9, 0), (9, 0), (7, 5), (8, 0)]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(held))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
@@ -136,16 +136,13 @@ def test_the_doctor_asks_each_kind_of_gpu_once(tmp_path: Path, monkeypatch: pyte
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(tile_questions, "bound_to", lambda device: {"gpu": str(held[device.index])})
-    monkeypatch.setattr(tile_questions, "ask", lambda load, device, kinds: dict.fromkeys(kinds, 32))
+    monkeypatch.setattr(tile_questions, "ask", lambda load, device: dict.fromkeys(KINDS, 32))
     monkeypatch.setattr(pytest.importorskip("triton").knobs.runtime, "interpret", False)
     for cache, status in ((tmp_path, "ok"), (tmp_path / "file", "warning")):
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
         (tmp_path / "file").write_text("")
         finding = diagnostics.token_tiles()
-        assert (
-            finding.status == status
-            and "bfloat16 32 int8 32 float8_e4m3fn 32; bfloat16 32 int8 32" in finding.line
-        )
+        assert finding.status == status and "bfloat16 32 int8 32; bfloat16 32 int8 32" in finding.line
         kept = [each["file"] for each in finding.facts["asked"]]
         assert len(kept) == 2 and all(bool(file) == (status == "ok") for file in kept)
     assert len(list((tmp_path / "spd").iterdir())) == 2

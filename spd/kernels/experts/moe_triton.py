@@ -160,7 +160,7 @@ def list_rows_kernel(ids, lists, counts, pairs, BLOCK: tl.constexpr, PDL: tl.con
 @triton.jit(do_not_specialize=["pairs", "per_token"])
 def experts_gate_up_kernel(
     w, scale, zero, scale_stride, x, lists, counts, inner, pairs, per_token, n, k,
-    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """inner [pairs, n] = silu(gate) * up of each pair's row of x by its expert's w [2 * n, k]."""
@@ -178,7 +178,7 @@ def experts_gate_up_kernel(
         row_t = tl.where(place < count, pair // per_token, pairs)
         gate, up = gate_and_up(
             own, scales, zeros, None, x, first, row_t, pairs, n, k,
-            GROUP_N, GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
+            GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
         )  # fmt: skip
         value = gate / (1.0 + tl.exp(-gate)) * up
         mask = (place[None, :] < count) & (row_n[:, None] < n)
@@ -190,7 +190,7 @@ def experts_gate_up_kernel(
 @triton.jit(do_not_specialize=["pairs"])
 def experts_down_kernel(
     w, scale, zero, scale_stride, inner, lists, counts, made, pairs, n, k,
-    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """made float32 [pairs, n] = inner [pairs, k] by each pair's expert's w [n, k]."""
@@ -208,7 +208,7 @@ def experts_down_kernel(
         pair = tl.load(lists + expert * pairs + place, mask=place < count, other=pairs)
         total = product(
             weight_rows, scales, zeros, None, inner, first, pair, pairs, n, k,
-            GROUP_N, GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
+            GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
         )  # fmt: skip
         mask = (place[None, :] < count) & (row_n[:, None] < n)
         tl.store(made + pair[None, :].to(tl.int64) * n + row_n[:, None], total, mask=mask)

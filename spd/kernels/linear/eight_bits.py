@@ -1,4 +1,4 @@
-"""Weights in eight bits: made from wider ones, a scale a row, or as checkpoints store them, in blocks."""
+"""Weights in int8, made from wider ones, a scale a row."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.linear.few_bits import GroupedWeight, grouped_linear
-from spd.kernels.linear.skinny_linear import SCALE_COLUMNS, SCALE_ROWS, AnyWeight, ScaledWeight, plain_weight
+from spd.kernels.linear.skinny_linear import AnyWeight, ScaledWeight, plain_weight
 
 INT8_LARGEST = 127
-BLOCK = 128
-"""Rows and columns of a block of DeepSeek's FP8 format."""
 STRIP = 2**24
 """Values that are rounded at a time, in float32."""
 
@@ -68,14 +66,3 @@ def expert_linear(x: Tensor, weights: AnyWeight | GroupedWeight, expert: int) ->
     if not isinstance(weights, ScaledWeight):
         return F.linear(x, plain_weight(weights, x.dtype)[expert])
     return int8_linear(x, ScaledWeight(weights.values[expert], weights.scales[expert]))
-
-
-def block_scales(scale_inv: Tensor, rows: int) -> Tensor:
-    """The scales of a weight of `rows` rows as `ScaledWeight` groups them: [ceil(rows / 16), ceil(K / 128)].
-
-    scale_inv float32 [ceil(rows / 128), ceil(K / 128)]: what each value of a block is multiplied by, the last
-    blocks partial. Weights that follow each other along N concatenate theirs where rows is a multiple of 16.
-    Source: `weight_scale_inv` of DeepSeek-V3's checkpoints.
-    """
-    assert scale_inv.shape[0] == -(-rows // BLOCK) and BLOCK == SCALE_COLUMNS
-    return scale_inv.float().repeat_interleave(BLOCK // SCALE_ROWS, 0)[: -(-rows // SCALE_ROWS)].contiguous()

@@ -122,7 +122,7 @@ def last_to_arrive(counters, tile, SPLIT_K: tl.constexpr):
 def linear_kernel(
     w, scale, zero, columns, x, y, bias, squares, residual, squares_out, partials, counters, rows, n, k,
     epsilon,
-    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -143,7 +143,7 @@ def linear_kernel(
         stream = tl.load(row_begins(residual, row_t, n) + row_n[:, None], mask=mask, other=0.0)
     total = product(
         weight_rows, scale, zero, columns, x, first, row_t, rows, n, k,
-        GROUP_N, GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
+        GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
     )  # fmt: skip
     release(PDL)
     if SPLIT_K > 1:
@@ -169,7 +169,7 @@ def linear_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def gate_up_kernel(
     w, scale, zero, columns, x, y, bias, squares, partials, counters, rows, n, k, epsilon,
-    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_P: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -190,7 +190,7 @@ def gate_up_kernel(
     partial_squares = load_squares(squares, row_t, rows, PARTS, BLOCK_P)
     gate, up = gate_and_up(
         w, scale, zero, columns, x, first, row_t, rows, n, k,
-        GROUP_N, GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
+        GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
     )  # fmt: skip
     release(PDL)
     if SPLIT_K > 1:
@@ -221,7 +221,7 @@ def gate_up_kernel(
 def head_kernel(
     w, scale, zero, columns, x, logits, ranks, seed, position, step, temperature, window, ids, usable,
     rows, n, k,
-    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Store logits [T, n], or where there are none the rank of each tile's draw [T, tiles].
@@ -245,7 +245,7 @@ def head_kernel(
             known = known & (token < usable)
     score = product(
         weight_rows, scale, zero, columns, x, first, row_t, rows, n, k,
-        GROUP_N, GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
+        GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
     )  # fmt: skip
     release(PDL)
     if logits is not None:

@@ -5,8 +5,8 @@ row of x as stored, however many. Their sum over P, divided by K, is the mean sq
 its reader one factor a row. The norm's own weight is folded into the matrix that follows it when weights
 are loaded: W' = W * norm_weight. Weights are [N, K], contiguous, as checkpoints store them.
 
-Where a contract says weight, a `ScaledWeight` will do: eight bits a value, and scales; or a `TiledWeight`:
-codes of four or eight bits, with scales of groups.
+Where a contract says weight, a `ScaledWeight` will do: int8 with scales of rows; or a `TiledWeight`: codes of
+four or eight bits with scales of groups.
 
 The torch forms below also serve prompt chunks of hundreds of rows on a GPU.
 """
@@ -35,18 +35,12 @@ class LinearWorkspace:
     counters: Tensor
 
 
-SCALE_ROWS, SCALE_COLUMNS = 16, 128
-"""Rows and columns of a weight that share a scale where a row has more than one."""
-
-
 @dataclass(frozen=True)
 class ScaledWeight:
-    """A weight [N, K] kept in eight bits a value, each times a float32 scale; or one an expert, [E, N, K].
+    """A weight int8 [N, K] with float32 scales of rows [N]; or one an expert, [E, N, K].
 
-    values: int8 with scales [N], one a row, or float8_e4m3fn with scales [ceil(N / 16), ceil(K / 128)],
-    one for each 16 rows by 128 columns (blocks of 128 rows repeat theirs, so that matrices which follow each
-    other in one weight may end anywhere on a multiple of 16 rows). columns [K] are factors of the columns,
-    such as the weight of the norm before, which cannot be folded into the values; x meets them, rounded once.
+    columns [K] are factors of the columns, such as the weight of the norm before, which cannot be folded into
+    the values; x meets them, rounded once.
     """
 
     values: Tensor
@@ -63,19 +57,9 @@ class ScaledWeight:
         """Where it lies."""
         return self.values.device
 
-    @property
-    def groups(self) -> tuple[int, int]:
-        """Rows and columns that share a scale; (1, 0) where a row has one for all of its columns."""
-        return (1, 0) if self.scales.dim() < self.values.dim() else (SCALE_ROWS, SCALE_COLUMNS)
-
     def plain(self, dtype: torch.dtype) -> Tensor:
         """The weight [N, K] in a dtype, each value rounded once."""
-        n, k = self.values.shape[-2:]
-        scales = self.scales[..., None]
-        if self.scales.dim() == self.values.dim():
-            rows = self.scales.repeat_interleave(SCALE_ROWS, -2)[..., :n, :]
-            scales = rows.repeat_interleave(SCALE_COLUMNS, -1)[..., :k]
-        weight = self.values.float() * scales
+        weight = self.values.float() * self.scales[..., None]
         return (weight if self.columns is None else weight * self.columns.float()).to(dtype)
 
 

@@ -80,13 +80,8 @@ def _fuses(x: Tensor) -> bool:
 
 def launch_of(config: LinearConfig, weight: AnyWeight, matrices: int = 1) -> dict[str, Any]:
     """Constants and options of a product's kernel, whose tile is of rows of so many matrices together."""
-    code, rows, columns = None, 1, 0
-    if isinstance(weight, ScaledWeight):
-        rows, columns = weight.groups
-    elif isinstance(weight, TiledWeight):
-        code, columns = weight.kind, weight.group
+    code, columns = (weight.kind, weight.group) if isinstance(weight, TiledWeight) else (None, 0)
     return {
-        "GROUP_N": rows,
         "GROUP_K": columns,
         "CODE": code,
         "BLOCK_N": config.block_n // matrices,

@@ -1,9 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """The loops of the skinny kernels: a tile of weight rows times a tile of tokens, along K.
 
-Weights of eight bits become the tokens' type on their way to the matrix unit, which is exact, and their
-scales meet the float32 sums: after the loop where a row has one scale, after each step where it has one for
-each GROUP_K columns (a multiple of the step, and one for GROUP_N rows together).
+Weights in int8 become the tokens' type on their way to the matrix unit, which is exact, and the scales of
+their rows meet the float32 sums after the loop.
 
 CODE says what the bytes of a `TiledWeight` stand for; None: the weights are numbers. Byte j of a step of
 four-bit codes holds columns j and j + BLOCK_K / 2: each half is a tile of its own, so nothing is shuffled.
@@ -71,14 +70,10 @@ def part_of_k(k, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr):
 
 
 @triton.jit
-def rows_scales(kept, row, k, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr):
+def rows_scales(kept, row, k, GROUP_K: tl.constexpr):
     """Where the scales, or zeros, of weight rows begin; None where there are none."""
     if kept is not None:
-        if GROUP_K == 0:
-            kept += row
-        else:
-            kept += row // GROUP_N * tl.cdiv(k, GROUP_K)
-        return kept
+        return kept + row if GROUP_K == 0 else kept + row * tl.cdiv(k, GROUP_K)
 
 
 @triton.jit
@@ -120,14 +115,6 @@ def numbers(codes, zeros, HIGH: tl.constexpr, CODE: tl.constexpr, DTYPE: tl.cons
         number = tl.where(size < 8, size.to(tl.float32) * 0.001953125, number)  # below 2**-6 no leading 1
         number = tl.where(codes >= 128, -number, number)
     return number.to(DTYPE)
-
-
-@triton.jit
-def widened(weights, DTYPE: tl.constexpr):
-    """Weights [N, K] in the type of tokens, exact."""
-    if weights.dtype == tl.float8e4nv and packs(DTYPE):
-        weights = unpacked(weights, weights, "e4m3", False, DTYPE)
-    return weights.to(DTYPE)
 
 
 @triton.jit
@@ -182,19 +169,6 @@ def take_codes(
 
 
 @triton.jit
-def take(total, weights, tokens, scales, start, GROUP_K: tl.constexpr):
-    """total [BLOCK_N, BLOCK_T] plus weights times tokens, times the rows' scales of this step."""
-    if scales is None:
-        total = tl.dot(weights, tokens, total, input_precision="ieee")
-    elif GROUP_K == 0:
-        total = tl.dot(widened(weights, tokens.dtype), tokens, total, input_precision="ieee")
-    else:
-        step = tl.dot(widened(weights, tokens.dtype), tokens, input_precision="ieee")
-        total += step * tl.load(scales + start // GROUP_K)[:, None]
-    return total
-
-
-@triton.jit
 def walk(
     weight_rows, scales, zeros, columns, x, row_t, rows, k,
     GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -208,7 +182,7 @@ def walk(
             column = start + tl.arange(0, BLOCK_K)
             weights = load_weights(weight_rows, column, k, EVEN_K)
             tokens = load_tokens(x, columns, row_t, rows, column, k, EVEN_K)
-            total = take(total, weights, tokens, scales, start, GROUP_K)
+            total = tl.dot(weights.to(tokens.dtype), tokens, total, input_precision="ieee")
         else:
             tokens, others = load_step(x, columns, row_t, rows, start, k, BLOCK_K, EVEN_K, CODE)
             total = take_codes(
@@ -222,13 +196,13 @@ def walk(
 @triton.jit
 def product(
     weight_rows, scale, zero, columns, x, first, row_t, rows, n, k,
-    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """`walk` over a tile's weight rows, from `first` on."""
     row = tl.minimum(first + tl.arange(0, BLOCK_N), n - 1)
-    scales = rows_scales(scale, row, k, GROUP_N, GROUP_K)
-    zeros = rows_scales(zero, row, k, GROUP_N, GROUP_K)
+    scales = rows_scales(scale, row, k, GROUP_K)
+    zeros = rows_scales(zero, row, k, GROUP_K)
     return walk(
         weight_rows, scales, zeros, columns, x, row_t, rows, k,
         GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
@@ -238,7 +212,7 @@ def product(
 @triton.jit
 def gate_and_up(
     w, scale, zero, columns, x, first, row_t, rows, n, k,
-    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """float32 [BLOCK_N, BLOCK_T] each: gate rows from `first` on, and the up rows n below them.
@@ -255,14 +229,14 @@ def gate_and_up(
         for start in range(begin, end, BLOCK_K):
             column = start + tl.arange(0, BLOCK_K)
             tokens = load_tokens(x, columns, row_t, rows, column, k, EVEN_K)
-            gate = take(gate, load_weights(gate_rows, column, k, EVEN_K), tokens, None, start, 0)
-            up = take(up, load_weights(up_rows, column, k, EVEN_K), tokens, None, start, 0)
+            gate = tl.dot(load_weights(gate_rows, column, k, EVEN_K), tokens, gate, input_precision="ieee")
+            up = tl.dot(load_weights(up_rows, column, k, EVEN_K), tokens, up, input_precision="ieee")
     else:
         lane = tl.arange(0, 2 * BLOCK_N)
         row = tl.minimum(first + lane % BLOCK_N, n - 1) + lane // BLOCK_N * n
         both_rows = w + row[:, None].to(tl.int64) * width
-        scales = rows_scales(scale, row, k, GROUP_N, GROUP_K)
-        zeros = rows_scales(zero, row, k, GROUP_N, GROUP_K)
+        scales = rows_scales(scale, row, k, GROUP_K)
+        zeros = rows_scales(zero, row, k, GROUP_K)
         both = walk(
             both_rows, scales, zeros, columns, x, row_t, rows, k,
             GROUP_K, CODE, 2 * BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from spd.kernels.dispatch import Kernels, load_kernels
-from spd.kernels.linear.eight_bits import block_scales, int8_rows
+from spd.kernels.linear.eight_bits import int8_rows
 from spd.kernels.linear.skinny_config import TILES
-from spd.kernels.linear.skinny_linear import AnyWeight, Norm, ScaledWeight
+from spd.kernels.linear.skinny_linear import AnyWeight, Norm
 from spd.runtime.load.token_tiles import KINDS, Widest, bound_to, keep_answer
-from spd.runtime.plan.kernel_choice import FP8_CAPABILITY, OLDEST_CAPABILITY
+from spd.runtime.plan.kernel_choice import OLDEST_CAPABILITY
 
 SHAPES = ((6144, 4096), (24576, 1024), (1000, 320))
 """Of a weight that adds to a stream, of gate and up, and of a head: with all instructions, and odd sizes."""
@@ -29,9 +29,8 @@ def ask_gpus(cache: Callable[[], Path]) -> list[dict[str, Any]]:
         bound, capability = bound_to(device), torch.cuda.get_device_capability(device)
         if capability < OLDEST_CAPABILITY or any(bound == answer["for"] for answer in answers):
             continue
-        kinds = KINDS if capability >= FP8_CAPABILITY else KINDS[:-1]
         with torch.cuda.device(device):
-            widest = ask(partial(load_kernels, "triton", None), device, kinds)
+            widest = ask(partial(load_kernels, "triton", None), device)
         answers.append({"for": bound, "widest": widest, "file": keep_answer(cache, bound, widest)})
     return answers
 
@@ -87,12 +86,7 @@ def _products(
 
     def weight(n: int, k: int) -> AnyWeight:
         wide: Tensor = draw(n, k) / k**0.5
-        if kind == "int8":
-            return int8_rows(wide)
-        if kind == "float8_e4m3fn":
-            scales = draw(-(-n // 128), -(-k // 128)).float().exp2()
-            return ScaledWeight(wide.to(torch.float8_e4m3fn), block_scales(scales, n), draw(k))
-        return wide
+        return int8_rows(wide) if kind == "int8" else wide
 
     (n, k), (both, inner), head = shapes
     yield "linear", (draw(ASKED_ROWS, k), weight(n, k), None, None, None, draw(ASKED_ROWS, n))

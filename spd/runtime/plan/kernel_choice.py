@@ -35,8 +35,6 @@ AS_STORED = "as the dtype says"
 FLOAT16_OVERFLOWS = "float16 could overflow before the norm's scales"
 SCALES = {"int8": "a scale a row", "int4": f"a scale for {INT4_GROUP} columns"}
 """What `--quantize` makes of a matrix."""
-FP8_CAPABILITY = (8, 9)
-"""The first devices whose compilers convert float8_e4m3fn."""
 
 
 def native_obstacle(machine: Machine, dtype: str, quantize: str, layers: Iterable[LayerLayout]) -> str | None:
