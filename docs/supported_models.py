@@ -6,7 +6,6 @@ Usage, from the repository's root: python docs/supported_models.py > docs/suppor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import get_args
 
 from spd.formats import assistant, eagle3, mtp
@@ -118,7 +117,7 @@ def document() -> str:
         lines.append(
             f"Known for targets that are not served yet: {', '.join(f'`{name}`' for name in others)}."
         )
-    lines += ["", "## Every class", "", Path(__file__).with_name("every-class.md").read_text().rstrip()]
+    lines += ["", "[Every class of transformers](every-class.md): which open, and why others do not."]
     return "\n".join(lines)
 
 

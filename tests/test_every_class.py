@@ -1,6 +1,6 @@
 """What becomes of each causal and image-text class of `transformers`: opened, or refused with what it lacks.
 
-By hand, to write the table that `docs/supported_models.py` takes along: `python -m tests.test_every_class`.
+By hand, to write the table that `docs/supported_models.py` links to: `python -m tests.test_every_class`.
 A class is opened or refused by the configuration that it has where nothing is asked for, as the library saves
 it; that opened ones speak as the library's do is shown by `tests/runtime/test_runtime_golden.py`,
 `test_runtime_hybrid.py` and `test_runtime_wrappers.py`.

@@ -350,13 +350,17 @@ def step_keys(fields: Fields) -> dict[str, object]:
     slid = cut.fields("attention_other_setting") or Fields(cut.where, {})
     found[SLIDING_HEADS[0]] = cut.get("num_sliding_attention_heads") or slid.get("num_attention_heads")
     kinds = layer_kinds(cut, layers, KINDS) or [KINDS[0]] * layers
+    shares = "partial_rotary_factors"
+    if shares in found and thetas not in found and thetas in cut:
+        found[thetas] = [cut.get(thetas)] * layers
+        cut = fields.having(found)
     if thetas in found:
-        bases, shares = cut.numbers(thetas, layers, 1.0, 1e12), "partial_rotary_factors"
+        bases = cut.numbers(thetas, layers, 1.0, 1e12)
         parts = cut.numbers(shares, layers, 0.0, 1.0) if shares in cut else (1.0,) * layers
-        each = zip(kinds, bases, parts, strict=True)
-        turning: dict[str, dict[str, Any]] = {
-            k: {thetas: base, "partial_rotary_factor": part} for k, base, part in each
-        }
+        turning: dict[str, dict[str, Any]] = {}
+        for kind, base, part in zip(kinds, bases, parts, strict=True):
+            own = {thetas: base, "partial_rotary_factor": part}
+            cut.require(turning.setdefault(kind, own) == own, thetas, "differs among layers of one kind")
         turning.get(KINDS[0], {}).update(scaling.values if (scaling := cut.fields("rope_scaling")) else {})
         found |= {"rope_parameters": turning, thetas: None, "rope_scaling": None}
     return {**found, "layer_types": kinds}

@@ -254,7 +254,12 @@ _FAMILIES = {
         {"max_position_embeddings": 196608, "rope_theta": 5e6, "head_dim": 128, "partial_rotary_factor": 1.0},
         blocks.MINIMAX,
         spelled=blocks.minimax_keys,
-        only={"qk_norm_type": ("per_layer",), "use_qk_norm": (True,), "use_routing_bias": (True,)},
+        only={
+            "qk_norm_type": ("per_layer",),
+            "use_qk_norm": (True,),
+            "use_routing_bias": (True,),
+            _SHARED: (0,),
+        },
     ),
     "MiMoV2FlashForCausalLM": _Family(
         "mimo_v2_flash",
@@ -288,7 +293,13 @@ _FAMILIES = {
         blocks.SIGMOID,
         spelled=blocks.step_keys,
         local_base="rope_theta",
-        only={"use_head_wise_attn_gate": (True,), "use_moe_router_bias": (True,)},
+        only={
+            **dict.fromkeys(
+                ("use_head_wise_attn_gate", "use_moe_router_bias", "norm_expert_weight"), (True,)
+            ),
+            **{"moe_router_activation": ("sigmoid",), "use_moe": (True,), "zero_centered": (True,)},
+            **{"sink": (False,), "att_impl_type": ("GQA",), "yarn_only_types": (["full_attention"],)},
+        },
     ),
     "Qwen2MoeForCausalLM": _Family(
         "qwen2_moe",

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from spd.cli.chat import tools
-from spd.cli.chat.tools import ChatTools, run
+from spd.cli.chat.tools import ChatTools, consents, run
 from spd.cli.signals import SignalGuard
 from spd.cli.text.job import open_vocabulary
 from spd.errors import IncompatibleError, UsageError
@@ -67,7 +70,9 @@ def test_a_model_without_tools_and_a_pipe_are_refused(model: Path, spd_run: Call
     (file := model / "tools.json").write_text(json.dumps([SHOW]))
     with pytest.raises(IncompatibleError, match="no place for tools"):
         ChatTools(str(file), open_vocabulary("demo", ModelFolder.of(model)))
-    refused(spd_run("chat", model, "--tools", file, stdin=b"Hi\n"), 2, "standard input is not a terminal")
+    refused(
+        spd_run("chat", model, "--tools", file, stdin=b"Hi\n"), 2, "standard input or error is not a terminal"
+    )
     assert not script.engines
 
 
@@ -129,3 +134,27 @@ def test_megabytes_are_cut_in_the_middle_and_more_is_ended() -> None:
     assert said.startswith("begin\ny\n") and said.endswith("y\nend\n") and len(said) < 33_000
     assert f"… {3_000_010 - tools.OUTPUT_LIMIT:,} characters are left out …" in said
     assert run(["yes"], SignalGuard()).endswith("y\n\n(it was ended: more than 120 s, or 8 MiB)")
+
+
+def test_a_yes_is_typed_after_its_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was typed before, the end of a long line, and a command that is not shown whole are no yes."""
+    above, below = pty.openpty()
+    guard: Any = SimpleNamespace(soften=lambda action: nullcontext())
+
+    def asked(answer: bytes, *words: str, before: bytes = b"") -> bool:
+        os.write(above, before)
+        timer = threading.Timer(0.3, os.write, (above, answer))
+        timer.start()
+        try:
+            return consents(words or ("ls",), guard)
+        finally:
+            timer.join()
+
+    with open(below) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        monkeypatch.setattr("spd.cli.chat.tools.write_stderr", (shown := []).append)
+        assert not asked(b"n\n", before=b"y\n") and asked(b" Yes\n")
+        assert not asked(b"n" + b" " * 1100 + b"y\n") and not asked(b"\n")
+        assert asked(b"y\n", "ls", "\u200b\u3164") and "ls '\\u200b\\u3164'" in shown[-1]
+        assert not asked(b"y\n", "x" * 5000) and "5,000 characters" in shown[-1]
+    os.close(above)

@@ -72,19 +72,22 @@ def test_rows_of_a_product_in_any_company(native: NativeLibrary, width: int, dep
         assert torch.equal(product(wild)[1::2], every[1::2])
 
 
+BUILD = "spd.kernels.native.build"
+
+
 def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler that fails or is missing, no such instructions, nowhere to compile, no library at all."""
     broken = tmp_path / "gcc"
     broken.write_text("#!/bin/sh\necho 'x.c:1: error: no such luck' >&2\nexit 1\n")
     broken.chmod(0o755)
     for name, value, words in (
-        ("find_compiler", lambda: (str(broken),), "no such luck"),
-        ("find_compiler", tuple, "compiler"),
-        ("processor_features", lambda: frozenset({"avx2"}), "no AVX2 with FMA"),
+        (f"{BUILD}.find_compiler", lambda: (str(broken),), "no such luck"),
+        (f"{BUILD}.find_compiler", tuple, "compiler"),
+        (f"{BUILD}.processor_features", lambda: frozenset({"avx2"}), "no AVX2 with FMA"),
         ("tempfile.tempdir", str(tmp_path / "none"), "cannot be compiled"),
     ):
         with monkeypatch.context() as patched:
-            patched.setattr(f"spd.kernels.native.build.{name}", value)
+            patched.setattr(name, value)
             with pytest.raises(NativeUnavailable, match=words):
                 library_path(lambda: tmp_path / "cache")
             assert not (tmp_path / "cache").exists()

@@ -46,7 +46,9 @@ MOST = 8 << 20
 OUTPUT_LIMIT = 32_000
 """Characters of them that the model gets: their beginning and end."""
 SHOWN = 4_000
-"""Characters of a command that are shown before it runs."""
+"""Characters of a command that may be asked for, all of them shown."""
+BLANK = "\u115f\u1160\u3164\uffa0"
+"""Letters that are not seen."""
 _tools = listed(
     fields(
         {"name": name_of, "description": TEXT, "parameters": OBJECT, "command": listed(TEXT, 256)},
@@ -114,11 +116,18 @@ def _checked(tool: Mapping[str, Any], name: str) -> Sequence[str]:
 
 
 def consents(words: Sequence[str], guard: SignalGuard) -> bool:
-    """Show a command and ask whether to run it: what was typed before the question is no yes."""
-    write_stderr(f"run  {_without_middle(as_line(shlex.join(words)), SHOWN)}\nrun it? [y/N] ")
+    """Show a whole command and ask whether to run it: what was typed before the question is no yes."""
+    visible = (
+        ascii(each)[1:-1] if each in BLANK or not each.isprintable() else each
+        for each in as_line(shlex.join(words))
+    )
+    if len(shown := "".join(visible)) > SHOWN:
+        write_stderr(f"not run: a command of {len(shown):,} characters, more than {SHOWN:,}\n")
+        return False
+    write_stderr(f"run  {shown}\nrun it? [y/N] ")
     with suppress(KeyboardInterrupt), guard.soften(_interrupt):
         termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
-        return sys.stdin.buffer.readline(1024).strip().lower() in (b"y", b"yes")
+        return sys.stdin.buffer.readline().strip().lower() in (b"y", b"yes")
     write_stderr("\n")
     return False
 

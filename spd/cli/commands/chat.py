@@ -49,9 +49,9 @@ def chat(session: Session, options: ChatOptions) -> int:
             fix=['spd generate "your prompt"', "spd chat < messages.txt, one message a line"],
             code="no_terminal",
         )
-    if options.tools is not None and not interactive:
+    if options.tools is not None and not (interactive and is_terminal(sys.stderr)):
         raise UsageError(
-            "--tools asks before it runs anything, and standard input is not a terminal",
+            "--tools asks before it runs anything, and standard input or error is not a terminal",
             fix=["spd chat --tools FILE in a terminal", "leave --tools out"],
             code="no_terminal",
         )

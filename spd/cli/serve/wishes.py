@@ -53,8 +53,8 @@ def _logit_bias(value: Any, name: str) -> tuple[tuple[int, float], ...]:
 
 
 def _content(value: Any, name: str) -> str:
-    """A message's text, whole or in parts."""
-    return "".join(part["text"] for part in _PARTS(value, name))
+    """A message's text, whole or in parts, which are lines of their own."""
+    return "\n".join(part["text"] for part in _PARTS(value, name))
 
 
 def _prompts(value: Any, name: str) -> tuple[Asked, ...]:
@@ -287,7 +287,7 @@ def without_lines(wish: Wish, beginnings: tuple[str, ...]) -> Wish:
             left = [line for line in lines if not line.startswith(beginnings)]
             said = message if left == lines else {**message, "content": "\n".join(left).strip("\n")}
             messages += [said] if said is message or said["content"] else []
-        return dataclasses.replace(asked, messages=tuple(messages))
+        return dataclasses.replace(asked, messages=tuple(messages or asked.messages))
 
     return dataclasses.replace(wish, prompts=tuple(map(kept, wish.prompts)))
 

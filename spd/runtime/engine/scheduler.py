@@ -120,7 +120,7 @@ class Scheduler:
             cached = whole
         stops, checkpoint, tail = {cached, end}, None, None
         if kept is not None:
-            stops.add(whole := max(run.end * (run.kind == "chunk") for run in text.runs))
+            stops.add(whole := max((run.end for run in text.runs if run.kind == "chunk"), default=0))
             kept.find(text, whole)  # it stays, for a longer prompt may have no other to go on from
             checkpoint = kept.find(text, min(end, found + size - 1))
             cached = 0 if checkpoint is None else checkpoint.end // size * size
