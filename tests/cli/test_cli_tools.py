@@ -150,7 +150,7 @@ def test_a_yes_is_typed_after_its_question(monkeypatch: pytest.MonkeyPatch) -> N
         finally:
             timer.join()
 
-    with open(below) as stdin:
+    with open(below, buffering=8192) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
         monkeypatch.setattr("spd.cli.chat.tools.write_stderr", (shown := []).append)
         assert not asked(b"n\n", before=b"y\n") and asked(b" Yes\n")

@@ -29,7 +29,8 @@ PROGRAMS = 128
 """Programs that fill the device: about one for each multiprocessor of the largest ones."""
 
 SMALL_PROGRAMS = 1024
-"""As many of two warps and half the rows, where bytes become numbers between two products of a program."""
+"""The same for weights of bytes, whose programs have two warps and half the rows, so that several share a
+multiprocessor: while one converts, another multiplies."""
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,7 @@ def test_lines_that_change_are_left_out_by_a_rule(served: Served) -> None:
     """Of instructions only, in every API; the prompt is the one that has never held them."""
     told = ["Be exact.", "Be exact.\nTime: 12:01\nx-anthropic-billing-header: cch=1;", "Time: 12:02"]
     rule, counted = {"x-spd-changing": "Date:| Time:"}, list[int]()
-    with scripted(served, *["Well"] * 10) as script:
+    with scripted(served, *["Well"] * 11) as script:
         for system in told:
             turn = {"role": "user", "content": "Time: now"}
             bodies = {
@@ -222,7 +222,11 @@ def test_lines_that_change_are_left_out_by_a_rule(served: Served) -> None:
             path = "/v1/messages/count_tokens"
             counted.append(served.send("POST", path, bodies["/v1/messages"], rule)[1]["input_tokens"])
         assert served.send("POST", "/v1/messages", bodies["/v1/messages"])[0] == 200
+        parts = [{"type": "text", "text": text} for text in ("x-anthropic-billing-header: 1", told[0])]
+        body = {"messages": [{"role": "system", "content": parts}, turn]}
+        assert served.send("POST", "/v1/chat/completions", body)[0] == 200
     ids = [request.prompt_ids for request in script.requests]
+    assert ids[10] == ids[2], "a part is no part of the line before it"
     assert ids[:3] == ids[3:6] and ids[6:9] != ids[:3] and counted == [len(ids[0])] * 2 + [len(ids[6])]
     tokenizer = served.service.settings.vocabulary.need_tokenizer()
     assert "system" not in (text := tokenizer.decode(ids[8])) and "Time: now" in text
