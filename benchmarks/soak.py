@@ -118,7 +118,7 @@ class Soak:
         if response.status != 200:
             return f"status {response.status}: {text[:200]}"
         whole = text.endswith("data: [DONE]\n\n") if body["stream"] else "choices" in json.loads(text)
-        return None if whole and '"error"' not in text else f"not whole: {text[-200:]}"
+        return None if whole and '{"error"' not in text else f"not whole: {text[-200:]}"
 
     def _aborted(self, draws: random.Random) -> str | None:
         body = self._body(draws, stream=True, max_tokens=2000, ignore_eos=True)

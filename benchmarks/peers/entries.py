@@ -13,7 +13,13 @@ from benchmarks.peers.worker import Entry
 ROWS_ENTRY = "spd-rows"
 IMPOSED = "imposed"
 ONLY = MappingProxyType(
-    {IMPOSED: ("spd", "vllm", "llama"), "mtp": ("spd", "vllm"), "eagle3": ("spd", "vllm")}
+    {
+        IMPOSED: ("spd", "vllm", "llama"),
+        "mtp": ("spd", "vllm"),
+        "eagle3": ("spd", "vllm"),
+        "int4": ("spd", "llama"),
+        f"int4-{IMPOSED}": ("spd", "llama"),
+    }
 )
 """Modes that not every peer has."""
 TOGETHER = ("spd", "vllm", "llama")
@@ -31,6 +37,9 @@ def entries(options: Options) -> list[Entry]:
         modes["mtp"] = ["--mtp", *k]
     if options.eagle3 is not None:
         modes["eagle3"] = ["--eagle3", str(options.eagle3), *k]
+    if options.int4:
+        modes |= {f"int4-{mode}": [*modes[mode], "--int4"] for mode in (IMPOSED,) if mode in modes}
+        modes["int4"] = ["--int4"]
     for peer, python in options.pythons.items():
         for mode, arguments in modes.items():
             if peer not in ONLY.get(mode, (peer,)):

@@ -32,7 +32,7 @@ from benchmarks.peers.protocol import (
     serve,
 )
 
-DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int4": "Q4_0"}
 LOAD_SECONDS = 600.0
 WITHHELD = 8
 """Tokens asked for beyond those wanted: the last ones are kept back while they end inside a character."""
@@ -47,6 +47,9 @@ def converted(build: Path, model: Path, dtype: str) -> Path:
         script = str(Path(__file__).with_name("to_gguf.py"))
         unfinished = out.with_suffix(".part")
         command = [sys.executable, script, str(build), str(model), str(unfinished), DTYPES[dtype]]
+        if dtype == "int4":
+            whole = str(converted(build, model, "bfloat16"))
+            command = [str(build / "build" / "bin" / "llama-quantize"), whole, str(unfinished), DTYPES[dtype]]
         subprocess.run(command, check=True, stdout=sys.stderr)
         os.replace(unfinished, out)
     return out
@@ -56,15 +59,16 @@ def server_command(options: WorkerOptions, port: int) -> list[str]:
     """llama-server with the options of a mode; the context is shared by its slots."""
     assert options.build is not None
     threads, k = str(options.threads), str(options.draft_max)
+    dtype = "int4" if options.int4 else options.dtype
     command = [str(options.build / "build" / "bin" / "llama-server")]
-    command += ["-m", str(converted(options.build, options.model, options.dtype))]
+    command += ["-m", str(converted(options.build, options.model, dtype))]
     command += ["--host", "127.0.0.1", "--port", str(port), "-t", threads, "-tb", threads]
     command += ["-np", str(options.slots), "-c", str(options.ctx * options.slots), "--no-warmup"]
     if options.ngram:
         command += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(NGRAM_MIN)]
         command += ["--spec-ngram-simple-size-m", k]
     elif options.draft is not None:
-        command += ["-md", str(converted(options.build, options.draft, options.dtype)), "-td", threads]
+        command += ["-md", str(converted(options.build, options.draft, dtype)), "-td", threads]
         command += ["--spec-draft-n-max", k, "--spec-draft-n-min", "1", "--spec-draft-p-min", "0"]
         if options.imposed is not None:
             rates = imposed_rates(options.imposed, options.draft_max)

@@ -38,6 +38,7 @@ class Options:
     llama_cpp: Path | None
     imposed: float | None
     mtp: bool
+    int4: bool
     eagle3: Path | None
     text: bool
     loads: tuple[Load, ...]
@@ -82,6 +83,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument(
         "--eagle3", type=Path, metavar="HEAD", help="also with an EAGLE-3 head made for MODEL"
     )
+    parser.add_argument("--int4", action="store_true", help="also in four bits; llama.cpp's are Q4_0")
     parser.add_argument("--text", action="store_true", help="spd's own prompts instead of random ids")
     parser.add_argument("--concurrency", default="", metavar="LIST", help="requests together, e.g. 4,16")
     parser.add_argument("--rates", default="", metavar="LIST", help="requests a second, e.g. 1,2,4,6,8")
@@ -120,6 +122,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         llama_cpp=given.llama_cpp.resolve() if given.llama_cpp is not None else None,
         imposed=given.imposed,
         mtp=given.mtp,
+        int4=given.int4,
         eagle3=given.eagle3.resolve() if given.eagle3 is not None else None,
         text=given.text,
         loads=(

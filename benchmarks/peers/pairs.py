@@ -16,10 +16,13 @@ PAIRS = (
     ("spd-draft", "llama-draft"),
     ("spd-ngram", "llama-ngram"),
     ("spd-imposed", "llama-imposed"),
+    ("spd-int4", "llama-int4"),
+    ("spd-int4-imposed", "llama-int4"),
+    ("spd-int4-imposed", "llama-int4-imposed"),
     *(
         (f"{peer}-{mode}", f"{peer}-plain")
         for peer in ("spd", "vllm", "transformers", "llama")
-        for mode in ("draft", "ngram", "imposed", "mtp", "eagle3")
+        for mode in ("draft", "ngram", "imposed", "mtp", "eagle3", "int4")
     ),
 )
 AGREEING = tuple((f"spd-{mode}", f"vllm-{mode}") for mode in ("draft", "ngram", "mtp", "eagle3"))

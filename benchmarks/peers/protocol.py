@@ -40,6 +40,7 @@ class WorkerOptions:
     slots: int
     imposed: float | None
     build: Path | None
+    int4: bool
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> WorkerOptions:
     parser.add_argument("--slots", type=int, default=1, help="requests that run together at most")
     parser.add_argument("--imposed", type=float, metavar="LENGTH", help="impose an acceptance length")
     parser.add_argument("--build", type=Path, help="folder of a peer that was built here")
+    parser.add_argument("--int4", action="store_true", help="with weights in four bits, made at load")
     return WorkerOptions(**vars(parser.parse_args(arguments)))
 
 

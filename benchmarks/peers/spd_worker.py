@@ -50,6 +50,7 @@ def open_engine(options: WorkerOptions, draft_max: int, slots: int = 1) -> Engin
             ctx=options.ctx,
             slots=slots,
             prefix_sharing=False,
+            quantize="int4" if options.int4 else "none",
             **speculation,
         )
     )
