@@ -123,7 +123,7 @@ static inline void fetch(const Attention *a, const element *pool, const Chunk *c
 {
     if (key >= c->end) return;
     const element *from = place(a, pool, c, key);
-    for (long i = 0; i < count * a->size; i += LINE) _mm_prefetch((const char *)(from + i), _MM_HINT_T1);
+    for (long i = 0; i < count * a->size; i += LINE) __builtin_prefetch(from + i, 0, 2);
 }
 
 /* scores [rows][keys] of one chunk as they come from the product; the next chunk's keys are asked for. */

@@ -36,6 +36,7 @@ FEATURES = {
     "AVX512-BF16": PAIRS,
     "AVX512": frozenset({"avx512f", "avx512bw", "avx512vl"}),
     "AVX2": frozenset({"avx2", "fma"}),
+    "NEON": frozenset({"asimd"}),
 }
 """What /proc/cpuinfo says of a processor that has the instructions: those are taken that come first."""
 OWN_FLAGS: dict[str, tuple[str, ...]] = {
@@ -43,6 +44,7 @@ OWN_FLAGS: dict[str, tuple[str, ...]] = {
     "AVX512-BF16": ("-DSPD_NO_AMX",),
     "AVX512": ("-DSPD_NO_PAIRS",),
     "AVX2": ("-DSPD_AVX2", "-mno-avx512f"),
+    "NEON": (),
 }
 """They leave the better instructions alone."""
 DTYPE_FLAGS: dict[str, tuple[str, ...]] = {"bfloat16": (), "float32": ("-DSPD_FLOAT32",)}
@@ -91,7 +93,7 @@ def fitting(dtype: str) -> list[str]:
 def obstacle() -> str | None:
     """What keeps this machine from having the kernels, as far as that shows before they are built."""
     if instructions() is None:
-        return "this processor has no AVX2 with FMA"
+        return "this processor has neither AVX2 with FMA nor NEON"
     return None if find_compiler() else "no C compiler is installed (gcc, or pip install 'spd[compiler]')"
 
 

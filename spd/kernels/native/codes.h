@@ -34,71 +34,8 @@ static inline vec scales_of(const Weight *w, long at, int side)
 {
     at = at * WIDTH + side * SIDE;
     if (w->wide) return loadf((const float *)w->scales + at, SIDE);
-#if SPD_WIDE
-    return widened(_mm256_loadu_si256((const __m256i *)((const bf16 *)w->scales + at)));
-#else
     return widened(halves((const bf16 *)w->scales + at, SIDE));
-#endif
 }
-
-#if SPD_WIDE
-typedef __m512i ints;
-static inline ints loadi(const void *p) { return _mm512_loadu_si512(p); }
-static inline ints right(ints x, unsigned n) { return _mm512_srli_epi32(x, n); }
-static inline ints left_by(ints x, unsigned n) { return _mm512_slli_epi32(x, n); }
-static inline ints masked(ints x, int32_t bits) { return _mm512_and_si512(x, _mm512_set1_epi32(bits)); }
-static inline ints either(ints x, ints y) { return _mm512_or_si512(x, y); }
-static inline ints plus(ints x, int32_t n) { return _mm512_add_epi32(x, _mm512_set1_epi32(n)); }
-static inline vec of_ints(ints x) { return _mm512_cvtepi32_ps(x); }
-static inline vec as_vec(ints x) { return _mm512_castsi512_ps(x); }
-static inline ints as_ints(vec x) { return _mm512_castps_si512(x); }
-static inline void storei(void *p, ints x) { _mm512_storeu_si512(p, x); }
-static inline vec of_bytes(const uint8_t *p)
-{
-    return of_ints(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
-}
-static inline vec of_table(const float *table, ints x) { return _mm512_permutexvar_ps(x, _mm512_loadu_ps(table)); }
-#else
-typedef struct {
-    __m256i low, high;
-} ints;
-#define EACH(op, x, ...) ((ints){op((x).low, __VA_ARGS__), op((x).high, __VA_ARGS__)})
-static inline ints loadi(const void *p)
-{
-    return (ints){_mm256_loadu_si256(p), _mm256_loadu_si256((const __m256i *)p + 1)};
-}
-static inline ints right(ints x, unsigned n) { return EACH(_mm256_srli_epi32, x, (int)n); }
-static inline ints left_by(ints x, unsigned n) { return EACH(_mm256_slli_epi32, x, (int)n); }
-static inline ints masked(ints x, int32_t bits) { return EACH(_mm256_and_si256, x, _mm256_set1_epi32(bits)); }
-static inline ints either(ints x, ints y)
-{
-    return (ints){_mm256_or_si256(x.low, y.low), _mm256_or_si256(x.high, y.high)};
-}
-static inline ints plus(ints x, int32_t n) { return EACH(_mm256_add_epi32, x, _mm256_set1_epi32(n)); }
-static inline vec of_ints(ints x) { return BOTH(_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)); }
-static inline vec as_vec(ints x) { return BOTH(_mm256_castsi256_ps(x.low), _mm256_castsi256_ps(x.high)); }
-static inline ints as_ints(vec x) { return (ints){_mm256_castps_si256(x.low), _mm256_castps_si256(x.high)}; }
-static inline void storei(void *p, ints x)
-{
-    _mm256_storeu_si256(p, x.low);
-    _mm256_storeu_si256((__m256i *)p + 1, x.high);
-}
-static inline vec of_bytes(const uint8_t *p)
-{
-    return of_ints((ints){_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)),
-        _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p + 8)))});
-}
-static inline __m256 of_half_table(const float *table, __m256i x)
-{
-    __m256 below = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), x);
-    __m256 above = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), x);
-    return _mm256_blendv_ps(below, above, _mm256_castsi256_ps(_mm256_slli_epi32(x, 28)));
-}
-static inline vec of_table(const float *table, ints x)
-{
-    return BOTH(of_half_table(table, x.low), of_half_table(table, x.high));
-}
-#endif
 
 /* What codes in the lower bits of lanes stand for. */
 static inline __attribute__((always_inline)) vec number(ints x, const int kind, vec zero)
@@ -149,7 +86,7 @@ static void decode(const uint8_t *codes, int kind, const vec *zeros, int from, i
 #if SPD_PAIRS && !defined(SPD_AMX)
 #define SPD_FUSED 1
 #include "codes_avx512.h"
-#elif !SPD_WIDE
+#elif !SPD_WIDE && !SPD_NEON
 #define SPD_FUSED 1
 #include "codes_avx2.h"
 #else
@@ -160,7 +97,7 @@ static void decode(const uint8_t *codes, int kind, const vec *zeros, int from, i
 static void place_left(const Weight *w, const element *x, const float *norm, float epsilon, long depth, Left *left)
 {
     place_row(x, norm, epsilon, depth, left);
-#if !SPD_WIDE
+#if !SPD_WIDE && !SPD_NEON
     if (is_paired(w->kind))
         for (long k = 0; k < w->steps; k++) into_digits(left + k * LEFT_STEP);
 #else

@@ -134,7 +134,7 @@ class NativeLibrary:
         chosen = library.spd_init()
         if chosen < 0:
             raise AmxRefused("the system does not grant AMX")
-        self.instructions = ("AVX2", "AVX512", "AVX512-BF16", "AMX")[chosen]
+        self.instructions = ("AVX2", "AVX512", "AVX512-BF16", "AMX", "NEON")[chosen]
         self.dtype = dtype
         self.library, self._scratch = library, torch.empty(0)
         self._linear, self._attend = library.spd_linear, library.spd_attend

@@ -19,6 +19,12 @@
 #include <time.h>
 #include <unistd.h>
 
+#ifdef __aarch64__
+#define PAUSE() __asm__ volatile("yield")
+#else
+#define PAUSE() __builtin_ia32_pause()
+#endif
+
 enum { MOST = 256, STACK = 1 << 20 };
 /* Nanoseconds spent spinning: for the next loop, and for the others' last items. */
 enum { IDLE_SPIN = 200000, LAST_SPIN = 20000 };
@@ -66,7 +72,7 @@ static int comes(_Atomic uint32_t *word, int equal, uint32_t value, int64_t pati
     for (int64_t until = 0;;) {
         for (int i = 0; i < 64; i++) {
             if ((atomic_load(word) == value) == equal) return 1;
-            __builtin_ia32_pause();
+            PAUSE();
         }
         if (!until) until = now() + patience;
         else if (now() > until) return 0;

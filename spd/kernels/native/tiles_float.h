@@ -12,11 +12,7 @@ static inline void left_copy(Left *to, const element *from, long count) { storef
 static inline void left_store(Left *to, vec x) { storef(to, SIDE, as_kept(x)); }
 
 /* Rows that go through 32 columns together, and through 16: their sums fill the registers. */
-#if SPD_WIDE
-enum { NARROW = 8, MOST_ROWS = 8 };
-#else
-enum { NARROW = 3, MOST_ROWS = 6 };
-#endif
+enum { NARROW = SPD_WIDE ? 8 : SPD_NEON ? 2 : 3, MOST_ROWS = SPD_WIDE ? 8 : 6 };
 
 /* Few rows go through a block in one pass, more through parts of it that stay in the first cache. */
 static inline long panel_of(long rows, long steps) { return rows > NARROW ? 16 / (long)sizeof(element) : steps; }
@@ -32,16 +28,9 @@ static inline vec weights_at(const element *tile, int j, int second)
 {
 #ifdef SPD_FLOAT32
     return loadf(tile + (2 * j + second) * SIDE, SIDE);
-#elif SPD_WIDE
-    __m512i pairs = _mm512_loadu_si512(tile + j * DEPTH), upper = _mm512_set1_epi32((int32_t)0xffff0000);
-    return _mm512_castsi512_ps(second ? _mm512_and_si512(pairs, upper) : _mm512_slli_epi32(pairs, 16));
 #else
-    const __m256i *pairs = (const __m256i *)(tile + j * DEPTH), upper = _mm256_set1_epi32((int32_t)0xffff0000);
-    __m256i low = _mm256_loadu_si256(pairs), high = _mm256_loadu_si256(pairs + 1);
-    return second ? BOTH(_mm256_castsi256_ps(_mm256_and_si256(low, upper)),
-                        _mm256_castsi256_ps(_mm256_and_si256(high, upper)))
-                  : BOTH(_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)),
-                        _mm256_castsi256_ps(_mm256_slli_epi32(high, 16)));
+    ints pairs = loadi(tile + j * DEPTH);
+    return as_vec(second ? masked(pairs, (int32_t)0xffff0000) : left_by(pairs, 16));
 #endif
 }
 
@@ -55,7 +44,7 @@ static inline __attribute__((always_inline)) void rows_product(const Left *a, lo
         for (int side = 0; side < sides; side++)
             sums[r][side] = fresh ? vzero() : loadf(c + r * 32 + side * SIDE, SIDE);
     for (long k = 0; k < steps; k++, a += DEPTH, b += 2 * TILE) {
-        for (long i = 0; i < lines * DEPTH; i += LINE, next += LINE) _mm_prefetch((const char *)next, _MM_HINT_T1);
+        for (long i = 0; i < lines * DEPTH; i += LINE, next += LINE) __builtin_prefetch(next, 0, 2);
 #pragma GCC unroll 2
         for (int j = 0; j < SIDE; j++)
 #pragma GCC unroll 2
@@ -122,16 +111,6 @@ static inline void widen(const element *from, long size, float *to)
 
 static inline void place_query(Sides *s, int row, const element *from, long size) { widen(from, size, s->query[row]); }
 
-static inline __m256 folded(vec x)
-{
-#if SPD_WIDE
-    __m512d halves = _mm512_castps_pd(x);
-    return _mm256_add_ps(_mm512_castps512_ps256(x), _mm256_castpd_ps(_mm512_extractf64x4_pd(halves, 1)));
-#else
-    return _mm256_add_ps(x.low, x.high);
-#endif
-}
-
 /* scores [rows][16], rows `apart`, of 16 keys of `size` elements that lie behind each other. Each is summed in 16 parts
    of ascending depth, which are added up. */
 static inline void score_keys(Sides *s, const element *keys, long size, int rows, float *scores, long apart)
@@ -144,10 +123,7 @@ static inline void score_keys(Sides *s, const element *keys, long size, int rows
                 vec q = loadf(s->query[r] + d, SIDE);
                 for (int i = 0; i < 4; i++) sums[i] = vfma(q, loadf(s->keys[first + i] + d, SIDE), sums[i]);
             }
-            __m256 two = _mm256_hadd_ps(folded(sums[0]), folded(sums[1]));
-            __m256 four = _mm256_hadd_ps(two, _mm256_hadd_ps(folded(sums[2]), folded(sums[3])));
-            __m128 upper = _mm256_extractf128_ps(four, 1);
-            _mm_storeu_ps(scores + r * apart + first, _mm_add_ps(_mm256_castps256_ps128(four), upper));
+            sum_four(sums, scores + r * apart + first);
         }
 }
 

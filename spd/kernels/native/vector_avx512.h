@@ -1,0 +1,85 @@
+/* Sixteen float32 lanes as one register of AVX512. */
+
+typedef __m512 vec;
+typedef __mmask16 mask;
+
+#define OF_TWO(name, op) static inline vec name(vec x, vec y) { return _mm512_##op(x, y); }
+#define OF_THREE(name, op) static inline vec name(vec x, vec y, vec z) { return _mm512_##op(x, y, z); }
+
+static inline mask lanes(long count)
+{
+    return count >= SIDE ? 0xffff : count > 0 ? (__mmask16)((1u << count) - 1) : 0;
+}
+
+static inline mask mask_of(uint64_t bits) { return (__mmask16)bits; }
+static inline vec vall(float x) { return _mm512_set1_ps(x); }
+static inline vec vzero(void) { return _mm512_setzero_ps(); }
+static inline vec loadf(const float *p, long count) { return _mm512_maskz_loadu_ps(lanes(count), p); }
+static inline void storef(float *p, long count, vec x) { _mm512_mask_storeu_ps(p, lanes(count), x); }
+static inline __m256i halves(const bf16 *p, long count) { return _mm256_maskz_loadu_epi16(lanes(count), p); }
+static inline void store_halves(bf16 *p, long count, __m256i x) { _mm256_mask_storeu_epi16(p, lanes(count), x); }
+static inline vec widened(__m256i x)
+{
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+}
+
+#if SPD_PAIRS
+static inline __m256i rounded(vec x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+#else
+/* To bfloat16, ties to even; NaN stays. */
+static inline __m256i rounded(vec x)
+{
+    __m512i bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i near = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+    near = _mm512_mask_mov_epi32(near, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), quiet);
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(near, 16));
+}
+#endif
+
+static inline float vsum(vec x) { return _mm512_reduce_add_ps(x); }
+static inline float vtop(vec x) { return _mm512_reduce_max_ps(x); }
+static inline float vfirst(vec x) { return _mm512_cvtss_f32(x); }
+static inline vec vselect(mask m, vec yes, vec no) { return _mm512_mask_mov_ps(no, m, yes); }
+static inline mask vmore(vec x, vec y) { return _mm512_cmp_ps_mask(x, y, _CMP_GT_OQ); }
+static inline mask vdiffers(vec x, vec y) { return _mm512_cmp_ps_mask(x, y, _CMP_NEQ_UQ); }
+static inline int any_nan(vec x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) != 0; }
+
+/* Which of the numbers first, first + 1, ... lie in low to last. */
+static inline mask between(int32_t first, int32_t low, int32_t last)
+{
+    const __m512i order = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    __m512i own = _mm512_add_epi32(order, _mm512_set1_epi32(first));
+    return _mm512_cmple_epi32_mask(own, _mm512_set1_epi32(last)) & _mm512_cmpge_epi32_mask(own, _mm512_set1_epi32(low));
+}
+
+static inline vec vnearest(vec x) { return _mm512_roundscale_ps(x, 0); }
+static inline vec vbelow_infinity(vec x) { return x; }
+static inline vec vscaled(vec x, vec power) { return _mm512_scalef_ps(x, power); }
+
+/* Of positive normal numbers: x = mantissa * 2^exponent, the mantissa from 1 to 2. */
+static inline vec vexponent(vec x) { return _mm512_getexp_ps(x); }
+static inline vec vmantissa(vec x) { return _mm512_getmant_ps(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_src); }
+
+/* Lanes of whole numbers. */
+typedef __m512i ints;
+static inline ints loadi(const void *p) { return _mm512_loadu_si512(p); }
+static inline ints right(ints x, unsigned n) { return _mm512_srli_epi32(x, n); }
+static inline ints left_by(ints x, unsigned n) { return _mm512_slli_epi32(x, n); }
+static inline ints masked(ints x, int32_t bits) { return _mm512_and_si512(x, _mm512_set1_epi32(bits)); }
+static inline ints either(ints x, ints y) { return _mm512_or_si512(x, y); }
+static inline ints plus(ints x, int32_t n) { return _mm512_add_epi32(x, _mm512_set1_epi32(n)); }
+static inline vec of_ints(ints x) { return _mm512_cvtepi32_ps(x); }
+static inline vec as_vec(ints x) { return _mm512_castsi512_ps(x); }
+static inline ints as_ints(vec x) { return _mm512_castps_si512(x); }
+static inline void storei(void *p, ints x) { _mm512_storeu_si512(p, x); }
+static inline vec of_bytes(const uint8_t *p)
+{
+    return of_ints(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+static inline vec of_table(const float *table, ints x) { return _mm512_permutexvar_ps(x, _mm512_loadu_ps(table)); }
+
+static inline __m256 folded(vec x)
+{
+    return _mm256_add_ps(_mm512_castps512_ps256(x), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)));
+}
