@@ -175,14 +175,18 @@ class Fields:
         return Fields(self.where, {**self.values, **values}, {**self.called, **(called or {})})
 
     def renamed(self, others: Mapping[str, Sequence[str]]) -> Fields:
-        """These, with each key under its own name alone. Raises CheckpointError where two names disagree."""
+        """These, with each key under its own name alone: the first that is there counts.
+
+        Raises CheckpointError where another one disagrees, but for lists, whose names of things may differ.
+        """
         found: dict[str, object] = {}
         called = {}
         for key, names in others.items():
             first, *rest = [name for name in (key, *names) if name in self] or [key]
             for name in rest:
                 why = f"{shown(self.get(name))} disagrees with {first}, which is {shown(self.get(first))}"
-                self.require(self.get(name) == self.get(first), name, why)
+                agrees = self.get(name) == self.get(first) or isinstance(self.get(first), list)
+                self.require(agrees, name, why)
             if first != key:
                 called[key] = first
                 found |= {key: self.get(first), **dict.fromkeys(names)}
