@@ -157,7 +157,12 @@ def _packed(
     """Codes as they are stored, where these kernels multiply them."""
     if kernels == "triton" and dtype == "float16":
         return WIDE, f"{how.method} weights are multiplied out: {FLOAT16_OVERFLOWS}"
-    dtypes, packed, odd = _stored_dtypes(how, model, folder, wishes), dict[str, PackedSpec](), 0
+    if wishes.load == "dummy":  # no file is read: what the configuration lets expect
+        shapes, kinds = how.stored(expected_tensors(model, family_layout(model)), {})
+        dtypes = {name: kinds.get(name, FLOAT_DTYPES)[0] for name in shapes}
+    else:
+        dtypes = {name: meta.dtype for name, meta in folder.checkpoint.tensors.items()}
+    packed, odd = dict[str, PackedSpec](), 0
     for name, own in dtypes.items():
         stem, _, last = name.rpartition(".")
         scheme = how.scheme_of(stem) if last in CODES else None
@@ -173,13 +178,3 @@ def _packed(
     if odd:
         why += f"; {odd} with act-order or odd groups are multiplied out"
     return (WeightForm("packed", packed=packed), why) if packed else (WIDE, why)
-
-
-def _stored_dtypes(
-    how: Quantization, model: ModelConfig, folder: ModelFolder, wishes: EngineConfig
-) -> dict[str, str]:
-    """The dtype of every tensor in the files; where none is read, as the configuration lets expect."""
-    if wishes.load != "dummy":
-        return {name: meta.dtype for name, meta in folder.checkpoint.tensors.items()}
-    shapes, kinds = how.stored(expected_tensors(model, family_layout(model)), {})
-    return {name: kinds.get(name, FLOAT_DTYPES)[0] for name in shapes}
