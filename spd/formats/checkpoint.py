@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from spd.errors import CheckpointError, NotFoundError, SpdError
+from spd.formats.hub import cached_name
 from spd.formats.json_file import Fields, decode_utf8, listed, names_in, open_regular_file, os_errors, shown
 
 if TYPE_CHECKING:
@@ -302,7 +303,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
 
 def not_a_model(path: Path) -> CheckpointError | None:
     """What a file, or a folder without weights, is in one line, and what to type instead; None: not known."""
-    called = _cached_name(path) or str(path)
+    called = cached_name(path) or str(path)
     names = names_in(path) if path.is_dir() else []
     ggufs = [f"{called}/{name}" for name in names if name.lower().endswith(".gguf")]
     if ggufs or path.suffix.lower() == ".gguf":
@@ -324,22 +325,16 @@ def not_a_model(path: Path) -> CheckpointError | None:
     inside = sorted(path.glob("*/config.json")) or sorted(path.glob("*/*/config.json"))
     if not inside or "config.json" in names:
         return None
-    fix = [f"-m {_cached_name(config.parent) or config.parent}" for config in inside]
+    fix = [f"-m {cached_name(config.parent) or config.parent}" for config in inside]
     return CheckpointError(f"{path}: is no model folder, but holds {len(inside)}", fix=listed(fix, 3))
 
 
 def incomplete(folder: Path, what: str) -> SpdError:
     """The error for files that a folder lacks; a snapshot of the hub's cache is a download to go on with."""
-    if (name := _cached_name(folder)) is None:
+    if (name := cached_name(folder)) is None:
         return CheckpointError(f"{folder}: {what}")
     pull = [f"spd pull {name} --revision {folder.name}"]
     return NotFoundError(f"{name}: the copy in the local cache is incomplete: {what}", fix=pull)
-
-
-def _cached_name(folder: Path) -> str | None:
-    """The model of which a folder is a snapshot in the hub's cache."""
-    found = re.search(r"/models--([^/]+)/snapshots/[^/]+$", str(folder))
-    return found[1].replace("--", "/", 1) if found else None
 
 
 def check_tensors(

@@ -35,9 +35,9 @@ class ModelFolder(os.PathLike[str]):
         return folder if isinstance(folder, ModelFolder) else cls(folder)
 
     @classmethod
-    def named(cls, reference: str, revision: str | None = None) -> ModelFolder:
+    def named(cls, reference: str) -> ModelFolder:
         """What a person's words mean. Raises as `resolve_model` does."""
-        return cls(resolve_model(reference, revision))
+        return cls(resolve_model(reference))
 
     @cached_property
     def fields(self) -> Fields:

@@ -37,11 +37,10 @@ def own_cache() -> Path:
     return (named if named.is_absolute() else Path("~/.cache").expanduser()) / "spd"
 
 
-def resolve_model(reference: str, revision: str | None = None) -> Path:
+def resolve_model(reference: str) -> Path:
     """The folder that a reference means.
 
-    A folder wins over a cached model of the same name. `revision` picks a branch, tag or commit (or a
-    unique beginning of one) of an `org/name`.
+    A folder wins over a cached model of the same name, of which the revision `main` counts, or the only one.
     Raises `NotFoundError` saying what was looked for, `UsageError` for words that cannot be a model,
     `CheckpointError` for what is something else.
     """
@@ -56,8 +55,6 @@ def resolve_model(reference: str, revision: str | None = None) -> Path:
     path = Path(os.path.expanduser(reference))
     is_demo = reference in DEMOS  # whatever lies in the working directory: ./demo is a folder
     if is_demo or os.path.lexists(path) or not _REPOSITORY.fullmatch(reference):
-        if revision is not None:
-            raise UsageError(f"{reference}: a revision belongs to a model named org/name, not to a folder")
         folder = demo_folder(reference) if is_demo else path
         if not os.path.lexists(folder) and folder.suffix.lower() != ".gguf":
             raise NotFoundError(f"{folder}: there is no such folder")
@@ -67,7 +64,7 @@ def resolve_model(reference: str, revision: str | None = None) -> Path:
             if wrong := not_a_model(folder):
                 raise wrong
         return folder
-    return _cached_snapshot(reference, revision)
+    return _cached_snapshot(reference)
 
 
 def is_offline() -> bool:
@@ -100,12 +97,17 @@ def cached_folder(name: str) -> Path:
     return cache_folder() / f"models--{name.replace('/', '--')}"
 
 
+def cached_name(snapshot: Path) -> str | None:
+    """The model of which a folder is a snapshot in the hub's cache."""
+    found = re.search(r"(?:^|/)models--([^/]+)/snapshots/[^/]+$", str(snapshot))
+    return found[1].replace("--", "/", 1) if found else None
+
+
 def list_cached_models() -> list[str]:
     """The names in the local cache that have a snapshot, sorted; empty when there is no cache."""
-    cache = cache_folder()
-    names = [name for name in _names(cache) if name.startswith("models--")]
-    kept = [name for name in names if _names(cache / name / "snapshots")]
-    return sorted(name[8:].replace("--", "/", 1) for name in kept)
+    return sorted(
+        {name for each in cache_folder().glob("models--*/snapshots/*") if (name := cached_name(each))}
+    )
 
 
 def assistant_of(folder: Path) -> Path | None:
@@ -113,16 +115,14 @@ def assistant_of(folder: Path) -> Path | None:
     beside = folder.parent / f"{folder.name}-assistant"
     if (beside / "config.json").is_file():
         return beside
-    kept = folder.parent.parent.name  # of models--ORG--NAME/snapshots/COMMIT
     with suppress(SpdError):
-        if kept.startswith("models--"):
-            return _cached_snapshot(f"{kept[8:].replace('--', '/', 1)}-assistant", None)
+        if name := cached_name(folder):
+            return _cached_snapshot(f"{name}-assistant")
     return None
 
 
-def _cached_snapshot(name: str, revision: str | None) -> Path:
-    check_repository_name(name, revision)
-    more = f" --revision {revision}" if revision else ""
+def _cached_snapshot(name: str) -> Path:
+    check_repository_name(name)
     folder = cached_folder(name)
     snapshots = _names(folder / "snapshots")
     if not snapshots:
@@ -132,17 +132,17 @@ def _cached_snapshot(name: str, revision: str | None) -> Path:
         why = "it is not in the local cache" if full == name else f"a model on the hub is named {full}"
         raise NotFoundError(
             f"{name}: there is no such folder, and {why}" + (f": did you mean {close}?" if close else ""),
-            fix=[f"-m {close}" if close and full != name else f"spd pull {full}{more}"],
+            fix=[f"-m {close}" if close and full != name else f"spd pull {full}"],
         )
-    commit = _commit(folder, revision, snapshots)
+    main, commit = folder / "refs" / "main", snapshots[0] if len(snapshots) == 1 else None
+    with suppress(OSError):
+        said = main.read_text("utf-8", "replace").strip()
+        commit = said if said in snapshots else commit
     if commit is None:
-        refs = folder / "refs"
-        names = [str(path.relative_to(refs)) for path in sorted(refs.rglob("*")) if path.is_file()]
-        there = listed([f"there is: {name}" for name in [*names, *snapshots]])
         raise NotFoundError(
-            f"{name}: revision {shown(revision or 'main')} is not in the local cache",
-            reason=[f"looked for: {refs / (revision or 'main')}", *there],
-            fix=[f"spd pull {name}{more}"],
+            f"{name}: revision 'main' is not in the local cache",
+            reason=[f"looked for: {main}", *listed([f"there is: {each}" for each in snapshots])],
+            fix=[f"spd pull {name}", f"-m {folder / 'snapshots' / snapshots[0]}"],
         )
     snapshot = folder / "snapshots" / commit
     if not (snapshot / "config.json").is_file():
@@ -157,15 +157,3 @@ def _names(folder: Path) -> list[str]:
         return sorted(os.listdir(folder))
     except OSError:
         return []
-
-
-def _commit(folder: Path, revision: str | None, snapshots: list[str]) -> str | None:
-    """The snapshot of a revision; without one that of `main`, or the only one there is."""
-    with suppress(OSError):
-        commit = (folder / "refs" / (revision or "main")).read_text("utf-8", "replace").strip()
-        if commit in snapshots:
-            return commit
-    if revision is None:
-        return snapshots[0] if len(snapshots) == 1 else None
-    matches = [commit for commit in snapshots if commit.startswith(revision)]
-    return matches[0] if len(matches) == 1 and (len(revision) >= 7 or matches[0] == revision) else None

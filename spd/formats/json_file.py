@@ -175,10 +175,22 @@ class Fields:
         return Fields(self.where, {**self.values, **values}, {**self.called, **(called or {})})
 
     def renamed(self, others: Mapping[str, Sequence[str]]) -> Fields:
-        """These, with what stands under other names of keys that are absent themselves."""
-        called = {key: name for key, names in others.items() for name in reversed(names) if name in self}
-        called = {key: name for key, name in called.items() if key not in self}
-        return self.having({key: self.get(name) for key, name in called.items()}, called)
+        """These, with each key under its own name alone: the first that is there counts.
+
+        Raises CheckpointError where another one disagrees, but for lists, whose names of things may differ.
+        """
+        found: dict[str, object] = {}
+        called = {}
+        for key, names in others.items():
+            first, *rest = [name for name in (key, *names) if name in self] or [key]
+            for name in rest:
+                why = f"{shown(self.get(name))} disagrees with {first}, which is {shown(self.get(first))}"
+                agrees = self.get(name) == self.get(first) or isinstance(self.get(first), list)
+                self.require(agrees, name, why)
+            if first != key:
+                called[key] = first
+                found |= {key: self.get(first), **dict.fromkeys(names)}
+        return self.having(found, called)
 
     def refused(self, key: str, why: str) -> CheckpointError:
         """The error for a field: file, field, reason."""

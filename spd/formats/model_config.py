@@ -95,8 +95,9 @@ class ModelConfig:
 @dataclass(frozen=True)
 class _Family:
     model_type: str
-    absent: Mapping[str, object]
-    """What an absent key counts as. A family that knows windows or the rotation of a part has its key."""
+    absent: Mapping[str, object] = field(default_factory=dict)
+    """What an absent key counts as, where there are files without it. A family that knows windows or the
+    rotation of a part has its key."""
     experts: blocks.ExpertsConfig | None = None  # what no key says of experts
     switch: str | None = None  # a key without which there are none
     latent: bool = False
@@ -104,92 +105,72 @@ class _Family:
     """What reads of recurrent layers, where there are some."""
     spelled: Callable[[Fields], Mapping[str, object]] | None = None  # what keys say in a way of its own
     only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)  # as `_SUPPORTED`
-    own: tuple[str, ...] = ()  # those of `_OTHER_NAMES` that count also beside the name that is read here
     local_base: str | None = None  # the key of the base of layers that slide, where these turn in another way
     global_still: bool = False  # where layers slide, those that see everything do not turn
     gemma4: bool = False  # whether layers have the keys of `read_gemma4`
     also: tuple[str, ...] = ()  # other model types of the same text
 
 
-_COMMON: dict[str, object] = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6}
+_COMMON: dict[str, object] = {"rope_theta": 10_000.0}
 _COMMON |= dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), False)
-_LONG, _SHORT = {"max_position_embeddings": 131072}, {"max_position_embeddings": 2048}
-_QWEN, _EPS = {"max_position_embeddings": 32768}, {"rms_norm_eps": 1e-5}
+_NESTED = {"max_position_embeddings": 131072, "rms_norm_eps": 1e-6}
+"""Every file of its own says these; the text's part of another may leave them out."""
 _SLIDES, _LOCAL = {"sliding_window": 4096}, "rope_local_base_freq"
-_SWITCHED = {**_QWEN, **_SLIDES, "use_sliding_window": False, "max_window_layers": 28}
+_SWITCHED = {**_SLIDES, "use_sliding_window": False, "max_window_layers": 28}
 _FOURTH = {**_SLIDES, "sliding_window_pattern": 4}  # of so many layers the last one sees everything
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "tie_word_embeddings": True}
 _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-_UNCAPPED = {**_GEMMA, **dict.fromkeys(_CAPS)}
-_GEMMA3 = {**_UNCAPPED, **_LONG, "rope_theta": 1e6, _LOCAL: 1e4, "sliding_window_pattern": 6}
-_UNSAID = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208}
+_GEMMA3 = {**_GEMMA, **dict.fromkeys(_CAPS), **_NESTED, "rope_theta": 1e6, "sliding_window_pattern": 6}
+_GEMMA3 |= {_LOCAL: 1e4, "head_dim": 256}
+_UNSAID = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208}
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
-_GRANITE, _ERNIE = {**_SHORT, **dict.fromkeys(_MULTIPLIERS, 1.0)}, {**_LONG, **_EPS, "rope_theta": 5e5}
-_PHI3 = {**_EPS, "max_position_embeddings": 4096, "partial_rotary_factor": 1.0, "sliding_window": None}
+_GRANITE = dict.fromkeys(_MULTIPLIERS, 1.0)
 _STILL = {"no_rope_layers": None, "no_rope_layer_interval": 4}
-_SMOLLM3 = {**_QWEN, **_STILL, "rope_theta": 2e6, "tie_word_embeddings": True}
-_MIXTRAL = {**_LONG, **_EPS, "rope_theta": 1e6, "sliding_window": None}
 _SHARED = "shared_expert_intermediate_size"
 _GROUPS = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True}
-_DEEPSEEK2 = {**_SHORT, **_GROUPS, "topk_method": "greedy", "norm_topk_prob": False}
-_DEEPSEEK2["first_k_dense_replace"] = 0
-_DEEPSEEK3 = {**_GROUPS, "max_position_embeddings": 4096, "first_k_dense_replace": 3}
-_PARTLY = {**_LONG, **_EPS, "partial_rotary_factor": 0.5}
-_GLM4_MOE = {**_PARTLY, **_GROUPS, "first_k_dense_replace": 1}
-_GLM4_LITE = {**_EPS, **_GROUPS, "max_position_embeddings": 202752, "first_k_dense_replace": 1}
-_GLM4_LITE["routed_scaling_factor"] = 1.8
-_LFM2: dict[str, object] = {**_EPS, "max_position_embeddings": 128000, "rope_theta": 1e6, "conv_L_cache": 3}
-_LFM2["tie_word_embeddings"] = True
-_HYBRID = {**_QWEN, "partial_rotary_factor": 0.25}
+_DENSE, _PARTLY = "first_k_dense_replace", "partial_rotary_factor"
+_DEEPSEEK2 = {**_GROUPS, "topk_method": "greedy", "norm_topk_prob": False, _DENSE: 0}
+_LFM2 = {"rope_theta": 1e6, "conv_L_cache": 3, "tie_word_embeddings": True}
+_HYBRID = {**_NESTED, "max_position_embeddings": 32768, _PARTLY: 0.25}
 _HYBRID_MOE = {**_HYBRID, _SHARED: 512, "norm_topk_prob": True}
-_NEMOTRON = {**_EPS, **_GROUPS, "max_position_embeddings": 4096, "head_dim": 128, _SHARED: 7688}
 _read_delta = partial(blocks.read_recurrent, kinds=blocks.RECURRENT)
-_read_conv = partial(blocks.read_recurrent, kinds=blocks.CONVOLVING)
 _LFM2_DENSE = {**_LFM2, "block_auto_adjust_ff_dim": True}
-_CONVOLVES = _Family("lfm2", _LFM2_DENSE, recurrent=_read_conv, own=("norm_eps",), spelled=blocks.lfm2_keys)
+_read_conv = partial(blocks.read_recurrent, kinds=blocks.CONVOLVING)
+_CONVOLVES = _Family("lfm2", _LFM2_DENSE, recurrent=_read_conv, spelled=blocks.lfm2_keys)
 _read_single = partial(blocks.read_recurrent, kinds=blocks.SINGLE, corrects=False)
 _FAMILIES = {
-    "LlamaForCausalLM": _Family("llama", _SHORT),
-    "MistralForCausalLM": _Family("mistral", {**_LONG, **_SLIDES}),
-    "Phi3ForCausalLM": _Family("phi3", _PHI3),
+    "LlamaForCausalLM": _Family("llama"),
+    "MistralForCausalLM": _Family("mistral", {**_NESTED, **_SLIDES}),
+    "Phi3ForCausalLM": _Family("phi3", {_PARTLY: 1.0, "sliding_window": None}),
     "Qwen2ForCausalLM": _Family("qwen2", _SWITCHED),
     "Qwen3ForCausalLM": _Family("qwen3", _SWITCHED),
-    "Qwen3MoeForCausalLM": _Family("qwen3_moe", {**_QWEN, "norm_topk_prob": False}, blocks.ROUTED),
-    "Gemma2ForCausalLM": _Family(
-        "gemma2", {**_GEMMA, **_CAPS, **_SLIDES, "max_position_embeddings": 8192, "sliding_window_pattern": 2}
-    ),
+    "Qwen3MoeForCausalLM": _Family("qwen3_moe", {"norm_topk_prob": False}, blocks.ROUTED),
+    "Gemma2ForCausalLM": _Family("gemma2", {**_GEMMA, **_CAPS, **_SLIDES, "sliding_window_pattern": 2}),
     "Gemma3ForCausalLM": _Family("gemma3_text", {**_GEMMA3, **_SLIDES, **_UNSAID}, local_base=_LOCAL),
     "DeepseekV2ForCausalLM": _Family(
         "deepseek_v2", _DEEPSEEK2, blocks.ROUTED, latent=True, only={"norm_topk_prob": (False,)}
     ),
-    "DeepseekV3ForCausalLM": _Family("deepseek_v3", _DEEPSEEK3, blocks.SIGMOID, latent=True),
-    "Glm4MoeForCausalLM": _Family("glm4_moe", _GLM4_MOE, blocks.SIGMOID),
-    "Glm4MoeLiteForCausalLM": _Family("glm4_moe_lite", _GLM4_LITE, blocks.SIGMOID, latent=True),
-    "MiMoForCausalLM": _Family("mimo", _QWEN),
+    "DeepseekV3ForCausalLM": _Family("deepseek_v3", {**_GROUPS, _DENSE: 3}, blocks.SIGMOID, latent=True),
+    "Glm4MoeForCausalLM": _Family("glm4_moe", {**_GROUPS, _PARTLY: 0.5, _DENSE: 1}, blocks.SIGMOID),
+    "Glm4MoeLiteForCausalLM": _Family(
+        "glm4_moe_lite", {**_GROUPS, _DENSE: 1, "routed_scaling_factor": 1.8}, blocks.SIGMOID, latent=True
+    ),
+    "MiMoForCausalLM": _Family("mimo"),
     "Lfm2ForCausalLM": _CONVOLVES,
     "Lfm2MoeForCausalLM": replace(
-        _CONVOLVES,
-        model_type="lfm2_moe",
-        absent={**_LFM2, **_GROUPS, "first_k_dense_replace": 2},
-        experts=blocks.LFM2,
+        _CONVOLVES, model_type="lfm2_moe", absent={**_LFM2, **_GROUPS, _DENSE: 2}, experts=blocks.LFM2
     ),
     "Qwen3NextForCausalLM": _Family(
         "qwen3_next", _HYBRID_MOE, blocks.SHARED, recurrent=partial(_read_delta, interleaved=True)
     ),
     "Qwen3_5ForCausalLM": _Family("qwen3_5_text", _HYBRID, recurrent=_read_delta),
     "Qwen3_5MoeForCausalLM": _Family("qwen3_5_moe_text", _HYBRID_MOE, blocks.SHARED, recurrent=_read_delta),
-    "Ernie4_5ForCausalLM": _Family("ernie4_5", _ERNIE, spelled=blocks.ernie_keys),
+    "Ernie4_5ForCausalLM": _Family("ernie4_5", {"rope_theta": 5e5}, spelled=blocks.ernie_keys),
     "Ernie4_5_MoeForCausalLM": _Family(
-        "ernie4_5_moe",
-        {**_ERNIE, "first_k_dense_replace": 1},
-        blocks.ERNIE,
-        only={"use_bias": (False,)},
-        own=("moe_k",),
+        "ernie4_5_moe", {"rope_theta": 5e5, _DENSE: 1}, blocks.ERNIE, only={"use_bias": (False,)}
     ),
-    "SmolLM3ForCausalLM": _Family("smollm3", _SMOLLM3),
-    "Olmo3ForCausalLM": _Family(
-        "olmo3", {**_SHORT, **_EPS, **_FOURTH, "rope_theta": 5e5}, local_base="rope_theta"
-    ),
+    "SmolLM3ForCausalLM": _Family("smollm3", {**_STILL, "rope_theta": 2e6, "tie_word_embeddings": True}),
+    "Olmo3ForCausalLM": _Family("olmo3", {**_FOURTH, "rope_theta": 5e5}, local_base="rope_theta"),
     "GraniteForCausalLM": _Family("granite", _GRANITE),
     "GraniteMoeForCausalLM": _Family("granitemoe", _GRANITE, blocks.ROUTED),
     "GraniteMoeHybridForCausalLM": _Family(
@@ -202,92 +183,69 @@ _FAMILIES = {
     ),
     "NemotronHForCausalLM": _Family(
         "nemotron_h",
-        {**_NEMOTRON, "mamba_conv_bias": True},
+        {**_GROUPS, "head_dim": 128, _SHARED: 7688, "mamba_conv_bias": True},
         blocks.NEMOTRON,
         switch="num_experts",
         recurrent=_read_single,
         spelled=blocks.nemotron_keys,
         only={"use_bias": (False,), "mlp_bias": (False,)},
-        own=("layer_norm_epsilon",),
     ),
-    "SeedOssForCausalLM": _Family(
-        "seed_oss", {"max_position_embeddings": 524288, "attention_bias": True, "head_dim": 128}
-    ),
+    "SeedOssForCausalLM": _Family("seed_oss", {"attention_bias": True, "head_dim": 128}),
     "Ministral3ForCausalLM": _Family(
-        "ministral3", {**_EPS, "max_position_embeddings": 262144, "sliding_window": None, "head_dim": 128}
+        "ministral3",
+        {"max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "sliding_window": None, "head_dim": 128},
     ),
-    "Glm4ForCausalLM": _Family(
-        "glm4", {**_PARTLY, "rms_norm_eps": 1.5625e-7, "attention_bias": True, "head_dim": 128}
-    ),
-    "Exaone4ForCausalLM": _Family("exaone4", {**_SHORT, **_EPS, **_FOURTH}, global_still=True),
+    "Glm4ForCausalLM": _Family("glm4", {_PARTLY: 0.5, "attention_bias": True, "head_dim": 128}),
+    "Exaone4ForCausalLM": _Family("exaone4", _FOURTH, global_still=True),
     "Cohere2ForCausalLM": _Family(
-        "cohere2",
-        {
-            **{**_FOURTH, **_EPS, "max_position_embeddings": 8192, "tie_word_embeddings": True},
-            "logit_scale": 0.0625,
-        },
-        own=("layer_norm_eps",),
-        global_still=True,
+        "cohere2", {**_FOURTH, "tie_word_embeddings": True, "logit_scale": 0.0625}, global_still=True
     ),
     "Gemma4ForCausalLM": _Family(
         "gemma4_text",
-        {**_GEMMA3, "sliding_window": 512, "head_dim": 256, "num_kv_shared_layers": 0},
+        {**_GEMMA3, "sliding_window": 512, "num_kv_shared_layers": 0},
         blocks.ROUTED,
         switch="enable_moe_block",
         local_base=_LOCAL,
         gemma4=True,
         also=("gemma4_unified_text",),
-        own=("top_k_experts",),
     ),
     "GptOssForCausalLM": _Family(
         "gpt_oss",
         {
-            **{**_LONG, **_EPS, "attention_bias": True, "rope_theta": 150_000.0, "head_dim": 64},
+            **{"attention_bias": True, "rope_theta": 150_000.0, "head_dim": 64},
             **{"sliding_window": 128, "sliding_window_pattern": 2},
         },
         blocks.GPT_OSS,
     ),
-    "HunYuanDenseV1ForCausalLM": _Family("hunyuan_v1_dense", {**_SHORT, **_EPS, "alpha": None}),
-    "MixtralForCausalLM": _Family("mixtral", _MIXTRAL, blocks.ROUTED),
+    "HunYuanDenseV1ForCausalLM": _Family("hunyuan_v1_dense", {"alpha": None}),
+    "MixtralForCausalLM": _Family("mixtral", {"rope_theta": 1e6, "sliding_window": None}, blocks.ROUTED),
     "MiniMaxM2ForCausalLM": _Family(
         "minimax_m2",
-        {"max_position_embeddings": 196608, "rope_theta": 5e6, "head_dim": 128, "partial_rotary_factor": 1.0},
+        {"rope_theta": 5e6, "head_dim": 128, _PARTLY: 1.0},
         blocks.MINIMAX,
         spelled=blocks.minimax_keys,
         only={
-            "qk_norm_type": ("per_layer",),
-            "use_qk_norm": (True,),
-            "use_routing_bias": (True,),
+            **{"qk_norm_type": ("per_layer",), "use_qk_norm": (True,), "use_routing_bias": (True,)},
             _SHARED: (0,),
         },
     ),
     "MiMoV2FlashForCausalLM": _Family(
         "mimo_v2_flash",
         {
-            **{**_GROUPS, **_LONG, **_EPS, "rope_theta": 5e6, "swa_rope_theta": 1e4, "head_dim": 192},
-            **{"partial_rotary_factor": 0.334, "sliding_window": 129, "v_head_dim": 128},
-            **{
-                "sliding_window_pattern": 6,
-                "attention_value_scale": 0.707,
-                **dict.fromkeys(blocks.SLIDING_HEADS),
-            },
+            **{**_GROUPS, "rope_theta": 5e6, "swa_rope_theta": 1e4, "head_dim": 192, _PARTLY: 0.334},
+            **{"sliding_window": 129, "v_head_dim": 128, "sliding_window_pattern": 6},
+            **{"attention_value_scale": 0.707, **dict.fromkeys(blocks.SLIDING_HEADS)},
         },
         blocks.SIGMOID,
         spelled=blocks.mimo_keys,
         local_base="swa_rope_theta",
-        own=("layernorm_epsilon",),
         only={"add_full_attention_sink_bias": (False,), "add_swa_attention_sink_bias": (True,)},
     ),
     "Step3p5ForCausalLM": _Family(
         "step3p5",
         {
-            **{**_EPS, **_GROUPS, "max_position_embeddings": 128000, "head_dim": 128},
-            **{
-                "partial_rotary_factor": 1.0,
-                "sliding_window": 512,
-                "sliding_window_pattern": 4,
-                _SHARED: 1280,
-            },
+            **{**_GROUPS, "max_position_embeddings": 128000, "rms_norm_eps": 1e-5, "head_dim": 128},
+            **{_PARTLY: 1.0, "sliding_window": 512, "sliding_window_pattern": 4, _SHARED: 1280},
             **dict.fromkeys((*blocks.SLIDING_HEADS, *blocks.LIMITS, "query_pre_attn_scalar")),
         },
         blocks.SIGMOID,
@@ -309,7 +267,7 @@ _FAMILIES = {
     ),
 }
 _OWN = {*_GEMMA, *_CAPS, *_MULTIPLIERS, *_STILL, *_GROUPS, _SHARED, "logit_scale"} - _COMMON.keys()
-_OWN |= {"sliding_window_pattern", "max_window_layers", "first_k_dense_replace", "attention_value_scale"}
+_OWN |= {"sliding_window_pattern", "max_window_layers", _DENSE, "attention_value_scale"}
 _OWN |= {*blocks.SLIDING_HEADS, *blocks.LIMITS}
 """Keys that only the code of families reads in whose table they are."""
 _OTHER_NAMES = {
@@ -320,7 +278,7 @@ _OTHER_NAMES = {
     "routed_scaling_factor": ("moe_router_scaling_factor",),
     "n_shared_experts": ("moe_num_shared_experts",),
     _SHARED: ("shared_intermediate_size", "moe_shared_expert_intermediate_size", "share_expert_dim"),
-    "first_k_dense_replace": ("num_dense_layers", "moe_layer_start_index"),
+    _DENSE: ("num_dense_layers", "moe_layer_start_index"),
     "decoder_sparse_step": ("moe_layer_interval",),
     "linear_conv_kernel_dim": ("mamba_d_conv", "conv_kernel"),
     "linear_num_key_heads": ("mamba_n_groups", "n_groups"),
@@ -331,7 +289,7 @@ _OTHER_NAMES = {
     "layer_types": ("layers_block_type",),
     "dtype": ("torch_dtype",),
 }
-"""What families call a key that is read here, where it is not there under its own name."""
+"""What families call a key that is read here; two of its names may not disagree."""
 _SUPPORTED: dict[str, tuple[object, ...]] = {
     "use_bidirectional_attention": (False, "vision"),
     "hidden_act": ("silu", "swish"),
@@ -359,7 +317,7 @@ WRAPPERS = {
 """Architectures that see images too, their model types, and what their `text_config` is of."""
 _OTHER_TEXTS = {("Mistral3ForConditionalGeneration", "mistral"): "MistralForCausalLM"}
 """What it is of where it has another model type."""
-_OUTSIDE = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
+_OUTSIDE = ("tie_word_embeddings", "quantization_config", "dtype")
 """What holds for the text's part too where it stands beside it."""
 SUPPORTED_ARCHITECTURES = (*_FAMILIES, *WRAPPERS)
 
@@ -410,10 +368,10 @@ def model_config_of(fields: Fields) -> ModelConfig:
     wrapper = WRAPPERS.get(outer)
     if wrapper is not None:
         fields.choice("model_type", wrapper[:1], wrapper[0])
-        inner = fields.nested("text_config")
+        inner, fields = (each.renamed(_OTHER_NAMES) for each in (fields.nested("text_config"), fields))
         around = {key: fields.values[key] for key in _OUTSIDE if key in fields}
         text = _OTHER_TEXTS.get((outer, str(inner.get("model_type"))), wrapper[1])
-        fields = Fields(inner.where, {**inner.values, **around, "architectures": [text]})
+        fields = inner.having({**around, "architectures": [text]})
     return _decoder_config(fields)
 
 
@@ -436,7 +394,7 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         experts = blocks.read_experts(fields, num_layers, family.experts)
     inner = experts.intermediate_size if experts else None  # where every layer has experts
     head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(fields, num_heads)
-    base, partly = family.local_base, "partial_rotary_factor" in family.absent
+    base, partly = family.local_base, _PARTLY in family.absent
     turning = rope_fields(fields, by_kind=base is not None)
     fixed = "alpha" not in turning or "alpha" in family.absent
     turning.require(fixed, "'alpha'", "is not a known rope parameter")
@@ -480,8 +438,6 @@ def _decoder_config(fields: Fields) -> ModelConfig:
 def _spelled(fields: Fields, family: _Family) -> Fields:
     """What a configuration says, in the keys that are read here, with what absent ones count as."""
     fields = fields.renamed(_OTHER_NAMES)
-    own = [(key, name) for key, names in _OTHER_NAMES.items() for name in names if name in family.own]
-    fields = fields.having({key: fields.get(name) for key, name in own if name in fields}, dict(own))
     read = fields.values.keys() - (_OWN - family.absent.keys())
     said = {key: fields.get(key) for key in read if key in fields or key in _NULL_IS_NONE}
     fields = Fields(fields.where, {**_COMMON, **family.absent, **said}, fields.called)

@@ -224,8 +224,8 @@ def declared_modules(fields: Fields) -> int:
     """How many MTP modules `config.json` speaks of; 0 where it does not."""
     nested = fields.get("text_config")
     values = {**(nested if isinstance(nested, dict) else {}), **fields.values}
-    found = fields.having(values).renamed({COUNT_KEYS[0]: COUNT_KEYS[1:]})
-    return found.integer(COUNT_KEYS[0], 0, MAX_LAYERS, 0)
+    found = fields.having(values)
+    return found.integer(next((key for key in COUNT_KEYS if key in found), COUNT_KEYS[0]), 0, MAX_LAYERS, 0)
 
 
 def no_mtp(folder: Path, num_layers: int, declared: int) -> IncompatibleError:

@@ -7,12 +7,11 @@ Source: https://github.com/huggingface/safetensors#format.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,8 +22,8 @@ from spd.errors import ResourceError
 from spd.formats.checkpoint import DTYPE_BITS, Checkpoint, TensorMeta
 from spd.formats.files import sync, sync_folder
 
-Report = Callable[[int, int, str], None]
-"""Hears of (bytes written, bytes in all, tensor)."""
+Report = Callable[[int, int], None]
+"""Hears of (bytes written, bytes in all)."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +46,9 @@ def outputs(checkpoint: Checkpoint, tensors: Sequence[TensorMeta]) -> list[Outpu
 
 
 def write_tensors(
-    path: Path, tensors: Sequence[OutputTensor], report: Report = lambda done, total, tensor: None
-) -> dict[str, str]:
-    """Write a new safetensors file, a piece at a time; returns the SHA-256 of each tensor's bytes."""
+    path: Path, tensors: Sequence[OutputTensor], report: Report = lambda done, total: None
+) -> None:
+    """Write a new safetensors file, a piece at a time."""
     ordered = sorted(tensors, key=lambda tensor: (-DTYPE_BITS[tensor.dtype], tensor.name))
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
@@ -61,21 +60,17 @@ def write_tensors(
     data += b" " * (-len(data) % 8)
     header = len(data).to_bytes(8, "little") + data
     done, total = len(header), len(header) + position
-    digests: dict[str, str] = {}
     with open(path, "xb") as file:
         file.write(header)
         for tensor in ordered:
-            state, begin = hashlib.sha256(), done
+            begin = done
             for piece in tensor.pieces():
                 file.write(piece)
-                state.update(piece)
                 done += len(piece)
-                report(done, total, tensor.name)
+                report(done, total)
             if done - begin != tensor.nbytes:
                 raise ValueError(f"{tensor.name}: {done - begin} bytes came, {tensor.nbytes} were announced")
-            digests[tensor.name] = state.hexdigest()
         sync(file)
-    return digests
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -86,29 +81,21 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def open_stage(destination: Path, *, replaces: bool) -> Iterator[Path]:
-    """A folder that becomes `destination` when the block ends well; `replaces` an existing one.
+def open_stage(destination: Path) -> Iterator[Path]:
+    """A folder that becomes `destination` when the block ends well.
 
-    What it replaces steps aside first and goes last, so that no mixture is ever seen. Raises ResourceError
-    for what the disk refuses.
+    Raises ResourceError for what the disk refuses, as where something has come to be there.
     """
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(
             prefix=".spd-", dir=destination.parent, ignore_cleanup_errors=True
         ) as partial:
-            new, old = Path(partial, "new"), Path(partial, "old")
+            new = Path(partial, "new")
             new.mkdir()
             yield new
             sync_folder(new)
-            if replaces and destination.exists():
-                os.rename(destination, old)
-            try:
-                os.rename(new, destination)
-            except OSError:
-                with suppress(OSError):
-                    os.rename(old, destination)
-                raise
+            os.rename(new, destination)
             sync_folder(destination.parent)
     except OSError as error:
         why = f"{destination}: cannot be written: {error.strerror}; nothing of it is left"

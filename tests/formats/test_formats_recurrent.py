@@ -30,7 +30,7 @@ LFM2_MOE: dict[str, Any] = {
     **{"num_attention_heads": 32, "num_key_value_heads": 8, "num_dense_layers": 2, "num_experts": 32},
     **{"num_experts_per_tok": 4, "norm_topk_prob": True, "use_expert_bias": True, "norm_eps": 1e-5},
     **{"routed_scaling_factor": 1.0, "tie_embedding": True, "vocab_size": 65536, "rope_theta": 1e6},
-    "layer_types": ["conv", "conv", "full_attention", "conv"],
+    **{"layer_types": ["conv", "conv", "full_attention", "conv"], "max_position_embeddings": 128000},
 }
 """The sizes are the defaults of `transformers`' classes, or those that their pages name."""
 GRANITE: dict[str, Any] = {

@@ -53,7 +53,7 @@ def _write(session: Session, plan: HeadPlan, destination: Path) -> list[str]:
     from spd.formats.writer import open_stage, outputs, write_json, write_tensors
 
     own, head = differing_copies(plan), plan.head
-    with Ticker(session.console) as ticker, open_stage(destination, replaces=False) as stage:
+    with Ticker(session.console) as ticker, open_stage(destination) as stage:
         tensors = outputs(plan.checkpoint, [*plan.tensors, *own])
         write_tensors(stage / "model.safetensors", tensors, partial(_report, ticker))
         plan.checkpoint.check_unchanged()
@@ -62,7 +62,7 @@ def _write(session: Session, plan: HeadPlan, destination: Path) -> list[str]:
     return [tensor.name for tensor in own]
 
 
-def _report(ticker: Ticker, done: int, total: int, tensor: str) -> None:
+def _report(ticker: Ticker, done: int, total: int) -> None:
     """Show how many bytes of a file of tensors are written."""
     ticker.count("writing", done, total, show_size)
 
@@ -119,7 +119,7 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
             raise UsageError(f"{options.model}: no matrix has rows that groups of 64 divide")
         outputs = rounded_outputs(checkpoint, rounded)
         if not options.dry_run:
-            with Ticker(session.console) as ticker, open_stage(destination, replaces=False) as stage:
+            with Ticker(session.console) as ticker, open_stage(destination) as stage:
                 write_tensors(stage / WEIGHTS, outputs, partial(_report, ticker))
                 checkpoint.check_unchanged()
                 config = json.loads((source.path / CONFIG).read_text(encoding="utf-8"))

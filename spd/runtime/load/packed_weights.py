@@ -26,9 +26,9 @@ STRIP = 2**22
 
 @dataclass(frozen=True)
 class Unpacked:
-    """A stored matrix: codes uint8 [N, K], scales float32 and zeros uint8 or None [N, groups].
+    """A stored matrix: codes uint8 [N, K], scales float32 and zeros uint8 or None [N, K / group].
 
-    order: the group of each column where those of a group are not neighbours.
+    Where columns of a group are not neighbours, each column is a group of its own.
     """
 
     kind: CodeKind
@@ -36,18 +36,13 @@ class Unpacked:
     scales: Tensor
     zeros: Tensor | None
     group: int
-    order: Tensor | None = None
 
     def plain(self) -> Tensor:
         """Float32 [N, K]."""
-        if self.order is None:
-            return values(self.kind, self.codes, self.scales, self.zeros, self.group)
-        zeros = None if self.zeros is None else self.zeros[:, self.order]
-        return values(self.kind, self.codes, self.scales[:, self.order], zeros, 1)
+        return values(self.kind, self.codes, self.scales, self.zeros, self.group)
 
     def cut(self, cut: Cut) -> Unpacked:
         """A rank's part; columns are cut between groups."""
-        assert self.order is None
         per_group = cut
         if cut.dim and self.scales.shape[1] > 1:
             ranges = tuple((first // self.group, end // self.group) for first, end in cut.ranges)
@@ -100,7 +95,7 @@ def keep_packed(
     checkpoint: Checkpoint, name: str, stored: Unpacked, view: Tensor, own: Mapping[str, Tensor | None]
 ) -> None:
     """Write a matrix as codes into a view uint8, with its scales and zeros in views of their own."""
-    if stored.order is not None:
+    if stored.group == 1 < stored.codes.shape[1]:
         why = "columns of a group are not neighbours, though quantization_config says so"
         raise checkpoint.refused(name, why)
     view.copy_(paired(stored.codes) if stored.kind in ("int4", "e2m1") else stored.codes)
@@ -131,7 +126,8 @@ def unpack(checkpoint: Checkpoint, module: str, scheme: Scheme, shape: tuple[int
         groups, last = scales.shape[1], "g_idx" if "g_idx" in stored else "weight_g_idx"
         if bool(((order < 0) | (order >= groups)).any()):
             raise checkpoint.refused(f"{module}.{last}", f"names a group beyond the {groups} of them")
-        order = None if torch.equal(order, torch.arange(columns) // group) else order
+        if not torch.equal(order, torch.arange(columns) // group):
+            group, scales, zeros = 1, scales[:, order], None if zeros is None else zeros[:, order]
     if zeros is not None and scheme.layout == "gptq" and scheme.symmetric:
         if bool((zeros != 1 << (scheme.bits - 1)).any()):
             why = "zero points differ, but quantization_config calls the weights symmetric"
@@ -139,7 +135,7 @@ def unpack(checkpoint: Checkpoint, module: str, scheme: Scheme, shape: tuple[int
         zeros = None
     if zeros is None and scheme.layout in ("pack", "gptq"):  # offset binary of fewer bits
         codes = codes + (MIDDLE[scheme.kind] - (1 << (scheme.bits - 1)))
-    return Unpacked(scheme.kind, codes, scales, zeros, group, order)
+    return Unpacked(scheme.kind, codes, scales, zeros, group)
 
 
 def _by_columns(

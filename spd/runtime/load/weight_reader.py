@@ -19,16 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spd.errors import CheckpointError
-from spd.formats.checkpoint import TORCH_NAMES, Checkpoint, TensorMeta, read_exactly
-from spd.formats.json_file import shown
+from spd.formats.checkpoint import TORCH_NAMES, Checkpoint, read_exactly
 
 CHUNK_BYTES = 16 * 2**20
 THREADS, BUFFERS = 6, 2
 """6 threads x 2 buffers x 16 MiB are pinned: little enough not to be felt, enough to fill the bus."""
-DTYPES = {
-    code: dtype for code, name in TORCH_NAMES.items() if (dtype := getattr(torch, name)).is_floating_point
-}
 
 
 @dataclass(frozen=True)
@@ -90,20 +85,17 @@ class PinnedBuffer(Buffer):
 
 
 def plan_chunks(
-    tensors: Mapping[str, TensorMeta], destinations: Mapping[str, Tensor], chunk_bytes: int = CHUNK_BYTES
+    checkpoint: Checkpoint, destinations: Mapping[str, Tensor], chunk_bytes: int = CHUNK_BYTES
 ) -> list[Chunk]:
     """Cut what the destinations need into chunks, ordered by file and offset.
 
-    A destination is a contiguous tensor of as many elements as its namesake in the checkpoint, in any
-    float dtype. Empty tensors need no chunk. Raises CheckpointError for what is not there or no float.
+    A destination is a contiguous tensor of as many elements as its namesake in the checkpoint, both in any
+    float dtype. Empty tensors need no chunk. Raises CheckpointError for what is not there.
     """
     chunks = []
     for name, view in destinations.items():
-        if (meta := tensors.get(name)) is None:
-            raise CheckpointError(f"tensor {shown(name)}: is not in this checkpoint")
-        if (dtype := DTYPES.get(meta.dtype)) is None:
-            why = f"dtype {meta.dtype} is not supported here"
-            raise CheckpointError(f"{meta.shard}: tensor {shown(name)}: {why}")
+        meta = checkpoint.meta(name)
+        dtype: torch.dtype = getattr(torch, TORCH_NAMES[meta.dtype])
         if meta.nbytes != view.numel() * dtype.itemsize or not view.is_contiguous():
             raise ValueError(f"{name}: {list(meta.shape)} cannot fill {list(view.shape)}")
         offset = meta.offset
@@ -130,7 +122,7 @@ def read_tensors(
     one. Raises CheckpointError naming the file for whatever goes wrong with it, a change while it was read
     included; destinations are then undefined, and nothing is copied any more.
     """
-    chunks = plan_chunks(checkpoint.tensors, destinations, chunk_bytes)
+    chunks = plan_chunks(checkpoint, destinations, chunk_bytes)
     if not chunks:
         return
     device, threads = chunks[0].target.device, min(threads, len(chunks))
