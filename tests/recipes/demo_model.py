@@ -78,7 +78,6 @@ class HybridShape:
 
 AnyShape = Shape | DeepseekShape | HybridShape
 DRAFT = Shape(hidden=96, intermediate=256, layers=4, heads=3, kv_heads=1, head_dim=32)
-FIRST_EDITION = Shape(hidden=256, intermediate=896, layers=8, heads=4, kv_heads=2, head_dim=64)
 TARGET = DeepseekShape()
 HYBRID = HybridShape()
 TARGETS = {"deepseek": TARGET, "hybrid": HYBRID}
@@ -278,7 +277,6 @@ class Decoder(nn.Module):
 
     norm_type: type[nn.Module] = RMSNorm
     masks_first = True
-    mixed = True
 
     def __init__(self, shape: AnyShape) -> None:
         super().__init__()
@@ -299,8 +297,8 @@ class Decoder(nn.Module):
         return None if isinstance(self.shape, Shape) else MtpLayer(self._layer(1), RMSNorm)
 
     def precision(self) -> torch.autocast:
-        """What it is computed in: bfloat16 mixed with float32, or float32."""
-        return torch.autocast("cpu", torch.bfloat16, enabled=self.mixed)
+        """What it is computed in: bfloat16 mixed with float32."""
+        return torch.autocast("cpu", torch.bfloat16)
 
     def turns(self, length: int, dtype: torch.dtype, first: int = 0) -> tuple[Tensor, Tensor]:
         """cos and sin of `length` positions from `first` on."""

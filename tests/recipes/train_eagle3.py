@@ -66,7 +66,7 @@ def train(
     head: Eagle3Head, target: Decoder, batches: Batches, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Train and save the head; returns the record."""
-    recorder, optimizers = Recorder("eagle3", arguments.out), make_optimizers(head, arguments.scale)
+    recorder, optimizers = Recorder("eagle3"), make_optimizers(head, arguments.scale)
     for step, _, ids in steps_of(optimizers, batches, arguments.steps, recorder, DEPTHS):
         # Two steps a batch: half the rows ask for the first draft only, the other half for every depth.
         losses_of(head, target, ids[1::2, : 1 - DEPTHS], 1)[0].sum().backward()
