@@ -236,24 +236,6 @@ def test_commands_refuse_in_words(line: str, words: str, talk: Callable) -> None
     assert ran.code in (2, 3, 4) and words in ran.err and "fix:" in ran.err, ran
 
 
-@pytest.mark.parametrize(
-    ("argv", "stdin", "code", "words"),
-    [
-        ([], b"", 2, "standard input is empty"),
-        ([], None, 2, "standard output is not one"),
-        (["-c"], b"Hi\n", 3, "no chat is saved"),
-        (["-c", ".x"], b"Hi\n", 2, "not a name"),
-        (["-f", "/nowhere"], b"Hi\n", 3, "no file"),
-        ([], b"\xff\n", 2, "a line of stdin is not UTF-8"),
-        (["--temperature", "-1"], b"Hi\n", 2, "temperature -1"),
-    ],
-)
-def test_refused(
-    argv: list[str], stdin: bytes | None, code: int, words: str, spd_run: Callable, model: Path, script: Any
-) -> None:
-    refused(spd_run("chat", model, *argv, stdin=stdin), code, words)
-
-
 def test_a_damaged_session_and_a_model_without_a_template_are_refused(
     talk: Callable, tmp_path: Path, model: Path, script: Any
 ) -> None:

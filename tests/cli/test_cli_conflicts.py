@@ -48,39 +48,6 @@ def test_refused_alone(
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ("Hi --messages x", "it cannot be joined with a prompt"),
-        ("-f x --messages x", "it cannot be joined with a prompt"),
-        ("Hi --draft-max 0 --adaptive", "--adaptive fits the number of drafts"),
-        ("Hi --think 9 --template-arg enable_thinking=false", "say the same thing twice"),
-        ("--jsonl -f x -f y", "--jsonl reads one file of lines"),
-        ("--jsonl --messages -", "stdin (-) is named twice"),
-        ("--jsonl -f - -s @-", "stdin (-) is named twice"),
-        ("--jsonl --grammar -", "stdin (-) is named twice"),
-        ("-f - --schema -", "stdin (-) is named twice"),
-        ("Hi -f - -f -", "stdin (-) is named twice"),
-        ("--jsonl -f model/config.json -o model/../model/config.json", "-o names the file of the lines"),
-    ],
-)
-def test_refused_in_other_words(
-    argv: str, words: str, spd_run: Callable, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(model.parent)
-    refused(spd_run("generate", "-m", model, *argv.split(), stdin=b"x"), 2, words)
-
-
-@pytest.mark.parametrize("command", ["chat", "bench", "serve"])
-def test_a_model_is_named_once(command: str, spd_run: Callable) -> None:
-    refused(spd_run(command, "demo", "-m", "demo-hybrid", stdin=b"Hi\n"), 2, "the model is given twice")
-
-
-def test_refused_in_a_chat(spd_run: Callable, model: Path) -> None:
-    argv = ("--draft-max", "0", "--adaptive")
-    refused(spd_run("chat", model, *argv, stdin=b"Hi\n"), 2, "--adaptive fits the number of drafts")
-
-
-@pytest.mark.parametrize(
     "argv",
     [
         "--prompt-ids 1 --raw",

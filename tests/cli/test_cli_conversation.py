@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from spd.cli.chat.conversation import (
-    SCHEMA,
     ChatEncoder,
     Conversation,
     Encoded,
@@ -183,13 +182,6 @@ def test_a_damaged_file_is_refused_by_name(content: bytes | None, words: str, tm
     with pytest.raises(IncompatibleError) as error:
         store.load("x")
     assert words in error.value.message and str(store.path("x")) in error.value.message and error.value.fix
-
-
-def test_what_a_later_version_adds_is_ignored(tmp_path: Path) -> None:
-    store = SessionStore(tmp_path)
-    header = {"schema": SCHEMA, "model": "m", "seed": 1, "later": [1]}
-    store.path("x").write_text(json.dumps(header) + '\n{"user": "a", "later": 2}\n\n')
-    assert store.load("x").turns == (Turn("a"),)
 
 
 def test_names_that_could_leave_the_folder(tmp_path: Path) -> None:

@@ -44,12 +44,9 @@ def test_traces_of_different_drafters_are_not_mixed(spd_run: Callable[..., Any],
 
 
 def test_refusals(spd_run: Callable[..., Any], tmp_path: Path) -> None:
-    refused(spd_run("explain", tmp_path / "none"), 3, "no file")
     (tmp_path / "text").write_text("hello\nworld\n")
     refused(spd_run("explain", tmp_path / "text"), 2, "line 1 is no round of a trace")
-    refused(spd_run("explain", tmp_path), 2, "Is a directory", "--trace FILE")
     (tmp_path / "bytes").write_bytes(b"\xff\n")
     refused(spd_run("explain", tmp_path / "bytes"), 2, "is not UTF-8 text")
     (tmp_path / "empty").write_text("")
     refused(spd_run("explain", tmp_path / "empty"), 2, "no rounds beyond a first one")
-    refused(spd_run("explain"), 2, "spd explain --help")

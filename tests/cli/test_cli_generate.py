@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -125,18 +124,6 @@ def test_json_object(spd_run: Callable, model: Path, script) -> None:
     assert script.request.params.seed == other["seed"], "a printed seed replays"
 
 
-def test_trace_has_what_ran_and_one_json_line_a_round(
-    spd_run: Callable, model: Path, script, tmp_path: Path
-) -> None:
-    spd_run("generate", "-m", model, "Hi", "--trace", tmp_path / "trace")
-    header, *records = [json.loads(line) for line in (tmp_path / "trace").read_text().splitlines()]
-    assert header["schema"] == "spd.trace/1" and len(header["prompt_ids"]) > 2
-    assert header["plan"]["spec"] == "draft"
-    assert [record["round"] for record in records] == [1, 2, 3]
-    keys = "request position method draft sampled accepted committed ms"
-    assert set(records[0]) >= set(keys.split())
-
-
 def test_a_full_trace_disk_ends_the_run_with_5(spd_run: Callable, model: Path, script) -> None:
     ran = spd_run("generate", "-m", model, "Hi", "--trace", "/dev/full")
     assert ran.code == 5 and "cannot write to /dev/full: No space left" in ran.err
@@ -189,25 +176,12 @@ def test_errors_while_generating_keep_what_was_printed(
     assert ran.json["error"]["exit"] == code == ran.code and ran.err == ""
 
 
-def test_more_words_show_the_traceback(spd_run: Callable, model: Path, script) -> None:
-    script.fail = RuntimeError("odd")
-    assert "Traceback" in spd_run("generate", "-m", model, "Hi", "-vv").err
-
-
 def test_a_model_without_tokenizer_takes_and_gives_ids(spd_run: Callable, model: Path, script) -> None:
     (model / "tokenizer.json").unlink()
     script.tokenizer, script.pieces = False, ["", ""]
     assert spd_run("generate", "-m", model, "--prompt-ids", "1,2 3").text == "1,2,2,3\n"
     assert script.request.prompt_ids == (1, 2, 3)
     refused(spd_run("generate", "-m", model, "Hi"), 4, "no tokenizer.json", "--prompt-ids")
-
-
-def test_the_model_comes_from_the_environment(
-    spd_run: Callable, model: Path, script, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SPD_MODEL", str(model))
-    assert spd_run("generate", "Hi").code == 0
-    assert script.engine.config.model == ModelFolder(model)
 
 
 @pytest.mark.parametrize("rule", ["block"])

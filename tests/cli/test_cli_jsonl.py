@@ -218,13 +218,6 @@ def test_resuming_does_not_touch_what_is_no_output(answers: Lines, tmp_path: Pat
     assert out.read_text() == content
 
 
-@pytest.mark.parametrize("count", [0, 1025])
-def test_how_many_lines_may_decode_together(answers: Lines, count: int) -> None:
-    ran, _ = answers(prompts(1), "--concurrency", count)
-    refused(ran, 2, f"'--concurrency': {count} is not in the range 1<=x<=1024")
-    refused(answers([])[0], 2, "no lines to answer", "stdin is empty")
-
-
 def test_a_failed_step_costs_the_lines_that_ran(answers: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that runs out once: who decoded then says so, the others are answered."""
     honest, count = Engine._enqueue, 0

@@ -54,24 +54,10 @@ def test_a_bar_names_phase_and_amount_and_goes_away(terminal: Terminal) -> None:
         assert any(re.match(rf"{words} GiB of 1.00 GiB · \d+\.\d\d GiB/s", line) for line in lines), lines
 
 
-def test_what_is_quick_shows_no_bar(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "DELAY", 60.0)
-    load(terminal, Console(), *STEPS)
-    assert terminal.getvalue() == "\rloading some/model …\r" + 20 * " " + "\r"
-
-
 def test_nothing_is_shown_to_the_quiet_and_to_files(terminal: Terminal) -> None:
     load(terminal, Console(quiet=True), *STEPS)
     load(file := io.StringIO(), Console(color=True), *STEPS)
     assert terminal.getvalue() == file.getvalue() == ""
-
-
-def test_the_bar_is_drawn_five_times_a_second_at_most(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "INTERVAL", 60.0)
-    load(terminal, Console(), *(("read", n, 1000) for n in range(1000)))
-    assert terminal.getvalue().count("reading weights") <= 1, "of a thousand"
 
 
 def test_a_terminal_that_has_gone_stops_nothing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from spd.cli.commands.verify import apply_settings
 from spd.runtime import EngineConfig
-from tests.cli.conftest import refused, write_model
+from tests.cli.conftest import write_model
 from tests.json_schema import faults
 from tests.runtime import seeded_faults as planted
 
@@ -75,20 +75,3 @@ def test_settings_held_against_each_other(tmp_path: Path) -> None:
     for pair in ("spec=draft,ngram", "spec=draft, ngram", "spec=draft+ngram"):
         both = apply_settings(config, f"{pair},lag=1")
         assert (both.spec, both.draft_model, both.lag) == ("draft+ngram", tmp_path, 1)
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        (("--against", "mood=good"), 2, "--against mood=good is not a setting"),
-        (("--against", "quantize=int8"), 2, "quantize=int8 is not a setting"),
-        (("--against", "lag"), 2, "is not a setting"),
-        (("--against", "lag=soon"), 2, "is not a number"),
-        (("--against", "lag=7"), 2, "--lag 7 is out of range"),
-        (("--against", "adaptive=perhaps"), 2, "is not on or off"),
-        (("-n", 1), 2, "1 is not in the range x>=2"),
-        (("--tokens", -4), 2, "'--tokens': -4 is not in the range x>=0"),
-    ],
-)
-def test_refusals(run: Callable[..., Any], words: tuple[str, ...], code: int, said: str) -> None:
-    refused(run(*words), code, said)
