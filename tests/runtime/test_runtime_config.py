@@ -142,32 +142,6 @@ def test_choices_are_known_words(field: str, flag: str, known: set[str]) -> None
         assert caught.value.fix[0].startswith(f"{flag} ")
 
 
-@pytest.mark.parametrize(
-    "wishes",
-    [
-        {"spec": "off", "draft_max": 0},
-        {"spec": "draft", "draft_model": DRAFT},
-        {"spec": "auto", "draft_model": DRAFT, "draft_max": MAX_DRAFT},
-        {"spec": "draft"},  # the plan knows whether a draft model is at hand
-        {"graphs": False},
-        {"graphs": False, "device": "cpu", "kernels": "torch"},
-        {"spec": "off", "adaptive": False},
-        {"graphs": True, "kernels": "triton"},  # the plan knows whether there is a device for them
-        {"synthetic_acceptance": 3.08, "draft_max": 4},
-        {"verify": "coupled", "lag": 2, "adaptive": False},
-        {"verify": "coupled", "adaptive": True, "draft_max": 0},
-        {"verify": "block", "adaptive": False, "lag": 2, "draft_max": 6},
-        {"verify": "rejection", "adaptive": None, "spec": "ngram"},
-        {"rendezvous": "localhost:1/2/0", "tp": 2},
-        {"spec": "auto", "tp": 2, "draft_tp": 2},  # the plan knows whether a model drafts
-    ],
-    ids=str,
-)
-def test_wishes_that_go_together_are_taken(wishes: dict[str, Any]) -> None:
-    made = config(**wishes)
-    assert {name: getattr(made, name) for name in wishes} == wishes
-
-
 # -- sampling parameters -----------------------------------------------------------------------------
 
 

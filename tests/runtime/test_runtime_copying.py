@@ -96,13 +96,6 @@ def test_where_no_model_pays_a_match_is_followed() -> None:
         assert own.copies == trail
 
 
-def test_rounds_of_lookup_alone_are_captured_ahead_for_one_slot() -> None:
-    length = DraftLength(K, True, (0, 1, K), COPYING)
-    pairs = {(k, next_k) for k in (0, 1, K, COPYING) for next_k in (0, 1, K, COPYING)}
-    assert length.usual_pairs(alone=True) == pairs
-    assert length.usual_pairs(alone=False) == {(k, next_k) for k in (0, K) for next_k in (0, K)}
-
-
 def plan_of(**wishes: Any) -> EnginePlan:
     return make_plan(EngineConfig(**{"model": demo_folder(), "device": "cpu", **wishes}))
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from spd.errors import IncompatibleError, UsageError
-from spd.formats.tokenizer import Tokenizer
+from spd.errors import UsageError
 from spd.runtime import Request, SamplingParams
 from spd.runtime.engine.grammar import KEPT, MAX_BYTES, Grammar, GrammarCompiler
 from spd.runtime.engine.request import GrammarText
@@ -160,16 +159,6 @@ def test_a_mask_is_that_of_the_text_with_the_drafts_before_it(compiler: GrammarC
     assert legal_runs > 3
 
 
-def test_an_end_is_allowed_exactly_where_the_text_may_be_complete(compiler: GrammarCompiler) -> None:
-    ends = {300, 31}  # the highest bit of a word too
-    row = free_rows(1, VOCAB)
-    letter = Tokenizer.open(compiler.folder).encode("q")
-    for count, complete in ((0, False), (2, True), (3, True)):
-        grammar = reached(compiler, GrammarText("regex", "q{2,9}"), letter * count, ends)
-        grammar.masks((), row)
-        assert (allowed(row[0]) & ends == ends) == complete == bool(allowed(row[0]) & ends)
-
-
 def free_rows(rows: int, vocab_size: int) -> torch.Tensor:
     return torch.full((rows, mask_width(vocab_size)), -1, dtype=torch.int32)
 
@@ -281,12 +270,6 @@ def test_what_cannot_be_read_is_refused_at_admission(target: Path, kind: Any, te
         engine.add(Request("x", (1,), SamplingParams(), grammar=GrammarText(kind, text)))
     assert caught.value.fix and not engine.has_work
     assert len(engine.generate([Request("y", (1,), SamplingParams(max_tokens=2))])[0].token_ids) == 2
-
-
-def test_a_grammar_needs_a_tokenizer(tiny: Callable[..., Path]) -> None:
-    engine = quick_engine(tiny("qwen3", vocab=61, tokenizer=False, layers=1))
-    with pytest.raises(IncompatibleError, match="needs a tokenizer"):
-        engine.add(Request("x", (1,), SamplingParams(), grammar=GrammarText("regex", "a")))
 
 
 def test_compiled_grammars_are_kept_and_few(target: Path) -> None:

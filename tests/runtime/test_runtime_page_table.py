@@ -130,7 +130,7 @@ class PageTableModel(RuleBasedStateMachine):
 
 
 TestPageTable = PageTableModel.TestCase
-TestPageTable.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPageTable.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 # -- hashes ------------------------------------------------------------------------------------------
@@ -143,12 +143,6 @@ def hashes(tokens: list[int] = TOKENS, runs: list[Run] = RUNS, end: int = 12) ->
     return TextHashes(tokens, runs, 4).pages(end)
 
 
-@pytest.mark.parametrize(("end", "pages"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (11, 2), (12, 3)])
-def test_only_full_pages_are_hashed(end: int, pages: int) -> None:
-    assert hashes(end=end) == hashes()[:pages]
-    assert len(hashes(end=end)) == pages
-
-
 def test_hashes_differ_from_the_first_changed_token_on() -> None:
     for at in range(12):
         changed = [*TOKENS[:at], 5, *TOKENS[at + 1 :]]
@@ -159,10 +153,6 @@ def test_hashes_differ_from_the_first_changed_token_on() -> None:
 def test_hashes_tell_ids_apart_that_read_alike() -> None:
     texts = [[1, 23, 4, 5], [12, 3, 4, 5], [1, 2, 34, 5], [1, 2, 3, 45]]
     assert len({TextHashes(text, RUNS, 4).before(4) for text in texts}) == 4
-
-
-def test_equal_pages_at_other_places_have_other_hashes() -> None:
-    assert len(set(hashes([7] * 12))) == 3
 
 
 def test_hashes_depend_on_the_programs_that_wrote_the_page() -> None:
@@ -182,8 +172,3 @@ def test_hashes_depend_on_the_programs_that_wrote_the_page() -> None:
         for runs in ([Run(0, 8, "chunk")], [Run(0, 4, "chunk"), Run(4, 12, "chunk")])
     ]
     assert second[0] != second[1]
-
-
-def test_hashes_do_not_depend_on_what_comes_later() -> None:
-    longer = [Run(0, 30, "tile")]
-    assert TextHashes([*TOKENS, *range(18)], longer, 4).pages(12) == hashes()

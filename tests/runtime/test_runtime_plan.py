@@ -19,12 +19,6 @@ from spd.runtime.round.synthetic_acceptance import ImposedAcceptance, conditiona
 ON_CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
 
 
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_a_cpu_runs_without_graphs(tiny: Callable[..., Path], kernels: str) -> None:
-    plan = make_plan(EngineConfig(model=tiny(), kernels=kernels, **ON_CPU))
-    assert (plan.shape.graphs, plan.lag) == (False, 0)
-
-
 @pytest.mark.parametrize(("device", "kernels"), [("cpu", "torch"), ("cpu", "triton"), ("cuda:0", "torch")])
 def test_graphs_need_a_device(device: str, kernels: str) -> None:
     with pytest.raises(IncompatibleError, match="CUDA device and Triton kernels"):

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from spd.formats.demo import demo_folder
-from spd.kernels.round.window import RoundWindow
 from spd.runtime import EngineConfig
 from spd.runtime.engine.request import Request
 from spd.runtime.lab.prompt_set import Prompt, Question, encode_questions, read_prompts
@@ -21,7 +17,6 @@ from spd.runtime.lab.replay import (
     promised_equal,
     replay_requests,
 )
-from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import Damped, random_prompts
 from tests.runtime import seeded_faults as planted
 
@@ -67,27 +62,10 @@ def test_the_demo_across_a_quarter_of_a_thousand_positions() -> None:
     assert result.tokens == 215 and result.differences == []
 
 
-def test_more_tokens_mean_more_seeds() -> None:
-    made = requests(10, least=300)
-    assert len(made) * 10 >= 300 and len({r.params.seed for _, r in made if r.params.temperature}) == 28
-    assert sum(not r.params.temperature for _, r in made) == 4
-
-
-def wrong_rope(patch: pytest.MonkeyPatch) -> None:
-    """Rows of a window after its first stand one position late."""
-    forward = ModelRunner.forward
-
-    def changed(self: ModelRunner, rows: RoundWindow, table: Tensor, *rest: Any, **more: Any) -> Any:
-        late = rows.positions + (torch.arange(rows.positions.shape[1]) > 0)
-        return forward(self, replace(rows, positions=late), table, *rest, **more)
-
-    patch.setattr(ModelRunner, "forward", changed)
-
-
 @pytest.mark.parametrize(
     "plant",
-    [planted.verify(planted.first_is_free), planted.verify(planted.one_more), planted.kv_one_off, wrong_rope],
-    ids=["first-is-free", "one-more", "kv-one-off", "wrong-rope"],
+    [planted.verify(planted.first_is_free), planted.kv_one_off],
+    ids=["first-is-free", "kv-one-off"],
 )
 def test_a_planted_fault_changes_tokens(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, plant: planted.Mutation
@@ -102,6 +80,7 @@ def test_a_planted_fault_changes_tokens(
         assert first.margin >= 0
 
 
+@pytest.mark.covers(count=1)
 @pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_a_near_tie_is_told_from_a_fault(pair: Pair, dtypes: tuple[str, str]) -> None:
     """Another dtype rounds otherwise: its differences are near-ties, and no equal bits were promised."""
