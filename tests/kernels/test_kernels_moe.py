@@ -179,7 +179,7 @@ def test_experts(form: Form, kind: str, count: int, k: int, n: int, rows: int, p
         pytest.skip("the C kernels take weights of 16 bits in whole vectors")
     if form.name == "triton" and (rows * k > 4000 or count > 8):
         pytest.skip("the interpreter is slow")
-    for dtype in form.dtypes:
+    for dtype in form.types(count):
         gate_up = stacked(kind, count, 2 * n, k, form.device, dtype)
         down = stacked(kind, count, k, n, form.device, dtype)
         x, stream = (normal(rows, k, seed=s).to(form.device, dtype) for s in (1, 2))

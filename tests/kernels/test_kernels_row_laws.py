@@ -42,11 +42,6 @@ def test_every_step_has_the_samplings_law(vocab: int, coarse: bool, device: str)
     torch.testing.assert_close(sums, torch.ones_like(sums), rtol=1e-5, atol=1e-5)
 
 
-def test_blocks_of_a_vocabulary_are_put_together(device: str, small_blocks: None) -> None:
-    case = random_case(number(device, 3), 0, 200, 11, device)
-    assert_same_laws(case, EVERY_STEP)
-
-
 @pytest.mark.parametrize("noise", [False, True])
 def test_certain_rows_are_certain_of_what_is_drawn(noise: bool, device: str, small_blocks: None) -> None:
     """Temperature 0, alone and beside others; ties go to the lowest id, also across blocks."""

@@ -168,7 +168,7 @@ def test_norms_of_the_native_form(form: Form, size: int) -> None:
 def test_each_head_has_its_own_product(form: Form, heads: int, a: int, b: int, rows: int) -> None:
     if form.name == "triton" and a * b > 8000:
         pytest.skip("the interpreter is slow")
-    for dtype in form.dtypes:
+    for dtype in form.types(heads):
         x = normal(rows, heads, a + 3, seed=1).to(form.device, dtype)[..., 3:]
         weight = normal(heads, a, b, seed=2).to(form.device, dtype)
         kept = form.ops.pack(weight.mT) if form.native else weight
