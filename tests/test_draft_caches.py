@@ -18,14 +18,7 @@ from spd.runtime.round.kv_cache import KvCache
 from spd.runtime.round.limits import CATCH_UP
 from spd.runtime.round.round_queue import RoundQueue
 from spd.runtime.round.rows import SlotView
-from tests.helpers import (
-    Run,
-    assert_same,
-    next_turn,
-    random_prompts,
-    run_all,
-    run_requests,
-)
+from tests.helpers import Run, assert_same, next_turn, random_prompts, run_all, run_requests
 from tests.pairs import COPYING, LENGTHS, Pair, Pairs, damped
 from tests.prompt_lookup import match_length
 from tests.runtime.eagle3_reference import PlainEagle3
@@ -67,9 +60,7 @@ def test_a_prefix_hit_drafts_as_a_miss_does(pairs: Pairs, name: str) -> None:
 
 @pytest.mark.covers(1)
 @pytest.mark.parametrize(
-    "lengths",
-    [(K,), (0,), LENGTHS, (COPYING,), (K, COPYING, COPYING, COPYING)],
-    ids=str,
+    "lengths", [(K,), (0,), LENGTHS, (COPYING,), (K, COPYING, COPYING, COPYING)], ids=str
 )
 @pytest.mark.parametrize(
     "name",
@@ -201,10 +192,7 @@ def test_a_next_turn_drafts_as_a_fresh_start_does(pairs: Pairs, name: str, lengt
 
 def test_a_batch_equals_each_alone_and_pages_run_short(pairs: Pairs) -> None:
     work = [
-        (
-            prompt,
-            SamplingParams(temperature=0.8 * (i % 2), max_tokens=60 + 7 * i, seed=i, logit_bias=FEW),
-        )
+        (prompt, SamplingParams(temperature=0.8 * (i % 2), max_tokens=60 + 7 * i, seed=i, logit_bias=FEW))
         for i, prompt in enumerate(random_prompts(6, 60, VOCAB, seed=4))
     ]
     gave_way = 0

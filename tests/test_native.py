@@ -98,11 +98,7 @@ def test_prompts_go_through_one_pass_together(model: Callable[..., Path]) -> Non
     prompts = [first, (*first[:66], 9), *random_prompts(3, 30, 250, seed=2), random_prompts(1, 300, 250)[0]]
     params = [SamplingParams(max_tokens=4, ignore_eos=True)] * 6
     together = run_all(engine, prompts, params)
-    assert passes == [
-        [(0, 69), (64, 66), (0, 29), (0, 29), (0, 29)],
-        [(0, 256)],
-        [(256, 299)],
-    ]
+    assert passes == [[(0, 69), (64, 66), (0, 29), (0, 29), (0, 29)], [(0, 256)], [(256, 299)]]
     assert [run.metrics.cached_tokens for run in together] == [0, 64, 0, 0, 0, 0]
     assert all(run.metrics.prompt_ms > 0 for run in together)
     alone = make_engine(folder, **BFLOAT16, slots=1, ctx=512, prefix_sharing=False)

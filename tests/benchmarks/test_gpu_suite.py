@@ -16,10 +16,7 @@ from benchmarks.gpu_suite import shapes, spd_rounds
 from benchmarks.gpu_suite.digest import RENDERERS
 from benchmarks.gpu_suite.report import REPORT
 from benchmarks.gpu_suite.round_settings import Setting
-from benchmarks.gpu_suite.spd_rounds import (
-    Outcome,
-    compare,
-)
+from benchmarks.gpu_suite.spd_rounds import Outcome, compare
 from benchmarks.gpu_suite.speculation import gain
 from benchmarks.gpu_suite.suite import PROBES, Probe, load_function, run_suite
 from benchmarks.summaries import median_interval

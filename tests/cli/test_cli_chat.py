@@ -96,12 +96,7 @@ def test_a_message_is_not_lost_with_the_terminal(
         (["/file a.txt", "/file none", "/file", "What?"], [], ["What?"], "next message: no file"),
         (["/file a.txt", "/clear", "/file"], [], [], "next message: no file"),
         (["/file a.txt", "/file"], [], [], "goes with the next message: a.txt: 4 characters"),
-        (
-            ["Hi", "/clear", "Other", "/load t", "More", "/load"],
-            [],
-            ["Hi", "More"],
-            "  t  Hi",
-        ),
+        (["Hi", "/clear", "Other", "/load t", "More", "/load"], [], ["Hi", "More"], "  t  Hi"),
         (["/help"], [], [], "\n".join(Commands.names())),
     ],
 )

@@ -9,14 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spd.cli.chat.conversation import (
-    ChatEncoder,
-    Conversation,
-    Encoded,
-    SessionStore,
-    Turn,
-    shared_spans,
-)
+from spd.cli.chat.conversation import ChatEncoder, Conversation, Encoded, SessionStore, Turn, shared_spans
 from spd.cli.text.job import open_vocabulary
 from spd.errors import IncompatibleError, NotFoundError, ResourceError, UsageError
 from spd.formats.folder import ModelFolder
@@ -78,10 +71,7 @@ def test_tokens_stay_the_ones_that_were_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "turn",
-    [
-        Turn("Hi", "edited by hand", (), "edited"),
-        Turn("Hi", "cut before a stop string", (1, 2, 3), "stop"),
-    ],
+    [Turn("Hi", "edited by hand", (), "edited"), Turn("Hi", "cut before a stop string", (1, 2, 3), "stop")],
 )
 def test_what_was_not_drawn_is_encoded_anew(turn: Turn, encoder: ChatEncoder, model: Path) -> None:
     first, second = encoder.encode(talk(Turn("Hi"))), encoder.encode(talk(turn, Turn("More")))

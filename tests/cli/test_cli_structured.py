@@ -63,8 +63,7 @@ THINK, END, OTHER = 5, 6, 1
 def test_where_a_grammar_begins(ids: list[int], template: str, variables: Any, expected: int | None) -> None:
     names = {"<think>": THINK, "</think>": END}
     vocabulary: Any = SimpleNamespace(
-        tokenizer=SimpleNamespace(token_to_id=names.get),
-        template=SimpleNamespace(default=template),
+        tokenizer=SimpleNamespace(token_to_id=names.get), template=SimpleNamespace(default=template)
     )
     asked = Asked(messages=({"role": "user", "content": "x"},), variables=variables)
     assert end_of_thinking(vocabulary, asked, ids) == expected

@@ -67,10 +67,7 @@ error: nothing to generate from
 COLOURED_ERROR = PLAIN_ERROR.replace("error:", "\x1b[1;31merror:\x1b[0m").replace(
     "fix:", "\x1b[32mfix:\x1b[0m"
 )
-FORMS = {
-    "terminal": ({}, True),
-    "no-color": ({"NO_COLOR": "1"}, False),
-}
+FORMS = {"terminal": ({}, True), "no-color": ({"NO_COLOR": "1"}, False)}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -130,11 +127,7 @@ def test_lines_are_broken_between_words() -> None:
     ]
     assert fit_lines(fact, 56) == fact and fit_lines(fact, None) == fact
     path = "/a/path/" + "x" * 60
-    assert fit_lines(f"in {path} is nothing", 40).split("\n") == [
-        "in",
-        f"  {path}",
-        "  is nothing",
-    ]
+    assert fit_lines(f"in {path} is nothing", 40).split("\n") == ["in", f"  {path}", "  is nothing"]
     command = "  fix: spd generate --draft-model org/name-of-a-model --temperature 0"
     assert fit_lines(command, 40) == command
     told = "  /regen     reply to the last message once more"  # a line of /help is not to be pasted

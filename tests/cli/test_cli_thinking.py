@@ -84,10 +84,7 @@ THINKING = program("""pieces=["<thi", "nk>", "h\\x1b[2Jm\\n", "so", "</th", "ink
 
 @pytest.mark.parametrize(
     ("argv", "environment", "shown"),
-    [
-        ([], {}, "\x1b[2mh\\x1b[2Jm\x1b[0m\n\x1b[2mso\x1b[0m\n\nYes\n"),
-        (["--think", "hide"], {}, "Yes\n"),
-    ],
+    [([], {}, "\x1b[2mh\\x1b[2Jm\x1b[0m\n\x1b[2mso\x1b[0m\n\nYes\n"), (["--think", "hide"], {}, "Yes\n")],
 )
 def test_a_terminal_gets_thinking_dimmed(
     argv: list[str], environment: dict[str, str], shown: str, model: Path

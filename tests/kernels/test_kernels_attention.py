@@ -291,12 +291,7 @@ PROMPTS = [
     ("form", "rows", "start", "heads", "size", "page"), thinned(PROMPTS, (0, 3, 7)), indirect=["form"]
 )
 def test_prompt_chunks_by_their_definition(
-    form: Form,
-    rows: int,
-    start: int,
-    heads: tuple[int, int],
-    size: int,
-    page: int,
+    form: Form, rows: int, start: int, heads: tuple[int, int], size: int, page: int
 ) -> None:
     if form.native and size % 8:
         pytest.skip("heads of the C kernels are multiples of 8")

@@ -162,10 +162,7 @@ SIZES = [
     (6, 256, 64, 70, 3),
     (32, 96, 32, 7, 8),
 ]
-EXPERTS = [
-    *(("plain", *sizes) for sizes in SIZES),
-    *(("int8", *SIZES[i]) for i in (1, 3)),
-]
+EXPERTS = [*(("plain", *sizes) for sizes in SIZES), *(("int8", *SIZES[i]) for i in (1, 3))]
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from spd.kernels.round.commit import (
-    EMISSION_HEAD,
-    FAILED,
-    FULL,
-    GOING_ON,
-    STOPPED,
-    emission_width,
-)
+from spd.kernels.round.commit import EMISSION_HEAD, FAILED, FULL, GOING_ON, STOPPED, emission_width
 from spd.kernels.round.window import NUM_TIMES
 
 MAX_LEN, VOCAB, DEPTH, SPARE = 24, 6, 3, 2

@@ -115,8 +115,7 @@ def test_products(
 
 
 @pytest.mark.parametrize(
-    ("h", "parts", "rows"),
-    [(16, 1, 5), (5000, 200, 3), (1, 1, 1), (33, 2, 1), (300, 3, 5)],
+    ("h", "parts", "rows"), [(16, 1, 5), (5000, 200, 3), (1, 1, 1), (33, 2, 1), (300, 3, 5)]
 )
 def test_rows(h: int, parts: int, rows: int, device: str, dtypes: tuple[torch.dtype, ...]) -> None:
     """Embeddings, and norms before and behind a block."""
@@ -200,8 +199,7 @@ def operations(
     """Every operation as a function of x [T, K] and the residual [T, N], all of whose results are by row."""
     device = o.x.device
     workspace = LinearWorkspace(
-        torch.full((1 << 18,), float("nan"), device=device),
-        torch.zeros(64, dtype=torch.int32, device=device),
+        torch.full((1 << 18,), float("nan"), device=device), torch.zeros(64, dtype=torch.int32, device=device)
     )
     seed = torch.full((rows,), 2**40 + 3, device=device)
     first = torch.full((rows,), 7, device=device)

@@ -16,14 +16,7 @@ from spd.kernels.native.build import obstacle
 from spd.runtime import Request, SamplingParams
 from spd.runtime.models.destinations import Shard
 from spd.runtime.models.layouts import DeltaLayout
-from tests.helpers import (
-    Run,
-    make_engine,
-    next_turn,
-    random_prompts,
-    run_all,
-    run_requests,
-)
+from tests.helpers import Run, make_engine, next_turn, random_prompts, run_all, run_requests
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
 from tests.runtime.test_runtime_hybrid import FORMS, write_sparse
 

@@ -34,14 +34,7 @@ from tests.recipes.demo_corpus import Corpus, build_corpus
 from tests.recipes.demo_data import Batches, train_tokenizer
 from tests.recipes.demo_held_out import held_out
 from tests.recipes.demo_hybrid import new_decoder
-from tests.recipes.demo_model import (
-    DRAFT,
-    TARGETS,
-    Decoder,
-    Gate,
-    Layer,
-    MtpLayer,
-)
+from tests.recipes.demo_model import DRAFT, TARGETS, Decoder, Gate, Layer, MtpLayer
 from tests.recipes.demo_optimizers import make_optimizers
 
 MTP_DEPTHS = 3
@@ -77,11 +70,7 @@ def learning_rate(done: float) -> float:
 
 
 def steps_of(
-    optimizers: list[torch.optim.Optimizer],
-    batches: Batches,
-    steps: int,
-    recorder: Recorder,
-    extra: int = 1,
+    optimizers: list[torch.optim.Optimizer], batches: Batches, steps: int, recorder: Recorder, extra: int = 1
 ) -> Iterator[tuple[int, float, Tensor]]:
     """(step, share done, ids [rows, length + extra]) with the learning rate set, and the step taken after.
 
@@ -220,12 +209,7 @@ def train_draft(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokeni
     return {"parameters": sum(p.numel() for p in draft.parameters()), **recorder.summary()}
 
 
-STAGES = {
-    "target": train_target,
-    "mtp": train_mtp,
-    "held_out": measure,
-    "draft": train_draft,
-}
+STAGES = {"target": train_target, "mtp": train_mtp, "held_out": measure, "draft": train_draft}
 
 
 def main(arguments: argparse.Namespace) -> None:

@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 
 from spd.errors import IncompatibleError, SpdError, UsageError
-from spd.runtime.plan.config import (
-    CLASHES,
-    DTYPES,
-    KERNELS,
-    MAX_DRAFT,
-    METHODS,
-    VERIFY_RULES,
-    EngineConfig,
-)
+from spd.runtime.plan.config import CLASHES, DTYPES, KERNELS, MAX_DRAFT, METHODS, VERIFY_RULES, EngineConfig
 from spd.runtime.proposers import BUILDERS
 from spd.runtime.round.sampling_params import SamplingParams
 

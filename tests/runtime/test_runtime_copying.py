@@ -8,11 +8,7 @@ import pytest
 
 from spd.formats.demo import demo_folder
 from spd.runtime import Engine, EngineConfig, SamplingParams
-from spd.runtime.engine.draft_length import (
-    WARM_UP_ROUNDS,
-    Acceptance,
-    DraftLength,
-)
+from spd.runtime.engine.draft_length import WARM_UP_ROUNDS, Acceptance, DraftLength
 from spd.runtime.plan.config import LONG_MATCH, NGRAM_MIN
 from spd.runtime.plan.plan import EnginePlan, make_plan
 from tests.helpers import make_engine, random_prompts, run_all

@@ -14,12 +14,7 @@ from spd.formats.checkpoint import Checkpoint
 from spd.runtime.load.packed_weights import unpack
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import expected_tensors
-from tests.helpers import (
-    edit_config,
-    edit_weights,
-    read_model_config,
-    refused_weights,
-)
+from tests.helpers import edit_config, edit_weights, read_model_config, refused_weights
 from tests.recipes.fp8_twin import write_twin
 
 BLOCK = 16

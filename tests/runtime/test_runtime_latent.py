@@ -69,10 +69,7 @@ def row_hidden(
 )
 @pytest.mark.parametrize("variant", ["deepseek_v3", "deepseek_v2", "glm4_moe", "qwen3_moe"])
 def test_a_row_has_the_same_bits_in_every_window(
-    tiny: Callable[..., Path],
-    variant: str,
-    dtype: str,
-    kernels: str,
+    tiny: Callable[..., Path], variant: str, dtype: str, kernels: str
 ) -> None:
     """One row, with 0 to 7 other rows behind or before it and up to 3 other slots beside it."""
     # Wide enough that products of few rows could take another path: K above 320.

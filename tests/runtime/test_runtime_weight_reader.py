@@ -18,14 +18,7 @@ from torch import Tensor
 
 from spd.errors import CheckpointError
 from spd.formats.checkpoint import Checkpoint
-from spd.runtime.load.weight_reader import (
-    BUFFERS,
-    DTYPES,
-    Buffer,
-    Chunk,
-    plan_chunks,
-    read_tensors,
-)
+from spd.runtime.load.weight_reader import BUFFERS, DTYPES, Buffer, Chunk, plan_chunks, read_tensors
 
 CODES = {dtype: code for code, dtype in DTYPES.items()} | {torch.int64: "I64"}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

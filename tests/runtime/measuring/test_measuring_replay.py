@@ -12,11 +12,7 @@ from spd.formats.demo import demo_folder
 from spd.runtime import EngineConfig
 from spd.runtime.engine.request import Request
 from spd.runtime.lab.prompt_set import Prompt, Question, encode_questions, read_prompts
-from spd.runtime.lab.replay import (
-    make_requests,
-    promised_equal,
-    replay_requests,
-)
+from spd.runtime.lab.replay import make_requests, promised_equal, replay_requests
 from tests.helpers import Damped, random_prompts
 from tests.runtime import seeded_faults as planted
 
@@ -63,9 +59,7 @@ def test_the_demo_across_a_quarter_of_a_thousand_positions() -> None:
 
 
 @pytest.mark.parametrize(
-    "plant",
-    [planted.verify(planted.first_is_free), planted.kv_one_off],
-    ids=["first-is-free", "kv-one-off"],
+    "plant", [planted.verify(planted.first_is_free), planted.kv_one_off], ids=["first-is-free", "kv-one-off"]
 )
 def test_a_planted_fault_changes_tokens(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, plant: planted.Mutation
