@@ -18,7 +18,7 @@ from spd.formats.demo import demo_folder
 from spd.runtime import Engine
 from spd.runtime.round.graphs import CapturedRounds, RoundShape
 from spd.runtime.round.rows import SlotView
-from tests.gpu import gpu_forms, gpu_helpers, test_gpu_ahead, test_gpu_rounds, test_gpu_texts
+from tests.gpu import gpu_helpers, test_gpu_ahead, test_gpu_forms, test_gpu_rounds, test_gpu_texts
 from tests.helpers import Run, make_engine
 
 
@@ -77,10 +77,10 @@ def test_captures_ahead_are_rehearsed(rehearsal: None) -> None:
 
 
 def test_forms_are_rehearsed(rehearsal: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_forms, "demo_prompts", lambda: gpu_helpers.demo_prompts()[:1])
-    form = gpu_forms.make_form("int8", tmp_path)
+    monkeypatch.setattr(test_gpu_forms, "demo_prompts", lambda: gpu_helpers.demo_prompts()[:1])
+    form = test_gpu_forms.make_form("int8", tmp_path)
     short = [(prompt, dataclasses.replace(params, max_tokens=4)) for prompt, params in form.work[:1]]
-    with gpu_helpers.gpu_engine(form.folder, graphs=False, **gpu_forms.form_wishes("int8")) as engine:
+    with gpu_helpers.gpu_engine(form.folder, graphs=False, **test_gpu_forms.form_wishes("int8")) as engine:
         runs = gpu_helpers.run_work(engine, short, 0)
     dataclasses.replace(form, work=short, plain=runs).check("mtp", 3)
 
