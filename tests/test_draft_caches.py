@@ -313,11 +313,7 @@ def assert_the_reference_s(headed: Pair, prompts: list[tuple[int, ...]], runs: l
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "three",
-        "eagle",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("one", "speculators", ASSISTED)),
-    ],
+    ["three", *(pytest.param(n, marks=pytest.mark.slow) for n in ("eagle", "one", "speculators", ASSISTED))],
 )
 def test_drafts_after_rounds_without_any_are_right(pairs: Pairs, name: str) -> None:
     """Pauses shorter and longer than a catch-up, between rounds of every length."""
@@ -349,7 +345,9 @@ def test_pages_given_away_in_a_pause_are_whole(pairs: Pairs, name: str) -> None:
     assert_the_reference_s(pairs.get(name), [turn.prompt_ids], [run])
 
 
-@pytest.mark.parametrize("name", ["three", "eagle", pytest.param(ASSISTED, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["three", *(pytest.param(n, marks=pytest.mark.slow) for n in ("eagle", ASSISTED))]
+)
 def test_interrupted_texts_draft_as_before(pairs: Pairs, name: str) -> None:
     prompts = [random_prompts(1, n, VOCAB, seed=n)[0] for n in (70, 130, 9, 200, 64, 30)]
     greedy = [SamplingParams(max_tokens=50 + 9 * i, ignore_eos=True) for i in range(6)]

@@ -73,7 +73,7 @@ def test_nothing_differs_and_a_later_call_runs_nothing(
     assert equality.main([*CELL, "--minutes", "0"]) == 7
 
 
-@pytest.mark.parametrize("what", ["token", "draft", "end"])
+@pytest.mark.parametrize("what", ["token", "draft", pytest.param("end", marks=pytest.mark.slow)])
 def test_a_change_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str) -> None:
     honest, out = equality.run, tmp_path / "found.json"
 

@@ -135,7 +135,7 @@ def story(runs: list[Run]) -> list[tuple[object, object, object]]:
     return [(run.output, run.drafts, [record.sampled for record in run.rounds]) for run in runs]
 
 
-CASES: list[Any] = [("off", 0), ("eagle3", 3)]
+CASES: list[Any] = [("off", 0), pytest.param("eagle3", 3, marks=pytest.mark.slow)]
 CASES += [(method, 3 - 2 * (i % 2)) for i, method in enumerate(("ngram", "draft", "draft+ngram", "mtp"))]
 CASES += [
     pytest.param(method, 1 + 2 * (i % 2), marks=pytest.mark.slow)
@@ -167,7 +167,7 @@ def test_replays_are_what_eager_rounds_are(
 
 
 @pytest.mark.covers(count=1)
-@pytest.mark.parametrize("method", ["draft", "ngram", "mtp", "eagle3"])
+@pytest.mark.parametrize("method", ["mtp", "ngram", "draft", "eagle3"])
 def test_lengths_that_change(
     speculated: Speculated, plain: Plain, watched_engine: Watched, method: str
 ) -> None:

@@ -113,7 +113,7 @@ CASES = [(0, 1, 0.0), (4, 2, 0.0), (3, 1, 1.0)]
 @pytest.mark.parametrize("form", ["native", pytest.param("torch", marks=pytest.mark.slow)])
 def test_a_hit_is_a_miss(hybrid: Shelf, form: str, method: str) -> None:
     needs(form)
-    for k, lag, temperature in CASES if (form, method) == ("native", "mtp") else CASES[2:3]:
+    for k, lag, temperature in CASES[1:] if (form, method) == ("native", "mtp") else CASES[2:3]:
         hits(hybrid, form, method if k else "off", temperature, lag=lag, draft_max=k or None)
 
 
