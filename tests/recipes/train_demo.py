@@ -34,8 +34,7 @@ from tests.recipes.demo_corpus import Corpus, build_corpus
 from tests.recipes.demo_data import Batches, train_tokenizer
 from tests.recipes.demo_held_out import held_out
 from tests.recipes.demo_hybrid import new_decoder
-from tests.recipes.demo_model import DRAFT, TARGETS, Decoder, Gate, Layer, MtpLayer
-from tests.recipes.demo_optimizers import make_optimizers
+from tests.recipes.demo_model import DRAFT, TARGETS, Decoder, Gate, Layer, MtpLayer, make_optimizers
 
 MTP_DEPTHS = 3
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.recipes import demo_optimizers
+from tests.recipes import demo_model
 from tests.recipes.demo_card import read_record
 from tests.recipes.demo_checkpoint import load_decoder
 from tests.recipes.demo_corpus import Corpus, build_corpus
@@ -48,7 +48,7 @@ def count_tokens(target: Decoder, batches: Batches, count: int) -> Tensor:
     return counts
 
 
-make_optimizers = partial(demo_optimizers.make_optimizers, outer=("lm_head.weight",), rate=0.002)
+make_optimizers = partial(demo_model.make_optimizers, outer=("lm_head.weight",), rate=0.002)
 """Muon for the matrices that work on states, AdamW for the output's and the norms."""
 
 

@@ -22,12 +22,22 @@ import spd
 from spd.kernels.dispatch import load_kernels
 from spd.runtime import Engine, SamplingParams
 from spd.runtime.engine import assembly
+from spd.runtime.round import transfer
 from spd.runtime.round.graphs import CapturedRounds, RoundShape
 from spd.runtime.round.limits import TRASH_PAGE
 from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampling_params import SamplerClass
 from spd.runtime.round.state import RING_DEPTH, RoundState
-from tests.helpers import Damped, Run, few_programs, make_engine, random_prompts, run_all, with_operations
+from tests.helpers import (
+    Damped,
+    Run,
+    few_programs,
+    make_engine,
+    random_prompts,
+    replace_transfers,
+    run_all,
+    with_operations,
+)
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime.graph_stand_in import StandIn, Tape, tensors_in
@@ -439,3 +449,32 @@ def test_who_waits_for_the_device() -> None:
             if names & {"synchronize", "wait_stream", "cudaDeviceSynchronize"}:
                 found[path.relative_to(root).as_posix()] += 1
     assert found == MAY_WAIT
+
+
+SPD = Path(transfer.__file__).parents[2]
+
+
+def test_whatever_brings_them_can_be_replaced(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, work = (
+        tiny(),
+        (random_prompts(3, 40, 256), [SamplingParams(max_tokens=9, stop_token_ids=(5,))] * 3),
+    )
+    expected = [run.tokens for run in run_all(make_engine(model, spec="ngram", slots=2), *work)]
+    seen: list[int] = []
+
+    def counted(values: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
+        seen.append(len(values))
+        return transfer.to_device(values, dtype, device)
+
+    engine = make_engine(model, spec="ngram", slots=2)
+    replaced = replace_transfers(monkeypatch, counted)
+    importing = {
+        ".".join(("spd", *path.relative_to(SPD).with_suffix("").parts))
+        for path in SPD.rglob("*.py")
+        if "import to_device" in path.read_text(encoding="utf-8")
+    }
+    assert replaced == importing and len(importing) > 1
+    assert [run.tokens for run in run_all(engine, *work)] == expected
+    assert {40, 1} <= set(seen), "prompts and stop ids"

@@ -1,4 +1,4 @@
-"""Loads and their clocks, with an engine that only counts."""
+"""Loads, their clocks and replays, with an engine that only counts and with tiny ones."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from types import SimpleNamespace
 import pytest
 
 from spd.errors import IncompatibleError, UsageError
+from spd.formats.demo import demo_folder
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime import EngineConfig
 from spd.runtime.engine.metrics import RoundRecord
 from spd.runtime.engine.request import Event, Request
 from spd.runtime.lab.load import Load, Timeline, Work, poisson_arrivals, run_pass
-from spd.runtime.lab.prompt_set import Prompt, Question, encode_questions
+from spd.runtime.lab.prompt_set import Prompt, Question, encode_questions, read_prompts
+from spd.runtime.lab.replay import make_requests, promised_equal, replay_requests
 from spd.runtime.lab.rows import make_rows
 from spd.runtime.lab.sweep import Settings, Sweep
 from spd.runtime.round.sampling_params import SamplingParams
-from tests.helpers import random_prompts
+from tests.helpers import Damped, random_prompts
+from tests.runtime import seeded_faults as planted
 from tests.runtime.seeded_faults import first_is_free, verify
 
 
@@ -197,3 +200,73 @@ def test_a_text_is_held_against_plain_decoding_on_as_many_ranks(tiny: Callable[.
     }
     sweep._compare(Work("code", 0.0, None, Load()), [question], ran)  # type: ignore[arg-type]
     assert [(found["config"], found["plain"]) for found in sweep.differences] == [(2, 7)]
+
+
+Pair = tuple[EngineConfig, EngineConfig]
+
+QUESTIONS = [
+    Question(Prompt(f"q/{i}", "q", ""), ids)
+    for i, ids in enumerate(random_prompts(3, 20, 256) + random_prompts(1, 75, 256, seed=1))
+]
+
+damped = Damped(loud=2)
+
+
+@pytest.fixture(scope="module")
+def pair(tiny: Callable[..., Path]) -> tuple[EngineConfig, EngineConfig]:
+    """Plain decoding, and a draft model that is often right, at fixed k."""
+    target, draft = (tiny("qwen3", layers=n, residual_gain=damped, seed=3) for n in (4, 2))
+    plain = EngineConfig(model=target, threads=1, dtype="float32", ctx=256, spec="off")
+    return plain, replace(plain, spec="draft", draft_model=draft, draft_max=3, adaptive=False)
+
+
+def asked(count: int = 24, least: int = 0) -> list[tuple[str, Request]]:
+    return make_requests(QUESTIONS, (0.0, 0.9), max_tokens=count, ignore_eos=True, least=least)
+
+
+def test_the_engine_passes(pair: Pair) -> None:
+    plain, spec = pair
+    late = replace(spec, lag=2, slots=3)
+    result = replay_requests(plain, late, asked())
+    assert result.differences == [] and result.texts == 8 and result.tokens == 8 * 24
+    assert result.speculated > 20 and promised_equal(result.plans)
+
+
+def test_the_demo_across_a_quarter_of_a_thousand_positions() -> None:
+    """A text whose two best tokens tie at position 261: whatever rounds otherwise there shows."""
+    folder = demo_folder()
+    prompts = [prompt for prompt in read_prompts() if prompt.name == "creative/3"]
+    questions = encode_questions(folder, prompts, [None], 215)
+    plain = EngineConfig(model=folder, threads=1, dtype="bfloat16", ctx=320, spec="off")
+    spec = replace(plain, spec="draft", draft_max=4, adaptive=False)
+    asked = make_requests(questions, (0.0,), max_tokens=215, ignore_eos=True, least=0)
+    result = replay_requests(plain, spec, asked)
+    assert result.tokens == 215 and result.differences == []
+
+
+@pytest.mark.parametrize(
+    "plant", [planted.verify(planted.first_is_free), planted.kv_one_off], ids=["first-is-free", "kv-one-off"]
+)
+def test_a_planted_fault_changes_tokens(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, plant: planted.Mutation
+) -> None:
+    plant(monkeypatch)
+    result = replay_requests(*pair, asked())
+    assert result.differences
+    first = result.differences[0]
+    assert first.reference != first.candidate
+    assert not all(difference.near_tie for difference in result.differences)
+    if first.margin is not None:  # the reference's own token has its best score
+        assert first.margin >= 0
+
+
+@pytest.mark.covers(count=1)
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_a_near_tie_is_told_from_a_fault(pair: Pair, dtypes: tuple[str, str]) -> None:
+    """Another dtype rounds otherwise: its differences are near-ties, and no equal bits were promised."""
+    plain, _ = pair
+    greedy = make_requests(QUESTIONS, (0.0,), max_tokens=40, ignore_eos=True, least=0)
+    result = replay_requests(*(replace(plain, dtype=dtype) for dtype in dtypes), greedy)
+    assert result.differences, "nothing to tell apart"
+    assert not promised_equal(result.plans)
+    assert all(difference.near_tie for difference in result.differences)
