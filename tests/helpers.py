@@ -180,10 +180,7 @@ def assert_same(runs: list[Run], expected: list[Run], why: object = "") -> None:
 
 
 def next_turn(
-    prompt: tuple[int, ...],
-    reply: list[int],
-    params: SamplingParams,
-    said: tuple[int, ...] = (7, 8, 9),
+    prompt: tuple[int, ...], reply: list[int], params: SamplingParams, said: tuple[int, ...] = (7, 8, 9)
 ) -> Request:
     """A request that goes on behind a reply, and says that it was generated."""
     spans = (("prompt", len(prompt)), ("generated", len(reply)), ("prompt", len(said)))

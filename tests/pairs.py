@@ -15,6 +15,7 @@ from tests.recipes.tiny import VARIANTS
 from tests.recipes.tiny_assistant import write_assistant
 from tests.recipes.tiny_dense import FAMILIES, write_dense
 from tests.recipes.tiny_eagle3 import write_tiny_pair
+from tests.recipes.tiny_hybrid import write_tiny_hybrid
 from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime.assistant_reference import LibraryAssistant
 from tests.runtime.eagle3_reference import PlainEagle3
@@ -100,6 +101,8 @@ class Pairs:
             family, modules = HEADS[name]["family"], HEADS[name].get("modules", 1)
             return Pair(folder, {"spec": "mtp"}, lambda: PlainMtp(folder, family, modules))
         family, _, method = name.rpartition("/")
+        if family == "hybrid":
+            return self._hybrid(method)
         target = folder if method == "mtp" else self._layers(family or "qwen3", 4)
         if method == "off":
             return Pair(target, {"spec": "off"})
@@ -115,6 +118,15 @@ class Pairs:
         assert method in ("self", "draft"), name
         drafter = target if method == "self" else self._layers(family or "qwen3", 2)
         return Pair(target, {"spec": "draft", "draft_model": drafter})
+
+    def _hybrid(self, method: str) -> Pair:
+        """Of recurrent and attending layers and an MTP layer; its draft model has two such layers."""
+        folder, draft = self.folder / "hybrid", self.folder / "hybrid-draft"
+        if not folder.exists():
+            write_tiny_hybrid(folder, mtp=True, agreeing=True)
+            write_tiny_hybrid(draft, agreeing=True, num_hidden_layers=2, full_attention_interval=2)
+        more: dict[str, dict[str, Any]] = {"draft": {"draft_model": draft}, "ngram": {"ngram_min": 1}}
+        return Pair(folder, {"spec": method, **more.get(method, {})})
 
     def _layers(self, family: str, layers: int) -> Path:
         options: dict[str, Any] = {"layers": layers, "residual_gain": damped, "seed": 3}

@@ -1,8 +1,7 @@
 """Batch, lag, proposer, temperature, feature, pressure and prefix together, each request against itself.
 
 The default lane runs a pairwise covering array on a tiny model, with another feature in each request of a
-batch; the slow lane every combination on the demo, 500 prompts at three lags, and a thousand mixed requests
-with aborts.
+batch; the slow lane every combination on the demo, and a thousand mixed requests with aborts.
 """
 
 from __future__ import annotations
@@ -251,30 +250,6 @@ def test_pairs_equal_solo_on_the_0_35_b(medium: Path, request: pytest.FixtureReq
     bench.parity, bench.squeezed = 9, 9
     cases = [case for case in pairwise(9, 33) if case["method"] in ("off", "ngram", "draft")]
     check_all(bench, cases, request, "0.35 B")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("method", PROPOSERS)
-def test_500_prompts_at_every_lag(method: str, temperature: float, say: Callable[[str], None]) -> None:
-    """Texts, drafts and acceptances of the synchronous run, prompt by prompt."""
-    prompts = demo_prompts(500)
-    params = [SamplingParams(temperature=temperature, max_tokens=32, seed=i) for i in range(500)]
-    requests = [Request(f"{i}", p, q) for i, (p, q) in enumerate(zip(prompts, params, strict=True))]
-    wishes: dict[str, Any] = {**PROPOSERS[method], "ctx": 256, "slots": 16}
-    if method in DEMO_DRAFTS:
-        wishes["draft_model"] = DEMO_DRAFTS[method]
-    base: list[Run] = []
-    for lag in (0, 1, 2):
-        runs = run_requests(make_engine(demo_folder(), lag=lag, **wishes), requests)
-        base = base or runs
-        assert [run.output for run in runs] == [run.output for run in base]
-        assert [run.drafts for run in runs] == [run.drafts for run in base]
-    accepted, drafted = (sum(getattr(r.metrics, n) for r in base) for n in ("draft_n_accepted", "draft_n"))
-    say(
-        f"{method} T={temperature}: {sum(len(r.tokens) for r in base):,} tokens, "
-        f"{accepted:,} of {drafted:,} drafts accepted"
-    )
 
 
 @pytest.mark.slow

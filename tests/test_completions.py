@@ -77,38 +77,24 @@ def bash_complete(environment: dict[str, str], tmp_path: Path) -> Callable[..., 
     return complete
 
 
-def test_bash_offers_what_fits(bash_complete) -> None:
-    assert bash_complete("spd", "") == list(COMMANDS)
-    assert bash_complete("spd", "generate", "--draft-") == [
-        "--draft-model",
-        "--draft-max",
-        "--draft-tp",
-    ]
-    assert bash_complete("spd", "generate", "--spec", "") == [
-        "auto",
-        "off",
-        "mtp",
-        "draft",
-        "ngram",
-        "eagle3",
-        "assistant",
-        *("auto+ngram", "mtp+ngram", "draft+ngram", "eagle3+ngram", "assistant+ngram"),
-    ]
-    assert bash_complete("spd", "generate", "--spec", "=", "d") == ["draft", "draft+ngram"]
+METHODS = ("mtp", "draft", "ngram", "eagle3", "assistant")
+MIXED = [f"{method}+ngram" for method in ("auto", *METHODS) if method != "ngram"]
+OFFERED: dict[str, list[str]] = {
+    "": list(COMMANDS),
+    "--": ["--version", "--help"],  # and not the library's installer
+    "generate --draft-": ["--draft-model", "--draft-max", "--draft-tp"],
+    "generate --spec ": ["auto", "off", *METHODS, *MIXED],
+    "generate --spec = d": ["draft", "draft+ngram"],
+    "generate -m ": ["Qwen/Qwen3-0.6B", "demo", "demo-hybrid", "gpt2"],
+    "generate -m Qwen/Qwen3-0": ["Qwen/Qwen3-0.6B"],
+    "inspect --draft de": ["demo", "demo-hybrid"],
+    "generate -f ": [],  # which the shell completes
+}
 
 
-def test_bash_offers_models(bash_complete) -> None:
-    assert bash_complete("spd", "generate", "-m", "") == ["Qwen/Qwen3-0.6B", "demo", "demo-hybrid", "gpt2"]
-    assert bash_complete("spd", "generate", "-m", "Qwen/Qwen3-0") == ["Qwen/Qwen3-0.6B"]
-    assert bash_complete("spd", "inspect", "--draft", "de") == ["demo", "demo-hybrid"]
-
-
-def test_bash_leaves_files_to_the_shell(bash_complete) -> None:
-    assert bash_complete("spd", "generate", "-f", "") == []
-
-
-def test_the_installer_of_the_library_is_not_offered(bash_complete) -> None:
-    assert bash_complete("spd", "--") == ["--version", "--help"]
+@pytest.mark.parametrize("line", OFFERED)
+def test_bash_offers_what_fits(bash_complete: Callable[..., list[str]], line: str) -> None:
+    assert bash_complete("spd", *line.split(" ")) == OFFERED[line]
 
 
 @needs("fish")

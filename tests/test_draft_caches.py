@@ -18,14 +18,7 @@ from spd.runtime.round.kv_cache import KvCache
 from spd.runtime.round.limits import CATCH_UP
 from spd.runtime.round.round_queue import RoundQueue
 from spd.runtime.round.rows import SlotView
-from tests.helpers import (
-    Run,
-    assert_same,
-    next_turn,
-    random_prompts,
-    run_all,
-    run_requests,
-)
+from tests.helpers import Run, assert_same, make_engine, next_turn, random_prompts, run_all, run_requests
 from tests.pairs import COPYING, LENGTHS, Pair, Pairs, damped
 from tests.prompt_lookup import match_length
 from tests.runtime.eagle3_reference import PlainEagle3
@@ -67,9 +60,7 @@ def test_a_prefix_hit_drafts_as_a_miss_does(pairs: Pairs, name: str) -> None:
 
 @pytest.mark.covers(1)
 @pytest.mark.parametrize(
-    "lengths",
-    [(K,), (0,), LENGTHS, (COPYING,), (K, COPYING, COPYING, COPYING)],
-    ids=str,
+    "lengths", [(K,), (0,), LENGTHS, (COPYING,), (K, COPYING, COPYING, COPYING)], ids=str
 )
 @pytest.mark.parametrize(
     "name",
@@ -201,10 +192,7 @@ def test_a_next_turn_drafts_as_a_fresh_start_does(pairs: Pairs, name: str, lengt
 
 def test_a_batch_equals_each_alone_and_pages_run_short(pairs: Pairs) -> None:
     work = [
-        (
-            prompt,
-            SamplingParams(temperature=0.8 * (i % 2), max_tokens=60 + 7 * i, seed=i, logit_bias=FEW),
-        )
+        (prompt, SamplingParams(temperature=0.8 * (i % 2), max_tokens=60 + 7 * i, seed=i, logit_bias=FEW))
         for i, prompt in enumerate(random_prompts(6, 60, VOCAB, seed=4))
     ]
     gave_way = 0
@@ -325,11 +313,7 @@ def assert_the_reference_s(headed: Pair, prompts: list[tuple[int, ...]], runs: l
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "three",
-        "eagle",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("one", "speculators", ASSISTED)),
-    ],
+    ["three", *(pytest.param(n, marks=pytest.mark.slow) for n in ("eagle", "one", "speculators", ASSISTED))],
 )
 def test_drafts_after_rounds_without_any_are_right(pairs: Pairs, name: str) -> None:
     """Pauses shorter and longer than a catch-up, between rounds of every length."""
@@ -361,7 +345,9 @@ def test_pages_given_away_in_a_pause_are_whole(pairs: Pairs, name: str) -> None:
     assert_the_reference_s(pairs.get(name), [turn.prompt_ids], [run])
 
 
-@pytest.mark.parametrize("name", ["three", "eagle", pytest.param(ASSISTED, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["three", *(pytest.param(n, marks=pytest.mark.slow) for n in ("eagle", ASSISTED))]
+)
 def test_interrupted_texts_draft_as_before(pairs: Pairs, name: str) -> None:
     prompts = [random_prompts(1, n, VOCAB, seed=n)[0] for n in (70, 130, 9, 200, 64, 30)]
     greedy = [SamplingParams(max_tokens=50 + 9 * i, ignore_eos=True) for i in range(6)]
@@ -398,3 +384,42 @@ def test_what_drafts_were_drawn_from_is_kept(pairs: Pairs, name: str, rule: str)
     list(engine.stream([Request("r", PROMPTS[1], params)]))
     metrics = engine.metrics("r")
     assert seen > 20 and 0 < metrics.draft_n_accepted < metrics.draft_n
+
+
+ROUNDS = 9
+"""Rounds without drafting, of which the second slot saw the last one only."""
+
+
+@pytest.mark.parametrize(
+    ("length", "passes"), [(65, 1), (70, 2)], ids=["a whole chunk", "a chunk and a tail"]
+)
+def test_catching_up_leaves_a_new_slots_prompt_alone(
+    tiny: Callable[..., Path], length: int, passes: int
+) -> None:
+    """Prefilled pages may be shared, and were written by another program."""
+    model = tiny("qwen3", layers=2, seed=3)
+    engine = make_engine(model, spec="draft", draft_model=model, draft_max=2, slots=2)
+    engine._draft_length.choose = lambda: 0  # type: ignore[method-assign]
+    old, new = (random_prompts(1, n, 256, seed=n)[0] for n in (20, length))
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    engine.add(Request("old", old, params))
+    for _ in range(ROUNDS - passes):
+        engine.step()
+    engine.add(Request("new", new, params))
+    for _ in range(passes):
+        engine.step()
+    proposer, sequence = engine._device.proposer, engine._scheduler.slots[1]
+    assert isinstance(proposer, DraftModelProposer) and sequence is not None
+    assert engine._device.behind == ROUNDS and sequence.length == length + 1
+    views = [SlotView(s.length, s.pages) for s in engine._scheduler.running()]
+    for slot, first in ((0, len(old) - 1), (1, length - 1)):
+        pages = list(views[slot].pages)
+        for layer in proposer.runners[0].cache.layers:
+            for pool in layer.pools:
+                pool[pages] = 7.0
+        proposer.catch_up(ROUNDS, views)
+        for layer in proposer.runners[0].cache.layers:
+            for pool in layer.pools:
+                written = (pool[pages].flatten(0, 1) != 7.0).flatten(1).any(dim=1).nonzero().flatten()
+                assert written.tolist() == list(range(first, views[slot].bound))
+    engine.close()

@@ -98,23 +98,11 @@ def test_prompts_go_through_one_pass_together(model: Callable[..., Path]) -> Non
     prompts = [first, (*first[:66], 9), *random_prompts(3, 30, 250, seed=2), random_prompts(1, 300, 250)[0]]
     params = [SamplingParams(max_tokens=4, ignore_eos=True)] * 6
     together = run_all(engine, prompts, params)
-    assert passes == [
-        [(0, 69), (64, 66), (0, 29), (0, 29), (0, 29)],
-        [(0, 256)],
-        [(256, 299)],
-    ]
+    assert passes == [[(0, 69), (64, 66), (0, 29), (0, 29), (0, 29)], [(0, 256)], [(256, 299)]]
     assert [run.metrics.cached_tokens for run in together] == [0, 64, 0, 0, 0, 0]
     assert all(run.metrics.prompt_ms > 0 for run in together)
     alone = make_engine(folder, **BFLOAT16, slots=1, ctx=512, prefix_sharing=False)
     assert [run.tokens for run in run_all(alone, prompts, params)] == [run.tokens for run in together]
-
-
-@needs_native
-def test_a_trace_tells_verifying_from_the_rest(model: Callable[..., Path]) -> None:
-    """As where torch computes: drawing and committing tokens count as neither verifying nor drafting."""
-    engine = make_engine(model("tiny-qwen3"), **BFLOAT16, spec="ngram", draft_max=2)
-    run = run_all(engine, random_prompts(1, 20, 250), [SamplingParams(max_tokens=8, ignore_eos=True)])[0]
-    assert run.rounds and all(min(record.ms["verify"], record.ms["rest"]) > 0 for record in run.rounds)
 
 
 @needs_native
@@ -212,19 +200,3 @@ def test_a_pass_that_always_breaks_off_is_said_once(model: Callable[..., Path], 
     assert {event.finish_reason for event in ended.values()} == {"error"} and set(ended) == {"a", "b"}
     check_pages(engine._scheduler)
     engine.close()
-
-
-@needs_native
-def test_short_prompts_fill_no_more_than_a_chunk(model: Callable[..., Path]) -> None:
-    """What windows are filled up with counts as rows of a pass."""
-    engine = make_engine(model("tiny-qwen3"), **BFLOAT16, slots=40)
-    runner, honest, widths = engine._device.runner, engine._device.runner._run, []
-
-    def counted(batch: Any) -> Any:
-        widths.append(batch.num_slots * batch.width)
-        return honest(batch)
-
-    runner._run = counted  # type: ignore[method-assign]
-    prompts = random_prompts(40, 5, 250)
-    run_all(engine, prompts, [SamplingParams(max_tokens=2, ignore_eos=True)] * 40)
-    assert max(widths) == runner.chunk

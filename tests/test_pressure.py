@@ -117,17 +117,6 @@ def test_passes_over_prompts_between_two_rounds(target: Path, arriving: int, mos
     assert all(1 <= count <= (most if joining else 1) for joining, count in counts), counts
 
 
-def test_an_abort_waits_for_one_pass_over_a_prompt(target: Path) -> None:
-    engine = squeezed(target, "off", slots=2, lag=0, kernels="torch")
-    engine.add(Request("a", random_prompts(1, 300, 256, seed=9)[0], SamplingParams(max_tokens=4)))
-    assert engine.step() == []
-    held = engine._scheduler.prefilling
-    assert held is not None and 0 < held.prefilled <= engine.plan.shape.chunk
-    engine.abort("a")
-    assert [event.finish_reason for event in engine.step()] == ["abort"]
-    assert not engine.has_work
-
-
 def test_requests_choose_how_many_drafts(target: Path) -> None:
     """0 to k drafts each, in one batch: never more than asked for, and the text is the same."""
     params = SamplingParams(max_tokens=24, ignore_eos=True)

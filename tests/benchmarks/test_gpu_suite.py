@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,18 @@ import pytest
 pytest.importorskip("triton")
 
 from benchmarks.gpu_suite import __main__ as command
+from benchmarks.gpu_suite import shapes, spd_rounds
 from benchmarks.gpu_suite.digest import RENDERERS
 from benchmarks.gpu_suite.report import REPORT
+from benchmarks.gpu_suite.round_settings import Setting
+from benchmarks.gpu_suite.spd_rounds import Outcome, compare
+from benchmarks.gpu_suite.speculation import gain
 from benchmarks.gpu_suite.suite import PROBES, Probe, load_function, run_suite
+from benchmarks.summaries import median_interval
+from spd.runtime.models import family_layout
+from spd.runtime.models.weights import expected_tensors
+from tests.helpers import read_model_config
+from tests.recipes.medium import write_medium, write_medium_draft
 
 HERE = "tests.benchmarks.fake_probes"
 
@@ -75,3 +85,106 @@ def test_every_probe_is_a_function_and_has_words() -> None:
     assert all(callable(load_function(probe.function)) for probe in PROBES)
     assert {probe.name for probe in PROBES} == set(RENDERERS)
     assert sum(probe.seconds for probe in PROBES if probe.usual) <= 540
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A small model and its draft."""
+    place = tmp_path_factory.mktemp("pair")
+    shape = {"hidden": 64, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 96}
+    folder = write_medium(place / "target", "float32", vocab=300, max_positions=256, **shape)
+    return folder, write_medium_draft(place / "draft", folder)
+
+
+PROMPTS = [[5, 6, 7, 8, 9], list(range(40, 60)), [3]]
+
+
+def test_a_changed_token_and_a_changed_count_are_found(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = spd_rounds.generate
+
+    def faulty(engine: Any, jobs: Any, prompts: Any, tokens: int) -> Any:
+        outcomes = generate(engine, jobs, prompts, tokens)
+        if engine.plan.spec == "draft" and engine.plan.lag == 1:
+            one = outcomes[jobs[0]]
+            outcomes[jobs[0]] = Outcome((one.ids[0] + 1, *one.ids[1:-1]), (*one.counts[:1], 99), 0)
+        return outcomes
+
+    monkeypatch.setattr(spd_rounds, "generate", faulty)
+    settings = (Setting("draft", 2), Setting("draft", 2, lag=1))
+    given: dict[str, Any] = {"device": "cpu", "settings": settings, "runs": ("greedy",), "threads": 1}
+    *_, result = compare(*pair, PROMPTS[:1], tokens=6, **given)
+    rows = result["settings"]
+    assert (rows["draft_k2"]["differing_tokens"], rows["draft_k2"]["other_counts"]) == (0, 0)
+    # One token is another, one is missing.
+    assert (rows["draft_k2_lag1"]["differing_tokens"], rows["draft_k2_lag1"]["other_counts"]) == (2, 1)
+    assert (result["differing_tokens"], result["differing_counts"]) == (2, 1)
+
+
+TINY = shapes.Shape("tiny", hidden=8, layers=3, heads=4, kv_heads=2, intermediate=16, vocab=100, head_dim=4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "parameters"),
+    [
+        (shapes.QWEN3_06B, 596_049_920),
+        (shapes.QWEN3_17B, 1_720_574_976),
+        (shapes.QWEN3_4B, 4_022_468_096),
+        (shapes.QWEN3_8B, 8_190_735_360),
+        (shapes.QWEN3_32B, 32_762_123_264),
+        (shapes.LLAMA_8B, 8_030_261_248),
+        (shapes.EAGLE_SIZE, shapes.EAGLE_SIZE.parameters()),
+        (shapes.EAGLE3_8B, shapes.EAGLE3_8B.parameters()),
+    ],
+)
+def test_shapes_have_the_published_parameters_and_are_read_so(
+    shape: shapes.Shape, parameters: int, tmp_path: Path
+) -> None:
+    config = read_model_config(shapes.write_folder(shape, tmp_path))
+    tensors = expected_tensors(config, family_layout(config)).values()
+    assert sum(prod(size) for size in tensors) == shape.parameters() == parameters
+    kind, theta = ("llama3", 500000.0) if shape.family == "llama" else ("default", 1000000.0)
+    assert (config.head_dim, config.dtype) == (128, "bfloat16")
+    assert (config.rope.kind, config.rope.theta) == (kind, theta)
+
+
+def test_bytes_of_a_round_by_hand_and_by_part() -> None:
+    # A layer: qkv (4 + 2 + 2) * 4 x 8 = 256, out 8 x 16 = 128, gate and up 32 x 8 = 256, down 8 x 16 = 128.
+    layer, head, kv = 768, 800, 2 * 3 * 2 * 4 * 2
+    weights = 2 * (3 * layer + head)
+    assert TINY.kv_bytes() == kv and shapes.forward_bytes(TINY, [10, 20]) == weights + 2 * 2 * 8 + 30 * kv
+    parts = {"layers": 2 * 3 * layer, "head": 2 * head, "embedding": 2 * 5 * 2 * 8}
+    assert shapes.forward_parts(TINY, [10, 20], rows=5) == {**parts, "keys and values": 30 * kv}
+    # Three drafts: two rows, then one row at each further position.
+    drafts = 3 * weights + (2 + 1 + 1) * 2 * 8 + (10 + 11 + 12) * kv
+    assert shapes.draft_bytes(TINY, [10], 3) == drafts and shapes.draft_bytes(TINY, [10], 0) == 0
+    assert shapes.round_bytes(TINY, TINY, [10], 3) == shapes.forward_bytes(TINY, [10], rows=4) + drafts
+    assert shapes.round_bytes(TINY, None, [10], 0) == shapes.forward_bytes(TINY, [10])
+    tied = shapes.Shape("tied", 8, 1, 4, 2, 16, vocab=100, head_dim=4, tied=True)
+    parts = shapes.round_parts(TINY, tied, [10], 3)
+    assert parts["target embedding"] == 4 * 2 * 8 and parts["target keys and values"] == 10 * kv
+    assert parts["draft layers"] == 3 * 2 * layer and parts["draft head"] == 3 * 2 * head
+    assert parts["draft embedding"] == (2 + 1 + 1) * 2 * 8
+    assert parts["draft keys and values"] == (10 + 11 + 12) * kv // 3
+    assert sum(parts.values()) == shapes.round_bytes(TINY, tied, [10], 3)
+
+
+def test_gain_of_a_perfect_and_of_a_published_round() -> None:
+    plain = shapes.round_bytes(shapes.QWEN3_8B, None, [1000], 0) / 4.0e12
+    speculative = shapes.round_bytes(shapes.QWEN3_8B, shapes.EAGLE_SIZE, [1000], 4) / 4.0e12
+    perfect = gain(3.08, plain, speculative, plain, speculative)
+    assert perfect.share_of_ceiling == pytest.approx(1) and perfect.efficiency == pytest.approx(1)
+    assert perfect.ideal_cost == pytest.approx(1.225, abs=0.002)
+    # vLLM's EAGLE-3 table: 7.07 ms plain, 3.08 tokens in 12.5 ms: 1.75 times as fast, efficiency 0.70.
+    vllm = gain(3.08, 7.07e-3, 12.47e-3, plain, speculative)
+    assert vllm.speedup == pytest.approx(1.75, abs=0.01) and vllm.efficiency == pytest.approx(0.70, abs=0.01)
+
+
+def test_interval_of_the_median() -> None:
+    # By the binomial table: ranks 10 and 21 of 30 hold the median with probability 0.957, 11 and 20 with 0.9.
+    assert median_interval([float(i) for i in range(30, 0, -1)]) == (10, 21)
+    assert median_interval([float(i) for i in range(1, 11)]) == (2, 9)
+    assert median_interval([float(i) for i in range(1, 7)]) == (1, 6)
+    assert median_interval([1.0] * 5) is None and median_interval([]) is None
+    assert median_interval([float(i) for i in range(1, 31)], confidence=0.9) == (11, 20)

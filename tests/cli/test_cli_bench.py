@@ -37,22 +37,6 @@ def test_lists_are_combined_and_lookup_has_no_ranks_of_its_own() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"draft_tp": "3", "tp": "1,2"}, "--draft-tp 3 divides no --tp of 1,2"),
-        ({"graphs": "maybe"}, "--graphs: maybe is not on or off"),
-        ({"lag": "3"}, "--lag 3 is out of range"),
-        ({"draft_max": "some"}, "--draft-max: some is not a number"),
-        ({"spec": "mtp,,ngram"}, "has an empty member"),
-        ({"spec": "guess"}, "--spec guess is not known"),
-    ],
-)
-def test_what_cannot_be_swept_is_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        sweep_configs(BenchOptions(**given))
-
-
 def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     drafted = {"drafted_per_position": [10, 8], "accepted_per_position": [7, 2]}
     samples = [make_sample(0, 0, 1.0), make_sample(1, 0, 0.5, **drafted)]

@@ -96,12 +96,7 @@ def test_a_message_is_not_lost_with_the_terminal(
         (["/file a.txt", "/file none", "/file", "What?"], [], ["What?"], "next message: no file"),
         (["/file a.txt", "/clear", "/file"], [], [], "next message: no file"),
         (["/file a.txt", "/file"], [], [], "goes with the next message: a.txt: 4 characters"),
-        (
-            ["Hi", "/clear", "Other", "/load t", "More", "/load"],
-            [],
-            ["Hi", "More"],
-            "  t  Hi",
-        ),
+        (["Hi", "/clear", "Other", "/load t", "More", "/load"], [], ["Hi", "More"], "  t  Hi"),
         (["/help"], [], [], "\n".join(Commands.names())),
     ],
 )
@@ -234,24 +229,6 @@ def test_a_reload_that_fails_goes_back(talk: Callable, script: Any, saved: Calla
 def test_commands_refuse_in_words(line: str, words: str, talk: Callable) -> None:
     ran = talk(line, "Hi")
     assert ran.code in (2, 3, 4) and words in ran.err and "fix:" in ran.err, ran
-
-
-@pytest.mark.parametrize(
-    ("argv", "stdin", "code", "words"),
-    [
-        ([], b"", 2, "standard input is empty"),
-        ([], None, 2, "standard output is not one"),
-        (["-c"], b"Hi\n", 3, "no chat is saved"),
-        (["-c", ".x"], b"Hi\n", 2, "not a name"),
-        (["-f", "/nowhere"], b"Hi\n", 3, "no file"),
-        ([], b"\xff\n", 2, "a line of stdin is not UTF-8"),
-        (["--temperature", "-1"], b"Hi\n", 2, "temperature -1"),
-    ],
-)
-def test_refused(
-    argv: list[str], stdin: bytes | None, code: int, words: str, spd_run: Callable, model: Path, script: Any
-) -> None:
-    refused(spd_run("chat", model, *argv, stdin=stdin), code, words)
 
 
 def test_a_damaged_session_and_a_model_without_a_template_are_refused(

@@ -9,15 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spd.cli.chat.conversation import (
-    SCHEMA,
-    ChatEncoder,
-    Conversation,
-    Encoded,
-    SessionStore,
-    Turn,
-    shared_spans,
-)
+from spd.cli.chat.conversation import ChatEncoder, Conversation, Encoded, SessionStore, Turn, shared_spans
 from spd.cli.text.job import open_vocabulary
 from spd.errors import IncompatibleError, NotFoundError, ResourceError, UsageError
 from spd.formats.folder import ModelFolder
@@ -79,10 +71,7 @@ def test_tokens_stay_the_ones_that_were_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "turn",
-    [
-        Turn("Hi", "edited by hand", (), "edited"),
-        Turn("Hi", "cut before a stop string", (1, 2, 3), "stop"),
-    ],
+    [Turn("Hi", "edited by hand", (), "edited"), Turn("Hi", "cut before a stop string", (1, 2, 3), "stop")],
 )
 def test_what_was_not_drawn_is_encoded_anew(turn: Turn, encoder: ChatEncoder, model: Path) -> None:
     first, second = encoder.encode(talk(Turn("Hi"))), encoder.encode(talk(turn, Turn("More")))
@@ -183,13 +172,6 @@ def test_a_damaged_file_is_refused_by_name(content: bytes | None, words: str, tm
     with pytest.raises(IncompatibleError) as error:
         store.load("x")
     assert words in error.value.message and str(store.path("x")) in error.value.message and error.value.fix
-
-
-def test_what_a_later_version_adds_is_ignored(tmp_path: Path) -> None:
-    store = SessionStore(tmp_path)
-    header = {"schema": SCHEMA, "model": "m", "seed": 1, "later": [1]}
-    store.path("x").write_text(json.dumps(header) + '\n{"user": "a", "later": 2}\n\n')
-    assert store.load("x").turns == (Turn("a"),)
 
 
 def test_names_that_could_leave_the_folder(tmp_path: Path) -> None:

@@ -98,14 +98,6 @@ def test_what_hangs_on_a_failure_is_not_asked(spd_run: Callable, monkeypatch: py
     assert Step("x", lambda: Finding(OK, "asked"), ("y",)).run({"y": Finding(WARNING, "")}).line == "asked"
 
 
-def test_a_torch_that_cannot_be_imported(spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    ran = spd_run("doctor", "--json")
-    assert ran.code == 1 and one(ran.json, "cpu")["line"].startswith("ModuleNotFoundError")
-    for name in ("cuda", "triton", "demo", *TRIED):
-        assert one(ran.json, name)["line"] == "not checked, because cpu failed"
-
-
 @pytest.mark.parametrize(
     ("drafts", "kernels", "said"),
     [

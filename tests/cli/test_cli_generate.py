@@ -1,16 +1,19 @@
-"""`spd generate` around a fake engine: what goes to which stream, and what the engine is asked."""
+"""`spd generate` around a fake engine: what goes to which stream, and what engine and sampler are asked."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 
-from spd.errors import EngineError, ResourceError
+from spd.cli.options import GenerateOptions, parse_size
+from spd.cli.text.job import parse_logit_bias, resolve_sampling, unescape
+from spd.errors import EngineError, ResourceError, UsageError
 from spd.formats.folder import ModelFolder
+from spd.formats.model_config import GenerationConfig
 from spd.runtime.plan.config import EngineConfig
 from tests.cli.conftest import refused
 
@@ -125,18 +128,6 @@ def test_json_object(spd_run: Callable, model: Path, script) -> None:
     assert script.request.params.seed == other["seed"], "a printed seed replays"
 
 
-def test_trace_has_what_ran_and_one_json_line_a_round(
-    spd_run: Callable, model: Path, script, tmp_path: Path
-) -> None:
-    spd_run("generate", "-m", model, "Hi", "--trace", tmp_path / "trace")
-    header, *records = [json.loads(line) for line in (tmp_path / "trace").read_text().splitlines()]
-    assert header["schema"] == "spd.trace/1" and len(header["prompt_ids"]) > 2
-    assert header["plan"]["spec"] == "draft"
-    assert [record["round"] for record in records] == [1, 2, 3]
-    keys = "request position method draft sampled accepted committed ms"
-    assert set(records[0]) >= set(keys.split())
-
-
 def test_a_full_trace_disk_ends_the_run_with_5(spd_run: Callable, model: Path, script) -> None:
     ran = spd_run("generate", "-m", model, "Hi", "--trace", "/dev/full")
     assert ran.code == 5 and "cannot write to /dev/full: No space left" in ran.err
@@ -189,25 +180,12 @@ def test_errors_while_generating_keep_what_was_printed(
     assert ran.json["error"]["exit"] == code == ran.code and ran.err == ""
 
 
-def test_more_words_show_the_traceback(spd_run: Callable, model: Path, script) -> None:
-    script.fail = RuntimeError("odd")
-    assert "Traceback" in spd_run("generate", "-m", model, "Hi", "-vv").err
-
-
 def test_a_model_without_tokenizer_takes_and_gives_ids(spd_run: Callable, model: Path, script) -> None:
     (model / "tokenizer.json").unlink()
     script.tokenizer, script.pieces = False, ["", ""]
     assert spd_run("generate", "-m", model, "--prompt-ids", "1,2 3").text == "1,2,2,3\n"
     assert script.request.prompt_ids == (1, 2, 3)
     refused(spd_run("generate", "-m", model, "Hi"), 4, "no tokenizer.json", "--prompt-ids")
-
-
-def test_the_model_comes_from_the_environment(
-    spd_run: Callable, model: Path, script, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SPD_MODEL", str(model))
-    assert spd_run("generate", "Hi").code == 0
-    assert script.engine.config.model == ModelFolder(model)
 
 
 @pytest.mark.parametrize("rule", ["block"])
@@ -245,3 +223,61 @@ def test_a_reader_that_leaves_ends_with_141_quietly(
     ran = spd_run("generate", "-m", model, "Hi", "-o", fifo)
     assert (ran.code, ran.err) == (141, "")
     assert len(script.engine._left) == 48
+
+
+def resolve(model: GenerationConfig | None = None, **flags: object):
+    return resolve_sampling(GenerateOptions(**flags), model or GenerationConfig(), 264)
+
+
+def test_the_models_defaults_come_before_built_in_and_after_flags() -> None:
+    model = GenerationConfig(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.1)
+    resolved = resolve(model, top_p=0.5)
+    params, sources = resolved.params, resolved.sources
+    assert (params.temperature, params.top_p, params.top_k) == (0.6, 0.5, 20)
+    assert params.repetition_penalty == 1.1 and params.min_p == 0.0
+    assert (sources["temperature"], sources["top_p"], sources["min_p"]) == (
+        "generation_config.json",
+        "given",
+        "default",
+    )
+
+
+def test_a_model_that_does_not_sample_is_greedy_unless_told() -> None:
+    model = GenerationConfig(temperature=0.6, do_sample=False)
+    assert resolve(model).params.temperature == 0.0
+    assert resolve(model, temperature=0.9).params.temperature == 0.9
+    assert resolve(GenerationConfig(temperature=0.6, do_sample=True)).params.temperature == 0.6
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (r"\n\n", "\n\n"),
+        (r"a\tb\r\0", "a\tb\r\0"),
+        (r"\\n", "\\n"),
+        (r"\d \q", r"\d \q"),
+        ("end\\", "end\\"),
+        ("\n", "\n"),
+    ],
+)
+def test_escapes(typed: str, meant: str) -> None:
+    assert unescape(typed) == meant
+
+
+def test_logit_bias() -> None:
+    assert parse_logit_bias("42=-5.5") == (42, -5.5)
+    assert resolve(logit_bias=["1=2", "2=-1"]).params.logit_bias == ((1, 2.0), (2, -1.0))
+    for bad in ("42", "x=1", "1=x", "=", "1=2=3"):
+        with pytest.raises(UsageError, match="ID=VALUE"):
+            parse_logit_bias(bad)
+
+
+@pytest.mark.parametrize("typed", ["", "k", "8kk", "-1", "1.5k", "1e3", "9" * 13, "٤"])
+def test_words_that_are_no_sizes(typed: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        parse_size(typed)
+
+
+def test_a_value_of_the_models_file_is_named_as_such(spd_run: Callable, model: Path, script) -> None:
+    (model / "generation_config.json").write_text('{"temperature": 200}')
+    refused(spd_run("generate", "-m", model, "Hi"), 2, "temperature 200", "generation_config.json")

@@ -22,7 +22,6 @@ from spd.runtime.plan.plan import make_plan
 from tests.helpers import read_model_config
 from tests.json_schema import faults
 from tests.recipes.mtp_folders import write_hollow
-from tests.recipes.tiny_hybrid import write_tiny_hybrid
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,12 +83,6 @@ def test_tensors_that_are_missing_or_too_many(spd_run: Callable, model: Path) ->
     write_shard(model / "model.safetensors", shapes)
     ran = spd_run("inspect", model)
     assert ran.code == 4 and "model.norm.weight" in ran.err and ran.out == b""
-
-
-def test_a_pair_with_one_vocabulary(spd_run: Callable, whole: Path) -> None:
-    ran = spd_run("inspect", whole, "--draft", whole)
-    assert ran.code == 0 and "\ncompatible        yes\n" in ran.text
-    assert spd_run("inspect", whole, "--draft-model", whole, "--json").json["compatible"] is True
 
 
 def test_a_pair_with_two_vocabularies(spd_run: Callable, whole: Path, tmp_path: Path) -> None:
@@ -193,13 +186,3 @@ def test_sixty_shards_without_torch(model: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert "shards 60" in done.stdout and done.stdout.endswith("\n0 []\n")
-
-
-def test_states_of_recurrent_layers_are_told(spd_run: Callable, tmp_path: Path) -> None:
-    """Four of five layers keep six heads of 16 x 24 float32 values."""
-    folder = write_tiny_hybrid(tmp_path / "hybrid", mtp=True)
-    ran = spd_run("inspect", folder, "--json")
-    assert ran.json["target"]["state_bytes_per_slot"] == 4 * 6 * 16 * 24 * 4
-    assert ran.json["target"]["kv_bytes_per_token"] == 2 * 2 * 32 * 4
-    assert "state bytes per slot 36.00 KiB" in spd_run("inspect", folder).text
-    assert ran.json["needs"]["parts"]["states"] > 4 * 6 * 16 * 24 * 4

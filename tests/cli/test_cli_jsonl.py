@@ -79,25 +79,13 @@ BAD: list[tuple[Any, str]] = [
     ({"prompt": 3}, "Invalid 'prompt': expected a string"),
     ({"prompt": "\ud800"}, "lone U+D800"),
     ({"prompt": "x", "promt": 1}, "Unknown parameter: 'promt'"),
-    (
-        {"prompt": "x", "params": {"temperature": "hot"}},
-        "'params.temperature': expected a number",
-    ),
-    (
-        {"prompt": "x", "params": {"max_tokens": True}},
-        "'params.max_tokens': expected a number",
-    ),
+    ({"prompt": "x", "params": {"temperature": "hot"}}, "'params.temperature': expected a number"),
+    ({"prompt": "x", "params": {"max_tokens": True}}, "'params.max_tokens': expected a number"),
     ({"prompt": "x", "params": {"heat": 1}}, "Unknown parameter: 'params.heat'"),
     ({"prompt": "x", "params": {"stop_token_ids": [99999]}}, "token id 99999 is not in the vocabulary"),
     ({"prompt": "x", "params": {"regex": "("}}, "--grammar cannot be used"),
-    (
-        {"prompt": "x", "params": {"max_tokens": 10**400}},
-        "'params.max_tokens': expected a value",
-    ),
-    (
-        {"prompt": "x", "params": {"temperature": -(10**400)}},
-        "'params.temperature': is beyond all",
-    ),
+    ({"prompt": "x", "params": {"max_tokens": 10**400}}, "'params.max_tokens': expected a value"),
+    ({"prompt": "x", "params": {"temperature": -(10**400)}}, "'params.temperature': is beyond all"),
     ({"prompt_ids": [10**400]}, "'prompt_ids[0]': expected a value"),
     ({"prompt_ids": [99999]}, "token id 99999 is not in the vocabulary"),
     ({"prompt_ids": 7}, "'prompt_ids': expected an array"),
@@ -216,13 +204,6 @@ def test_resuming_does_not_touch_what_is_no_output(answers: Lines, tmp_path: Pat
     ran, _ = answers(prompts(2), "-o", out, "--resume")
     refused(ran, 2, "does not answer the input's line", "another -o FILE")
     assert out.read_text() == content
-
-
-@pytest.mark.parametrize("count", [0, 1025])
-def test_how_many_lines_may_decode_together(answers: Lines, count: int) -> None:
-    ran, _ = answers(prompts(1), "--concurrency", count)
-    refused(ran, 2, f"'--concurrency': {count} is not in the range 1<=x<=1024")
-    refused(answers([])[0], 2, "no lines to answer", "stdin is empty")
 
 
 def test_a_failed_step_costs_the_lines_that_ran(answers: Lines, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,20 +89,6 @@ def test_what_a_person_sees() -> None:
     assert screen.style_of("gone") == "9" and screen.style_of("docs") == "94"
 
 
-@pytest.mark.parametrize("columns", [20, 40, 200])
-def test_no_word_is_lost(columns: int) -> None:
-    said = TEXT.replace("```python", "```").replace("1. one", "1 one").replace("<", "") + "\n```\n<b>html</b>"
-    kept = "".join(c for c in said if c.isalnum())
-    assert "".join(c for c in shown(list(said), columns).text if c.isalnum()) == kept
-
-
-def test_words_are_wrapped_and_code_is_not() -> None:
-    screen = shown([TEXT], 40)
-    code = "def f(**kw):  # a long comment that is not wrapped by anything, since people copy code from here"
-    assert code in "".join("".join(row) for row in screen.rows)
-    assert max(map(len, screen.text.split("def f")[0].split("\n"))) < 40
-
-
 def test_a_word_is_shown_before_its_style_is_known() -> None:
     stream, screen = MarkdownStream(fixed(40, 24), color=True), Screen(40)
     screen.feed(stream.feed("a **bo"))
@@ -124,11 +110,6 @@ def test_what_has_left_the_screen_stays(monkeypatch: pytest.MonkeyPatch) -> None
         assert all(row >= top for row in screen.redrawn)
     screen.feed(stream.finish())
     assert screen.text.split("\n")[:-1] == [f"line {number} b" for number in range(30)]
-
-
-def test_without_colour_nothing_is_coloured() -> None:
-    screen = shown(["`x y` and **b**\n```\ncode\n```\n"], color=False)
-    assert screen.style_of("x y") == screen.style_of("code") == "" and screen.style_of("b") == "1"
 
 
 def test_a_terminal_that_shrinks_breaks_its_rows_and_all_is_drawn_anew() -> None:

@@ -136,9 +136,12 @@ def test_what_was_finished_is_kept(hub: Hub, cache: Path, spd_run: Callable, mon
     assert hub.fetched() == ["model.safetensors"]
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "model.safetensors.index.json"])
 def test_a_file_with_another_hash_is_removed(name: str, hub: Hub, cache: Path, spd_run: Callable) -> None:
-    data = hub.files[name]
+    """An index is read before anything else is: what a proxy sends in its place is no damaged model."""
+    if "index" in name:
+        del hub.files["model.safetensors"]
+    data = hub.files.setdefault(name, b'{"weight_map": {"a": "m.safetensors"}}')
     hub.sent[name] = bytes([data[0] ^ 1]) + data[1:]
     ran = spd_run("pull", NAME)
     assert (
@@ -213,17 +216,6 @@ def test_answers_that_are_none(answer: bytes, hub: Hub, spd_run: Callable) -> No
     refused(spd_run("pull", NAME), 8, f"cannot download {NAME}: the hub gave a wrong answer", hub.url)
 
 
-def test_the_index_is_checked_too(hub: Hub, cache: Path, spd_run: Callable) -> None:
-    """It is read before anything else is downloaded: what a proxy sends in its place is no damaged model."""
-    del hub.files["model.safetensors"]
-    hub.files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": "m.safetensors"}}).encode()
-    hub.sent["model.safetensors.index.json"] = b"<html>Please log in</html>".ljust(
-        len(hub.files["model.safetensors.index.json"])
-    )
-    ran = spd_run("pull", NAME)
-    assert ran.code == 8 and "index.json is not the file that the hub lists" in ran.err
-
-
 def answer(status: int, error_code: str | None = None) -> Change:
     return lambda hub, patch: vars(hub).update(status=status, error_code=error_code)
 
@@ -289,13 +281,6 @@ def test_ctrl_c_leaves_no_half_file(hub: Hub, cache: Path, monkeypatch: Any) -> 
     with pytest.raises(Interrupted):
         hub_download.download(model, interrupt)
     assert not list(cache.rglob("*.incomplete"))
-
-
-@pytest.mark.parametrize("name", ["../x", "a/b/c", "", "org/a..b", "https://x/y"])
-def test_names_that_are_none(name: str, spd_run: Callable, cache: Path) -> None:
-    for command in ("pull", "rm"):
-        ran = spd_run(command, name)
-        assert ran.code == 2 and "is not the name of a model" in ran.err
 
 
 # -- consent ---------------------------------------------------------------------------------------

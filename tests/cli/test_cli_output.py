@@ -8,14 +8,12 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from spd.cli.text.output import Console, Sink, check_writable, printable, to_json, wants_color, write_error
 from spd.errors import CheckpointError, IncompatibleError, ResourceError, SpdError, UsageError
-from tests.cli.conftest import refused
 
 
 class Terminal(io.StringIO):
@@ -69,29 +67,6 @@ def test_error_lines(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_error_object(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    write_error(error(), Console(), as_json=True)
-    out, err = capfdbinary.readouterr()
-    shown = json.loads(out)["error"]
-    assert err == b"" and (shown["code"], shown["exit"], shown["fix"]) == ("nope", 4, ["do this", "or that"])
-
-
-def test_file_is_emptied_by_the_first_write_only(tmp_path: Path) -> None:
-    path = tmp_path / "out"
-    path.write_text("old and long")
-    sink = Sink(path)
-    assert path.read_text() == "old and long"
-    sink.write("né")
-    sink.write("w\n")
-    assert path.read_bytes() == "néw\n".encode()
-
-
-def test_terminal_of_another_encoding(tmp_path: Path) -> None:
-    with (tmp_path / "out").open("wb") as file:
-        Sink(file.fileno(), encoding="ascii", terminal=True).write("é\x1b[0m\n")
-    assert (tmp_path / "out").read_bytes() == b"?\\x1b[0m\n"
-
-
 def test_a_slow_non_blocking_reader_gets_everything() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -131,27 +106,6 @@ def test_early_check_of_a_file(tmp_path: Path) -> None:
     for bad in (tmp_path, tmp_path / "no" / "file"):
         with pytest.raises(UsageError, match="cannot write"):
             check_writable(bad)
-
-
-LONG = "x" * 300
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["generate", "-m", "demo", "Hi", "-o", LONG],
-        ["generate", "-m", "demo", "Hi", "--trace", LONG],
-        ["bench", "-m", "demo", "-o", LONG],
-        ["convert-mtp", "demo", LONG],
-    ],
-    ids=lambda argv: f"{argv[0]} {argv[-2]}",
-)
-def test_a_name_that_is_too_long_is_refused_before_the_work(
-    argv: list[str], spd_run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    refused(spd_run(*argv), 2, "cannot write", "File name too long")
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

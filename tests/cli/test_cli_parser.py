@@ -63,11 +63,6 @@ def test_what_is_cut_says_what_does_it_now(spd_run: Callable) -> None:
     refused(spd_run("generate", "-p", "Hi"), 2, "-p is no longer", 'fix: spd generate "your prompt"')
 
 
-@pytest.mark.parametrize("flag", ["--num-beams", "--beam", "--beam-size=4", "--trust-remote-code"])
-def test_refused_by_name(flag: str, spd_run: Callable) -> None:
-    refused(spd_run("generate", flag, "4"), 4, flag.partition("=")[0], "leave it out")
-
-
 @pytest.mark.parametrize(
     ("argv", "name", "value"),
     [

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from spd.errors import CheckpointError
+from spd.formats.checkpoint import Checkpoint
 from spd.formats.demo import demo_folder
 from spd.formats.folder import ModelFolder
+from spd.formats.mtp import verifier_hash
 from spd.kernels.linear.few_bits import int4_groups
 from spd.runtime.load.packed_weights import unpack
 from tests.cli.conftest import refused
+from tests.helpers import cut_when_read
+from tests.recipes.fp8_twin import write_twin
+from tests.recipes.mtp_folders import PREFIX, change_tensors, write_deepseek
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
 
 ASK = (
@@ -95,3 +103,150 @@ def test_what_is_refused(spd_run: Callable, tmp_path: Path) -> None:
     (broken / "model.safetensors").write_bytes((broken / "model.safetensors").read_bytes()[:-9])
     refused(spd_run("quantize", broken, tmp_path / "nothing"), 4, "model.safetensors")
     assert not (tmp_path / "twice").exists() and not (tmp_path / "nothing").exists()
+
+
+ROOT = Path(__file__).resolve().parents[2]
+COPIES = (f"{PREFIX}embed_tokens.weight", f"{PREFIX}shared_head.head.weight")
+NORM = "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def _original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("convert") / "original"
+    write_deepseek(folder)
+    return folder
+
+
+@pytest.fixture
+def original(_original: Path, tmp_path: Path) -> Path:
+    """A model with an MTP layer, to be changed at will."""
+    return Path(shutil.copytree(_original, tmp_path / "original"))
+
+
+def head_of(folder: Path) -> dict[str, torch.Tensor]:
+    tensors = load_file(folder / "model.safetensors")
+    return {name: t for name, t in tensors.items() if name.startswith(PREFIX) and name not in COPIES}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        t.dtype == other[name].dtype and torch.equal(t, other[name]) for name, t in one.items()
+    )
+
+
+def test_the_head_is_cut_out_byte_for_byte(spd_run: Callable, original: Path, tmp_path: Path) -> None:
+    head = tmp_path / "head"
+    planned = spd_run("convert-mtp", original, head, "--dry-run")
+    assert planned.code == 0 and "\nwritten           no\n" in planned.text and not head.exists()
+    ran = spd_run("convert-mtp", original, head, "--json")
+    assert ran.code == 0 and ran.err == ""
+    facts = ran.json
+    assert (facts["family"], facts["modules"], facts["written"]) == ("deepseek", 1, True)
+    wanted = head_of(original)
+    assert {row["name"] for row in facts["mapped"]} == set(wanted)
+    assert facts["shared"] == sorted(COPIES) and facts["own"] == facts["dropped"] == []
+    assert equal(load_file(head / "model.safetensors"), wanted)
+    folder = ModelFolder(head).head
+    assert folder.layout.modules == 1 and folder.verifier == str(original)
+    assert folder.verifier_sha256 == facts["verifier"]["sha256"]
+    assert sorted(os.listdir(tmp_path)) == ["head", "original"]
+
+
+def test_only_the_shards_that_are_needed_are_read(spd_run: Callable, tmp_path: Path) -> None:
+    """The others are not even there: a head can be cut from what was downloaded for it."""
+    tensors = write_deepseek(tmp_path / "sharded", shards=6)
+    for number in range(1, 5):
+        (tmp_path / "sharded" / f"model-{number:05}-of-00006.safetensors").unlink()
+    ran = spd_run("convert-mtp", tmp_path / "sharded", tmp_path / "head")
+    assert ran.code == 0, ran.err
+    wanted = {n: t for n, t in tensors.items() if n.startswith(PREFIX) and n not in COPIES}
+    assert equal(load_file(tmp_path / "head" / "model.safetensors"), wanted)
+    (tmp_path / "sharded" / "model-00005-of-00006.safetensors").unlink()  # the final norm: whose head is it?
+    refused(spd_run("convert-mtp", tmp_path / "sharded", tmp_path / "other"), 4, "model-00005-of-00006")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_table_of_its_own_is_kept(spd_run: Callable, original: Path, tmp_path: Path) -> None:
+    table = load_file(original / "model.safetensors")[COPIES[1]]
+    change_tensors(original, **{COPIES[1]: table + 1})
+    facts = spd_run("convert-mtp", original, tmp_path / "head", "--json").json
+    assert facts["own"] == [COPIES[1]] and facts["shared"] == [COPIES[0]]
+    written = load_file(tmp_path / "head" / "model.safetensors")
+    assert torch.equal(written[COPIES[1]], table + 1) and COPIES[0] not in written
+
+
+def test_fp8_goes_along_with_its_scales(spd_run: Callable, original: Path, tmp_path: Path) -> None:
+    twin = write_twin(original, tmp_path / "twin", block=24)  # partial last blocks both ways
+    assert spd_run("convert-mtp", twin, tmp_path / "head").code == 0
+    stored = load_file(tmp_path / "head" / "model.safetensors")
+    assert equal(stored, head_of(twin))
+    config = json.loads((tmp_path / "head" / "config.json").read_text())["transformer_layer_config"]
+    assert config["quantization_config"]["weight_block_size"] == [24, 24]
+    scale = next(name for name in stored if name.endswith("_scale_inv"))
+    change_tensors(twin, drop=(scale,))
+    refused(
+        spd_run("convert-mtp", twin, tmp_path / "bare"),
+        4,
+        "tensors of the MTP head are needed: 1 missing",
+        scale.removesuffix("_inv"),
+    )
+
+
+def test_a_model_that_lost_its_head_is_refused(spd_run: Callable, original: Path, tmp_path: Path) -> None:
+    lost = Path(shutil.copytree(original, tmp_path / "lost"))
+    change_tensors(lost, drop=(*head_of(original), *COPIES))
+    refused(spd_run("convert-mtp", lost, tmp_path / "x"), 4, "holds no MTP layers", "config.json speaks of 1")
+
+
+@pytest.mark.parametrize(
+    "lost", ["enorm.weight", "self_attn.kv_b_proj.weight", "mlp.experts.3.up_proj.weight"]
+)
+def test_a_partial_head_is_refused_by_name(
+    spd_run: Callable, original: Path, tmp_path: Path, lost: str
+) -> None:
+    change_tensors(original, drop=(PREFIX + lost,))
+    refused(spd_run("convert-mtp", original, tmp_path / "head"), 4, "1 missing", PREFIX + lost)
+    assert sorted(os.listdir(tmp_path)) == ["original"]
+
+
+def test_wrong_and_foreign_tensors_are_refused_by_name(
+    spd_run: Callable, original: Path, tmp_path: Path
+) -> None:
+    foreign = f"{PREFIX}self_attn.indexer.wk.weight"
+    change_tensors(original, **{foreign: torch.zeros(4)})
+    refused(spd_run("convert-mtp", original, tmp_path / "head"), 4, "belong to none", foreign)
+    change_tensors(original, drop=(foreign,), **{f"{PREFIX}eh_proj.weight": torch.zeros(32, 63)})
+    refused(spd_run("convert-mtp", original, tmp_path / "head"), 4, "of another shape", "[32, 63]")
+
+
+def test_nothing_is_overwritten_by_accident(spd_run: Callable, original: Path, tmp_path: Path) -> None:
+    before = {path: path.read_bytes() for path in original.iterdir()}
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    for destination in (original, tmp_path, tmp_path / "link"):
+        refused(spd_run("convert-mtp", original, destination), 2, "is there")
+    assert spd_run("convert-mtp", original, tmp_path / "empty").code == 0
+    refused(spd_run("convert-mtp", original, tmp_path / "empty"), 2, "is there", "a new folder")
+    assert before == {path: path.read_bytes() for path in original.iterdir()}
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+def test_a_source_that_is_cut_short_while_it_is_read(
+    spd_run: Callable, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_when_read(monkeypatch, original / "model.safetensors")
+    ran = spd_run("convert-mtp", original, tmp_path / "out" / "head")
+    refused(ran, 4, f"{original / 'model.safetensors'}: ")
+    assert not (tmp_path / "out").exists() or not os.listdir(tmp_path / "out")
+
+
+def test_the_mark_of_the_verifier_is_never_that_of_a_part(
+    original: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_tensors(original, **{NORM: torch.ones(10**6)})
+    cut_when_read(monkeypatch, original / "model.safetensors")
+    with (
+        Checkpoint.open(original) as checkpoint,
+        pytest.raises(CheckpointError, match="was truncated while it was read"),
+    ):
+        verifier_hash(checkpoint)

@@ -98,10 +98,6 @@ def test_a_missing_numpy_is_no_news() -> None:
     assert "NumPy" not in done.stderr and "other news" in done.stderr
 
 
-def test_version_in_other_places(spd_run: Callable) -> None:
-    assert spd_run("--version").text == spd_run("-V", "generate").text == f"spd {spd.__version__}\n"
-
-
 def test_programs_are_not_looked_for_in_the_working_folder(
     spd_run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,42 +147,11 @@ def test_help_cuts_no_name_at_any_width(
     assert wanted <= found and not re.search(r"--[\w-]*…", ran.text)
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["generat"], "generate"),
-        (["generate", "--temprature", "1"], "--temperature"),
-        (["generate", "--json=1", "x"], "--json"),
-        (["generate", "a", "b"], "quote the prompt"),
-        (["generate", "-m"], "requires an argument"),
-        (["completions"], "'SHELL'. Choose from: bash, zsh,"),
-        (["completions", "tcsh"], "'bash'"),
-        (["--nonsense"], "--nonsense"),
-        (["chatt"], "No such command 'chatt'".lower()),
-        (["help"], "no such command 'help'"),
-    ],
-)
-def test_words_that_are_off(argv: list[str], words: str, spd_run: Callable) -> None:
-    ran = spd_run(*argv)
-    assert words.lower() in ran.err.lower()
-    refused(ran, 2, "--help")
-
-
 def test_usage_errors_as_json(spd_run: Callable) -> None:
     ran = spd_run("--json", "generate", "--temperature", "warm")
     shown = ran.json["error"]
     assert (ran.code, shown["code"], shown["exit"], ran.err) == (2, "usage", 2, "")
     assert shown["fix"] == ["spd generate --help"]
-
-
-def test_public_names_are_lazy_and_complete() -> None:
-    code = "import spd, sys; print('torch' in sys.modules); print(spd.SamplingParams, 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert done.stdout.splitlines()[0] == "False" and done.stdout.rstrip().endswith("False")
-    with pytest.raises(AttributeError, match="nothing"):
-        spd.nothing  # noqa: B018
-    for name in set(spd.__all__) - {"Engine", "EnginePlan", "make_plan"}:
-        assert getattr(spd, name) is not None
 
 
 ERRORS = [

@@ -13,7 +13,6 @@ import pytest
 
 from spd.cli.text.job import Vocabulary
 from spd.cli.text.prompt import Asked, end_of_thinking
-from tests.cli.conftest import refused
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}
 SCHEMA["additionalProperties"] = False
@@ -45,28 +44,6 @@ def test_the_reply_follows_what_was_asked_for(
         assert re.fullmatch(wanted, replies[0].text.removesuffix("\n")), replies[0]
 
 
-def test_what_cannot_be_used_is_refused_before_weights(spd_run: Callable[..., Any], model: Path) -> None:
-    """The model of this test has no weights at all."""
-    for flags, code, words in (
-        (["--schema", "{"], 2, "--schema is not JSON"),
-        (["--schema", '{"type": "nope"}'], 2, "--schema cannot be used: Invalid type: nope"),
-        (["--schema", "missing.json"], 3, "no file missing.json"),
-        (
-            ["--grammar", "/(/"],
-            2,
-            '--grammar cannot be used: at 1(8): invalid regex "(" (in regex): regex parse error: uncl',
-        ),
-        (
-            ["--grammar", "/" + "x" * 300 + "(?=a)/"],
-            2,
-            " look-around, including look-ahead and look-behind, is not supp",
-        ),
-        (["--grammar", ""], 2, "the name of a file is empty"),
-        (["--grammar", "start: x"], 2, "--grammar cannot be used: "),
-    ):
-        refused(spd_run("generate", "-m", model, "Hi", *flags), code, words)
-
-
 THINK, END, OTHER = 5, 6, 1
 
 
@@ -86,8 +63,7 @@ THINK, END, OTHER = 5, 6, 1
 def test_where_a_grammar_begins(ids: list[int], template: str, variables: Any, expected: int | None) -> None:
     names = {"<think>": THINK, "</think>": END}
     vocabulary: Any = SimpleNamespace(
-        tokenizer=SimpleNamespace(token_to_id=names.get),
-        template=SimpleNamespace(default=template),
+        tokenizer=SimpleNamespace(token_to_id=names.get), template=SimpleNamespace(default=template)
     )
     asked = Asked(messages=({"role": "user", "content": "x"},), variables=variables)
     assert end_of_thinking(vocabulary, asked, ids) == expected

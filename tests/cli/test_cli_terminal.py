@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import pty
 import re
@@ -15,13 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from spd.cli.text.output import cells, fit_lines, table_lines
+from spd.cli.text.output import cells, fit_lines
 from tests.cli.conftest import program
 from tests.recipes.tiny_dense import write_dense
 
 ROOT = Path(__file__).resolve().parents[2]
 STYLE = re.compile(r"\x1b\[([0-9;]*)m")
-COLOUR = re.compile(r"(?:^|;)(?:3[0-8]|4[0-8]|9[0-7])(?:;|$)")
 PIECES = ["A reply of words that goes on beyond", " the edge of a narrow terminal without a break."]
 
 
@@ -69,10 +67,7 @@ error: nothing to generate from
 COLOURED_ERROR = PLAIN_ERROR.replace("error:", "\x1b[1;31merror:\x1b[0m").replace(
     "fix:", "\x1b[32mfix:\x1b[0m"
 )
-FORMS = {
-    "terminal": ({}, True),
-    "no-color": ({"NO_COLOR": "1"}, False),
-}
+FORMS = {"terminal": ({}, True), "no-color": ({"NO_COLOR": "1"}, False)}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -132,26 +127,8 @@ def test_lines_are_broken_between_words() -> None:
     ]
     assert fit_lines(fact, 56) == fact and fit_lines(fact, None) == fact
     path = "/a/path/" + "x" * 60
-    assert fit_lines(f"in {path} is nothing", 40).split("\n") == [
-        "in",
-        f"  {path}",
-        "  is nothing",
-    ]
+    assert fit_lines(f"in {path} is nothing", 40).split("\n") == ["in", f"  {path}", "  is nothing"]
     command = "  fix: spd generate --draft-model org/name-of-a-model --temperature 0"
     assert fit_lines(command, 40) == command
     told = "  /regen     reply to the last message once more"  # a line of /help is not to be pasted
     assert fit_lines(told, 40).split("\n") == [told[:38], " " * 13 + "once more"]
-
-
-def test_numbers_of_a_table_stand_to_the_right() -> None:
-    rows = [["code", "plain", "48.9"], ["", "mtp", "104.8"]]
-    assert table_lines(["category", "method", "tok/s"], rows) == [
-        "category  method  tok/s",
-        "code      plain    48.9",
-        "          mtp     104.8",
-    ]
-
-
-def test_json_is_never_broken(folder: Path) -> None:
-    status, text = on_terminal("inspect", "--json", folder, columns=40)
-    assert status == 0 and text.count("\n") == 1 and json.loads(text)["target"]["architecture"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from spd.cli.parser import CUT
 from spd.cli.text.prompt import ThinkingSplitter, parted
 from spd.runtime.engine.request import ThinkingBudget
 from tests.cli.conftest import SPECIALS, TEMPLATE, program, refused, write_tokenizer
-from tests.cli.test_cli_signals import finish, start
 from tests.cli.test_cli_signals import program as slow_program
+from tests.cli.test_cli_signals import start
 from tests.cli.test_cli_terminal import on_terminal
 
 OPENED = TEMPLATE.replace("assistant\\n'", "assistant\\n<think>\\n'")
@@ -85,10 +84,7 @@ THINKING = program("""pieces=["<thi", "nk>", "h\\x1b[2Jm\\n", "so", "</th", "ink
 
 @pytest.mark.parametrize(
     ("argv", "environment", "shown"),
-    [
-        ([], {}, "\x1b[2mh\\x1b[2Jm\x1b[0m\n\x1b[2mso\x1b[0m\n\nYes\n"),
-        (["--think", "hide"], {}, "Yes\n"),
-    ],
+    [([], {}, "\x1b[2mh\\x1b[2Jm\x1b[0m\n\x1b[2mso\x1b[0m\n\nYes\n"), (["--think", "hide"], {}, "Yes\n")],
 )
 def test_a_terminal_gets_thinking_dimmed(
     argv: list[str], environment: dict[str, str], shown: str, model: Path
@@ -113,17 +109,6 @@ def test_a_reader_that_leaves_while_it_thinks(model: Path) -> None:
     finally:
         process.kill()
     assert process.stderr is not None and process.stderr.read() == b""
-
-
-def test_a_signal_while_it_thinks(model: Path) -> None:
-    set_template(model, OPENED)
-    process = start(slow_program(model, "--json", at="hang"))
-    assert process.stderr is not None and process.stderr.readline() == b"hanging\n"
-    process.send_signal(signal.SIGINT)
-    code, out, err = finish(process)
-    assert (code, err) == (-signal.SIGINT, "stopping…\n")
-    shown = json.loads(out)
-    assert (shown["finish_reason"], shown["reasoning"], shown["text"]) == ("abort", "word word ", "")
 
 
 def test_a_chat_without_a_terminal_says_the_answer(spd_run: Callable, model: Path, script: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gpu.gpu_forms import CASES, Form, make_form
+from tests.gpu.test_gpu_forms import CASES, Form, make_form
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,12 @@ from torch import Tensor
 from spd.kernels.experts import moe
 from spd.kernels.linear import few_bits
 from spd.kernels.linear import skinny_linear as reference
+from spd.kernels.linear.eight_bits import int8_rows
 from spd.kernels.linear.few_bits import GroupedWeight, decoded, grouped_linear, paired, tiled, unpaired
 from spd.kernels.linear.skinny_config import LinearConfig
 from spd.kernels.linear.skinny_linear import Norm
 from spd.kernels.native.library import Ending, NativeLibrary
-from tests.kernels.forms import assert_rounded, near, needs_compiled, noise
+from tests.kernels.forms import assert_rounded, near, needs_compiled, noise, normal
 from tests.kernels.skinny_cases import Operands
 
 KINDS = ("int4", "int8", "e2m1", "e4m3")
@@ -204,3 +205,14 @@ def test_experts(native: NativeLibrary, kind: str) -> None:
             inner = (F.silu(gate) * up).to(native.dtype).double()
             right[row] += weight * (inner @ down.expert(expert).plain(torch.float64).t())
     torch.testing.assert_close(made.double(), right, rtol=0.02, atol=0.02 * float(right.abs().max()))
+
+
+def test_int8_is_within_half_a_step() -> None:
+    wide = normal(33, 70, seed=4) * torch.exp2(torch.arange(33) - 16.0)[:, None]
+    wide[5] = 0
+    made = int8_rows(wide)
+    assert ((made.plain(torch.float32) - wide).abs() <= 0.5001 * made.scales[:, None]).all()
+    assert made.values.abs().amax(1).tolist() == [127] * 5 + [0] + [127] * 27
+    assert made.scales[5] == 1 and not made.values[5].any()
+    half = int8_rows(torch.tensor([[127.0, 0.5, 1.5, -2.5]]))
+    assert half.values.tolist() == [[127, 0, 2, -2]]

@@ -162,10 +162,7 @@ SIZES = [
     (6, 256, 64, 70, 3),
     (32, 96, 32, 7, 8),
 ]
-EXPERTS = [
-    *(("plain", *sizes) for sizes in SIZES),
-    *(("int8", *SIZES[i]) for i in (1, 3)),
-]
+EXPERTS = [*(("plain", *sizes) for sizes in SIZES), *(("int8", *SIZES[i]) for i in (1, 3))]
 
 
 @pytest.mark.parametrize(
@@ -179,7 +176,7 @@ def test_experts(form: Form, kind: str, count: int, k: int, n: int, rows: int, p
         pytest.skip("the C kernels take weights of 16 bits in whole vectors")
     if form.name == "triton" and (rows * k > 4000 or count > 8):
         pytest.skip("the interpreter is slow")
-    for dtype in form.dtypes:
+    for dtype in form.types(count):
         gate_up = stacked(kind, count, 2 * n, k, form.device, dtype)
         down = stacked(kind, count, k, n, form.device, dtype)
         x, stream = (normal(rows, k, seed=s).to(form.device, dtype) for s in (1, 2))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -230,14 +232,6 @@ def test_where_amx_is_refused_the_other_instructions_run(
     assert len(asked) == 2 and compiled
 
 
-def test_a_library_is_made_once(tmp_path: Path, compiled: list[int]) -> None:
-    """The second asking compiles nothing; other instructions make another library."""
-    first = library_path(lambda: tmp_path)
-    library_path(lambda: tmp_path, "AVX512-BF16" if build.instructions() == "AVX2" else "AVX2")
-    assert library_path(lambda: tmp_path) == first
-    assert len(compiled) == len(list(tmp_path.iterdir())) == 2
-
-
 PAIRS = ("-mavx512bf16", "-mavx512bw", "-mavx512vl")
 GIVEN = {
     "AMX": (*PAIRS, "-mamx-tile", "-mamx-bf16"),
@@ -250,7 +244,7 @@ CROSS = shutil.which("aarch64-linux-gnu-gcc")
 ARM = platform.machine() == "aarch64"
 
 
-@pytest.mark.covers(count=3)
+@pytest.mark.covers(count=2)
 @pytest.mark.parametrize(
     ("dtype", "name"), [(dtype, name) for dtype in build.DTYPE_FLAGS for name in build.fitting(dtype)]
 )
@@ -266,3 +260,56 @@ def test_every_form_compiles(dtype: str, name: str) -> None:
     command = [*compiler, *flags, *GIVEN[name], *build.OWN_FLAGS[name], *build.DTYPE_FLAGS[dtype]]
     command += [*checks, *sources]
     assert subprocess.run(command, capture_output=True, text=True, check=False).stderr == ""
+
+
+WIDTH, DEPTH = 2080, 512
+"""Enough work for several threads, in blocks that no number of them divides."""
+
+
+def test_products_by_any_number_of_threads(native: NativeLibrary) -> None:
+    """Hundreds of calls in a row, by 1 to 9 threads: every item once, in any order."""
+    x, packed, usual = noise(33, DEPTH).to(native.dtype), native.pack(noise(WIDTH, DEPTH)), native.threads
+    native.threads = 1
+    alone = {rows: native.linear(x[:rows], packed, None, Ending.FLOAT32) for rows in (1, 4, 33)}
+    try:
+        for call in range(300):
+            native.threads = 1 + call % 9
+            rows = (1, 4, 33)[call // 9 % 3]
+            assert torch.equal(native.linear(x[:rows], packed, None, Ending.FLOAT32), alone[rows])
+            assert torch.equal(native.pack(noise(WIDTH, DEPTH)).tiles, packed.tiles) if call < 9 else True
+    finally:
+        native.threads = usual
+
+
+def test_two_callers_at_once(native: NativeLibrary) -> None:
+    """One has the pool, the other works alone."""
+    x, weight, usual = noise(64, 4096).to(native.dtype), torch.randn(64, 4096), native.threads
+    alone = native.router_logits(x, weight)
+    native.threads = 3
+    try:
+        with ThreadPoolExecutor(2) as callers:
+            made = callers.map(lambda _: native.router_logits(x, weight), range(200))
+            assert all(torch.equal(each, alone) for each in made)
+    finally:
+        native.threads = usual
+
+
+@pytest.mark.covers(count=2)
+def test_a_forked_child_computes(native: NativeLibrary) -> None:
+    """It has none of its parent's threads, even where they were at work."""
+    x, packed, usual = noise(4, DEPTH).to(native.dtype), native.pack(noise(WIDTH, DEPTH)), native.threads
+    native.threads = 3
+    try:
+        made = native.linear(x, packed, None)
+        with ThreadPoolExecutor(1) as caller:
+            many = noise(2000, DEPTH).to(native.dtype)
+            busy = caller.submit(lambda: [native.linear(many, packed, None) for _ in range(30)])
+            for _ in range(5):
+                child = os.fork()
+                if child == 0:
+                    signal.alarm(30)
+                    os._exit(0 if torch.equal(native.linear(x, packed, None), made) else 1)
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            busy.result()
+    finally:
+        native.threads = usual

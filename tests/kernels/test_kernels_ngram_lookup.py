@@ -110,24 +110,6 @@ def test_drafts_equal_a_plain_search(op: Any, device: str, seed: int) -> None:
         assert found == wanted
 
 
-@pytest.mark.parametrize("end", [2, 15, 16, 31, 64, 81, 110])
-def test_a_match_anywhere_is_found(op: Any, device: str, end: int) -> None:
-    """Around the edges of blocks, and of the blocks that one program takes in turn."""
-    for length in (112, 129):
-        text = list(range(10, 10 + length))
-        text[-3:] = text[end - 2 : end + 1]
-        assert look_up(op, device, [text], 4, (1, 8)) == [expected(text, 4, (1, 8))]
-
-
-@pytest.mark.parametrize("longest", [1, 5, 64])
-def test_matches_longer_than_the_longest_are_equal(op: Any, device: str, longest: int) -> None:
-    """The early occurrence is one token longer than the late one; only a longer limit tells them apart."""
-    for size in (longest - 1, longest, longest + 1):
-        suffix = list(range(100, 100 + size + 1))
-        text = [*suffix, 7, *suffix[1:], 8, *suffix]
-        assert look_up(op, device, [text], 1, (1, longest), width=250) == [expected(text, 1, (1, longest))]
-
-
 LONGEST = [1, 2, 3, 7, 7, 9, *range(20, 60), 3, 8, 1, 2, 3]
 EXAMPLES: list[tuple[list[int], int, tuple[int, int], list[int]]] = [
     # text, k, sizes of a match, drafts

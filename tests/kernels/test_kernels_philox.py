@@ -52,13 +52,3 @@ def test_uniform_is_clamped_at_both_ends() -> None:
     ends = uniform(torch.tensor([0, 0xFFFFFFFF]))
     assert ends.tolist() == [2.0**-33, 1 - 2.0**-24]
     assert torch.isfinite(-torch.log(-torch.log(ends))).all()
-
-
-def test_argmax_of_noise_follows_the_softmax() -> None:
-    """Chi-square over 6 tokens and 40,000 positions; false alarm probability 1e-6 (df 5: 36.0)."""
-    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
-    positions = torch.arange(40_000)
-    draws = (logits + gumbel(torch.full_like(positions, 1234), positions, STREAM_TARGET, 6)).argmax(-1)
-    observed = torch.bincount(draws, minlength=6).double()
-    expected = logits.double().softmax(-1) * len(positions)
-    assert float(((observed - expected) ** 2 / expected).sum()) < 36.0

@@ -19,6 +19,7 @@ from spd.kernels.dispatch import load_kernels
 from spd.kernels.native.library import NativeLibrary
 from spd.kernels.recurrent.delta_rule import CHUNK, DeltaMemory, Rule
 from spd.kernels.recurrent.short_conv import Segments
+from tests.kernels.forms import COMPILED, Form, thinned
 
 pytest.importorskip("triton")
 BFLOAT16 = torch.bfloat16
@@ -165,29 +166,15 @@ def check_passes(kernels: Any, dtype: torch.dtype, shape: Shape, device: str = "
     assert layer.memory.state[1].isnan().all() and layer.ring[1].isnan().all()
 
 
-@ALL_SHAPES
-def test_passes_of_the_torch_form_are_single_steps(shape: Shape) -> None:
-    check_windows(load_kernels("torch"), torch.float32, shape)
-    check_passes(load_kernels("torch"), torch.float32, shape)
+PASSED = thinned([(shape,) for shape in SHAPES], (), "torch", *COMPILED)
+PASSED += [("triton", Shape(2, 1, 8, 40, depth=20)), ("triton", Shape(2, 2, 5, 7, depth=20, corrects=False))]
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        *(Shape(2, 1, 8, 40, depth=20), Shape(1, 1, 5, 7, taps=3, depth=20)),
-        Shape(2, 2, 5, 7, depth=20, corrects=False),
-    ],
-    ids=str,
-)
-def test_passes_of_the_triton_form_are_single_steps(shape: Shape, device: str) -> None:
-    check_windows(load_kernels("triton"), torch.float32, shape, 12, device)
-    check_passes(load_kernels("triton"), torch.float32, shape, device)
-
-
-@ALL_SHAPES
-def test_passes_of_the_native_form_are_single_steps(native: NativeLibrary, shape: Shape) -> None:
-    check_windows(native, native.dtype, shape)
-    check_passes(native, native.dtype, shape)
+@pytest.mark.parametrize(("form", "shape"), PASSED, indirect=["form"], ids=str)
+def test_passes_are_single_steps(form: Form, shape: Shape) -> None:
+    given = form.ops, form.dtypes[0], shape
+    check_windows(*given, 12 if form.name == "triton" else 40, form.device)
+    check_passes(*given, form.device)
 
 
 def naive(x: Tensor, layer: Layer) -> Tensor:
@@ -229,23 +216,17 @@ def naive(x: Tensor, layer: Layer) -> Tensor:
 
 
 @ALL_SHAPES
-def test_forms_are_the_published_recurrence(
-    shape: Shape, native: NativeLibrary, dtypes: tuple[torch.dtype, ...], device: str
-) -> None:
+def test_forms_are_the_published_recurrence(shape: Shape, form: Form) -> None:
     """Against float64, of the same rounded inputs, in two passes of which the second applies rows again."""
-
-    def error(kernels: Any, dtype: torch.dtype, device: str = "cpu") -> float:
-        layer = Layer(shape, kernels, dtype, 1, device=device)
+    if form.name == "triton" and form.device == "cpu" and shape.heads * shape.size > 100:
+        pytest.skip("the interpreter is slow")
+    allowed = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-8}
+    for dtype in form.dtypes[:1] if form.name == "torch" else form.types(shape.heads):
+        layer = Layer(shape, form.ops, dtype, 1, device=form.device)
         x = layer.inputs(33)
         made = torch.cat([layer.run(x[:20], (0, 0, 20, 0, 18)), layer.run(x[20:], (0, 0, 13, 20, 20))])
         wanted = naive(x, layer)
-        return float((made.double() - wanted).abs().max() / wanted.abs().max())
-
-    assert error(load_kernels("torch"), torch.float32) < 1e-5
-    assert error(native, native.dtype) < (1e-5 if native.dtype == torch.float32 else 2**-8)
-    for dtype in dtypes if shape.heads * shape.size < 100 else ():  # the interpreter is slow
-        allowed = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-8}[dtype]
-        assert error(load_kernels("triton"), dtype, device) < allowed
+        assert (made.double() - wanted).abs().max() < allowed[dtype] * wanted.abs().max()
 
 
 def test_a_convolution_may_stand_alone(native: NativeLibrary, device: str) -> None:

@@ -9,16 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from spd.kernels.round.commit import (
-    EMISSION_HEAD,
-    FAILED,
-    FULL,
-    GOING_ON,
-    STOPPED,
-    emission_width,
-    read_emission,
-)
-from spd.kernels.round.window import COMMITTED, NUM_TIMES
+from spd.kernels.round.commit import EMISSION_HEAD, FAILED, FULL, GOING_ON, STOPPED, emission_width
+from spd.kernels.round.window import NUM_TIMES
 
 MAX_LEN, VOCAB, DEPTH, SPARE = 24, 6, 3, 2
 
@@ -206,22 +198,3 @@ def test_without_counts_and_without_matches(op: Any, device: str) -> None:
     expect(expected, 5, 4)
     commit(op, arguments(state, 5, 4), looked_up=False)
     assert_same({**state, "match": told["match"]}, expected)
-
-
-def test_what_the_host_reads(op: Any, device: str) -> None:
-    """An emission says everything by itself, and its row's clock the hour; in a ring wider than needed."""
-    k = 3
-    state = make_state(7, 4, k, device, slack=1)
-    length = state["length"].tolist()
-    _, expected = check(op, state, 4, k)
-    assert (state["times"] != -5).nonzero().tolist() == [[int(state["counter"]) % DEPTH, COMMITTED]]
-    for s, row in enumerate(state["ring"][int(state["counter"]) % DEPTH, :4].tolist()):
-        emission = read_emission(row)
-        assert emission.draft == expected["draft"][s, :k].tolist()
-        assert emission.sampled == expected["sampled"][s, : k + 1].tolist()
-        assert (emission.length, emission.num_drafts) == (length[s], int(expected["num_drafts"][s]))
-        assert emission.match == expected["match"][s]
-        assert emission.length + emission.committed == expected["length"][s]
-        assert bool(expected["active"][s]) <= (emission.reason == GOING_ON)
-        ends = emission.reason in (STOPPED, FAILED)
-        assert ends or emission.committed in (0, emission.accepted + 1)

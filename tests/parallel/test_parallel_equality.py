@@ -20,7 +20,7 @@ from spd.runtime.models.weights import parts_of
 from tests.helpers import Damped, Run, quick_engine, random_prompts, read_model_config, run_all
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny import VARIANTS
-from tests.recipes.tiny_dense import FAMILIES, write_dense
+from tests.recipes.tiny_dense import write_dense
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.recipes.tiny_mtp import soft, write_tiny_mtp
 
@@ -56,25 +56,16 @@ def family(name: str, tiny: Callable[..., Path], folder: Path) -> Path:
 
 
 FEW = [("gqa8", 4), ("deepseek_v3", 2), ("gemma2", 2), ("fp8", 4)]
-WHOLE = "granite_hybrid_moe"
-"""Its Mamba-2 heads are one group, whose outputs are normalised together."""
-OTHERS = [(name, 2) for name in (*VARIANTS, *sorted(FAMILIES.keys() - {WHOLE}))]
+"""The others are in `test_parallel_families`."""
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"), [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
-)
+@pytest.mark.parametrize(("name", "ranks"), FEW)
 def test_a_family_on_several_ranks(name: str, ranks: int, tiny: Callable[..., Path], tmp_path: Path) -> None:
     folder = family(name, tiny, tmp_path)
     plain = outputs(texts(quick_engine(folder, slots=2)))
     speculated = texts(quick_engine(folder, slots=2, tp=ranks, spec="ngram", ngram_min=1, draft_max=4))
     assert outputs(speculated) == plain
     assert sum(run.metrics.draft_n for run in speculated)
-
-
-def test_one_group_of_recurrent_heads_is_not_divided(tmp_path: Path) -> None:
-    with pytest.raises(IncompatibleError, match="--tp 2 does not divide"):
-        quick_engine(write_dense(tmp_path, WHOLE), tp=2)
 
 
 @pytest.mark.parametrize("name", [pytest.param("gqa4", marks=pytest.mark.slow), "deepseek_v3"])
@@ -94,6 +85,7 @@ damped = Damped(loud=2)
 EAGLES: dict[str, dict[str, Any]] = {
     "eagle3": {"kind": "copy", "own_embedding": True, "draft_vocab": 281},
     "eagle3 of its own width": {"kind": "random", "hidden_size": 96, "fc_norm": True, "norm_output": True},
+    "eagle3 of few ids": {"kind": "random", "draft_vocab": 25},
     "eagle3 without a head": {"kind": "copy", "draft_vocab": None, "hidden_share": 0.3},
 }
 """Heads with the target's embeddings, with others of another width, and with the target's logits."""
@@ -118,6 +110,7 @@ def without_head(folder: Path) -> None:
         ("eagle3", 2, [1, 2]),
         ("eagle3 of its own width", 2, [1, 2]),
         ("eagle3 without a head", 2, [1, 2]),
+        ("eagle3 of few ids", 2, [2]),
         pytest.param("eagle3", 4, [1, 2, 4], marks=pytest.mark.slow),
         pytest.param("draft", 4, [1, 2, 4], marks=pytest.mark.slow),
         pytest.param("mtp", 4, [1, 4], marks=pytest.mark.slow),
@@ -232,20 +225,6 @@ def test_sizes_that_do_not_divide(
     with pytest.raises(kind) as caught:
         quick_engine(**{"model": tiny("qwen3"), "spec": "auto", **wishes})
     assert said in caught.value.message and fix in caught.value.fix
-
-
-def test_a_head_of_few_ids_is_divided(tmp_path: Path) -> None:
-    """Its own ids, of which the last rank may have fewer."""
-    target, shape = tmp_path / "target", {"layers": 3}
-    head = write_tiny_pair(target, tmp_path / "head", draft_vocab=25, aux=(1, 2), target_options=shape)
-    wishes: dict[str, Any] = {"spec": "eagle3", "draft_model": head, "draft_max": 3, "slots": 2}
-    alone, divided = (
-        texts(quick_engine(target, **wishes)),
-        texts(quick_engine(target, tp=2, draft_tp=2, **wishes)),
-    )
-    assert outputs(divided) == outputs(alone) and [run.drafts for run in divided] == [
-        run.drafts for run in alone
-    ]
 
 
 def test_a_head_is_divided_as_its_target_and_a_draft_model_is_not(tmp_path: Path) -> None:

@@ -16,16 +16,9 @@ from spd.kernels.native.build import obstacle
 from spd.runtime import Request, SamplingParams
 from spd.runtime.models.destinations import Shard
 from spd.runtime.models.layouts import DeltaLayout
-from tests.helpers import (
-    Run,
-    make_engine,
-    next_turn,
-    random_prompts,
-    run_all,
-    run_requests,
-)
+from tests.helpers import Run, make_engine, next_turn, random_prompts, run_all, run_requests
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
-from tests.runtime.test_runtime_hybrid import FORMS, SPARSE
+from tests.runtime.test_runtime_hybrid import FORMS, write_sparse
 
 pytestmark = pytest.mark.usefixtures("threads")
 
@@ -56,20 +49,6 @@ def agreeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_hybrid(tmp_path_factory.mktemp("agreeing"), mtp=True, agreeing=True)
 
 
-def write_sparse(folder: Path, name: str) -> Path:
-    """A hybrid with experts, as transformers writes it."""
-    import transformers
-
-    kind = f"{name}TextConfig" if name == "Qwen3_5Moe" else f"{name}Config"
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, kind)(**SPARSE))
-    for each, tensor in model.named_parameters():
-        alone = each.endswith(("A_log", "dt_bias")) or "norm" in each
-        torch.nn.init.normal_(tensor.data, std=0.3 if alone else 0.12)
-    model.save_pretrained(folder)
-    return folder
-
-
 # -- one rank's text and drafts --------------------------------------------------------------------
 
 
@@ -90,9 +69,9 @@ def test_logits_tokens_and_drafts_are_those_of_one_rank(agreeing: Path) -> None:
 
 @pytest.mark.parametrize("name", ["Qwen3_5Moe", "Qwen3Next"])
 def test_sparse_hybrids_and_projections_stored_by_key_head(name: str, tmp_path: Path) -> None:
-    folder = write_sparse(tmp_path, name)
-    alone = outputs(runs_of(folder, kernels="auto"))
-    assert outputs(runs_of(folder, kernels="auto", tp=2, spec="ngram", ngram_min=1, draft_max=3)) == alone
+    write_sparse(tmp_path, name)
+    alone = outputs(runs_of(tmp_path, kernels="auto"))
+    assert outputs(runs_of(tmp_path, kernels="auto", tp=2, spec="ngram", ngram_min=1, draft_max=3)) == alone
 
 
 def test_a_recurrent_draft_model_on_one_or_two_ranks(agreeing: Path, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from docs.parallel_tables import logits_exchange, pass_exchange
-from spd import demo_folder
 from spd.formats.chat_template import isolated
 from spd.kernels.native.build import obstacle
 from spd.runtime import Engine, Request, SamplingParams
@@ -125,26 +124,6 @@ def test_a_rank_holds_its_part(tiny: Callable[..., Path], tmp_path: Path) -> Non
         )
         assert whole / ranks <= planned < whole / ranks * 1.1
         assert 0.95 * planned < found < 1.15 * planned + 8 * 2**20
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("method", ["off", "ngram", "draft", "mtp"])
-def test_the_demo_over_gloo(method: str, ranks: int) -> None:
-    """The demo's own drafters, at every size of their groups that there is."""
-    prompts = [tuple(range(70, 90)), tuple(range(300, 420))]
-    wishes = {} if method == "off" else {"draft_max": 3}
-    plain = [run.output for run in run_all(make_engine(demo_folder()), prompts, PARAMS)]
-    accepted = None
-    for group in [n for n in (1, 2, 4) if n <= ranks and (method == "mtp" or n == 1)]:
-        sizes = {"draft_tp": group} if method in ("draft", "mtp") else {}
-        engine = make_engine(demo_folder(), spec=method, tp=ranks, **sizes, **wishes)
-        with nothing_is_left(engine):
-            runs = run_all(engine, prompts, PARAMS)
-            assert [run.output for run in runs] == plain, group
-            accepted = accepted or [run.drafts for run in runs]
-            assert [run.drafts for run in runs] == accepted, group
-            engine.close()
 
 
 @pytest.mark.slow

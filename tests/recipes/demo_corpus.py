@@ -196,14 +196,3 @@ def build_corpus() -> Corpus:
         (held_out if _is_held_out(name.split("/")[0].removesuffix(".py")) else training).append(document)
     answers = tuple(pair for pair in answers if not _is_held_out(pair[0].split(".")[0]))
     return Corpus(tuple(training), tuple(held_out), answers)
-
-
-if __name__ == "__main__":
-    corpus = build_corpus()
-    size = sum(len(t.encode()) for t in corpus.training)
-    held = sum(len(t.encode()) for t in corpus.held_out)
-    print(f"python {sys.version.split()[0]}: {len(corpus.training)} training files, {size:,} bytes")
-    print(f"{len(corpus.held_out)} held-out files, {held:,} bytes; {len(corpus.answers)} answers")
-    print("sha256", corpus.digest())
-    for name, answer in corpus.answers[:: max(1, len(corpus.answers) // 40)]:
-        print(f"  {name}: {answer}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -80,12 +79,3 @@ class Batches:
         return torch.stack(
             [self._answers(length) if r < answer_rows else self._source(length) for r in range(rows)]
         )
-
-    def state(self) -> dict[str, Any]:
-        """Where it stands, to be gone on from."""
-        return {"random": self.random.getstate(), "queue": self.queue, "starts": self.source_starts}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a kept state."""
-        self.random.setstate(state["random"])
-        self.queue, self.source_starts = state["queue"], state["starts"]

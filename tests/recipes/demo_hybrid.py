@@ -1,7 +1,6 @@
 """The hybrid demo's architecture in plain torch: Qwen3.5's gated DeltaNet and gated attention layers.
 
 Imports nothing from `spd`, so that what comes out is evidence independent of the program that reads it.
-Everything is float32: where a processor has no bfloat16 of its own, that is the faster type too.
 """
 
 from __future__ import annotations

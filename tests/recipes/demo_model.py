@@ -78,7 +78,6 @@ class HybridShape:
 
 AnyShape = Shape | DeepseekShape | HybridShape
 DRAFT = Shape(hidden=96, intermediate=256, layers=4, heads=3, kv_heads=1, head_dim=32)
-FIRST_EDITION = Shape(hidden=256, intermediate=896, layers=8, heads=4, kv_heads=2, head_dim=64)
 TARGET = DeepseekShape()
 HYBRID = HybridShape()
 TARGETS = {"deepseek": TARGET, "hybrid": HYBRID}
@@ -278,7 +277,6 @@ class Decoder(nn.Module):
 
     norm_type: type[nn.Module] = RMSNorm
     masks_first = True
-    mixed = True
 
     def __init__(self, shape: AnyShape) -> None:
         super().__init__()
@@ -299,8 +297,8 @@ class Decoder(nn.Module):
         return None if isinstance(self.shape, Shape) else MtpLayer(self._layer(1), RMSNorm)
 
     def precision(self) -> torch.autocast:
-        """What it is computed in: bfloat16 mixed with float32, or float32."""
-        return torch.autocast("cpu", torch.bfloat16, enabled=self.mixed)
+        """What it is computed in: bfloat16 mixed with float32."""
+        return torch.autocast("cpu", torch.bfloat16)
 
     def turns(self, length: int, dtype: torch.dtype, first: int = 0) -> tuple[Tensor, Tensor]:
         """cos and sin of `length` positions from `first` on."""
@@ -360,3 +358,20 @@ class MtpLayer(nn.Module):
         """The next recycled hidden states; appends this step's keys and values to `memory`."""
         x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
         return self.norm(self.block(x, *turns, memory))
+
+
+OUTER = ("embed", "gate.weight", "in_proj_a", "in_proj_b")
+"""Parts of the names of matrices that are no layer's inner ones."""
+
+
+def make_optimizers(
+    model: nn.Module, scale: float, outer: tuple[str, ...] = OUTER, rate: float = 0.004
+) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside layers, AdamW at `rate` for outer ones, convolutions and norms."""
+    named = list(model.named_parameters())
+    inner = {n for n, p in named if p.dim() == 2 and not any(part in n for part in outer)}
+    matrices, rest = ([p for n, p in named if (n in inner) == within] for within in (True, False))
+    return [
+        torch.optim.Muon(matrices, lr=0.006 * scale, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=rate * scale, betas=(0.9, 0.95), weight_decay=0.0),
+    ]

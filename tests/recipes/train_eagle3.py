@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.recipes import demo_optimizers
+from tests.recipes import demo_model
 from tests.recipes.demo_card import read_record
 from tests.recipes.demo_checkpoint import load_decoder
 from tests.recipes.demo_corpus import Corpus, build_corpus
@@ -48,7 +48,7 @@ def count_tokens(target: Decoder, batches: Batches, count: int) -> Tensor:
     return counts
 
 
-make_optimizers = partial(demo_optimizers.make_optimizers, outer=("lm_head.weight",), rate=0.002)
+make_optimizers = partial(demo_model.make_optimizers, outer=("lm_head.weight",), rate=0.002)
 """Muon for the matrices that work on states, AdamW for the output's and the norms."""
 
 
@@ -66,7 +66,7 @@ def train(
     head: Eagle3Head, target: Decoder, batches: Batches, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Train and save the head; returns the record."""
-    recorder, optimizers = Recorder("eagle3", arguments.out), make_optimizers(head, arguments.scale)
+    recorder, optimizers = Recorder("eagle3"), make_optimizers(head, arguments.scale)
     for step, _, ids in steps_of(optimizers, batches, arguments.steps, recorder, DEPTHS):
         # Two steps a batch: half the rows ask for the first draft only, the other half for every depth.
         losses_of(head, target, ids[1::2, : 1 - DEPTHS], 1)[0].sum().backward()

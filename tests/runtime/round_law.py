@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Exact enumeration of what rounds commit: the machinery of `test_runtime_law`.
+"""Exact enumeration of what rounds commit: the machinery of `test_runtime_mutants`.
 
 Three tokens, every draft string, every string of sampled rows: the real round runs once with a slot for
 each case, over a model that remembers what was fed to it, and each case weighs what the target and an

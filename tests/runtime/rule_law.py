@@ -25,14 +25,7 @@ from spd.runtime.round.round import Round
 from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 from spd.runtime.round.state import RoundState
-from tests.runtime.round_law import (
-    LIMIT_OF_ERROR,
-    Case,
-    Enumeration,
-    RememberingRunner,
-    Script,
-    difference,
-)
+from tests.runtime.round_law import LIMIT_OF_ERROR, Case, Enumeration, RememberingRunner, Script, difference
 from tests.runtime.target_law import PROMPT, VOCAB, Law, Text, random_drafts, target_table
 
 RULES = ("rejection", "block")

@@ -5,16 +5,11 @@ from __future__ import annotations
 import codecs
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from spd.runtime import Engine, EngineConfig, Request, SamplingParams
 from spd.runtime.engine.detokenizer import Detokenizer
-from tests.recipes.tiny import write_tiny
 
 
 def run(
@@ -75,11 +70,6 @@ def test_text_equals_the_whole_decoded_for_any_split(
     assert "".join(texts) == whole.decode("utf-8", "replace")
 
 
-def test_only_whole_characters_are_handed_out() -> None:
-    texts, _ = run(["a€".encode()[:2], "€".encode()[1:2], "€".encode()[2:] + b"b", "é".encode()[:1]])
-    assert texts == ["a", "", "€b", "", "\ufffd"]
-
-
 @settings(max_examples=500, deadline=None)
 @given(
     tokens=st.lists(
@@ -113,40 +103,3 @@ def test_only_the_beginning_of_a_stop_is_held_back(tokens: list[bytes], stops: l
         told += text
         waiting = b"".join(tokens[:count]).decode()[len(told) :]
         assert not waiting or any(stop.startswith(waiting) and stop != waiting for stop in stops)
-
-
-# -- in the engine -----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("model"), layers=1, hidden=32, heads=2, kv_heads=1)
-
-
-def generate(model: Path, orders: Sequence[SamplingParams], **config: Any) -> list[tuple[str, Any, Any]]:
-    """Text, ids and finish reason of each order, one after the other."""
-    wishes = {"threads": 1, "dtype": "float32", "ctx": 128, "adaptive": False, **config}
-    engine = Engine(EngineConfig(model=model, **wishes))
-    results = []
-    for i, params in enumerate(orders):
-        events = list(engine.stream([Request(str(i), (72, 101, 108, 108, 111), params)]))
-        tokens = [token for event in events for token in event.token_ids]
-        results.append(("".join(event.text for event in events), tokens, events[-1].finish_reason))
-    return results
-
-
-@pytest.mark.parametrize("min_tokens", [0, 7])
-def test_stop_strings_cut_the_same_text_with_and_without_speculation(model: Path, min_tokens: int) -> None:
-    """Two characters of the text as the stop string; the drafter is right, so rounds are wide."""
-    plain = {"max_tokens": 16, "ignore_eos": True}
-    ((whole, _, reason),) = generate(model, [SamplingParams(**plain)], spec="off")
-    assert reason == "length" and len(whole) > 9
-    orders = [
-        SamplingParams(**plain, stop=(whole[at : at + 2],), min_tokens=min_tokens)
-        for at in range(0, len(whole) - 1, 2)
-    ]
-    alone = generate(model, orders, spec="off")
-    assert generate(model, orders, spec="draft", draft_model=model, draft_max=6) == alone
-    for text, _, reason in alone:
-        assert whole.startswith(text) and (reason == "stop" or (min_tokens and text == whole))
-    assert len({len(tokens) for _, tokens, _ in alone}) > 4

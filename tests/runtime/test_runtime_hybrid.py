@@ -23,7 +23,7 @@ from spd.kernels.recurrent.short_conv import Segments
 from spd.runtime import Engine, SamplingParams
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.rows import SlotRows
-from tests.helpers import Run, make_engine, random_prompts, run_all
+from tests.helpers import Run, make_engine, quick_engine, random_prompts, run_all
 from tests.recipes.tiny_eagle3 import write_tiny_eagle3
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
 from tests.runtime.eagle3_reference import PlainEagle3
@@ -142,12 +142,8 @@ def packed(folder: Path) -> None:
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.usefixtures("untried")
-@pytest.mark.covers(1)
-@pytest.mark.parametrize("stored", ["by expert", "packed"])
-@pytest.mark.parametrize("name", ["Qwen3_5Moe", "Qwen3Next"])
-def test_sparse_hybrids_speak_as_transformers_do(tmp_path: Path, name: str, stored: str) -> None:
-    """Written by the library itself; the two generations store projections in two ways."""
+def write_sparse(folder: Path, name: str) -> Any:
+    """A hybrid with experts, written by the library itself; returns the model."""
     import transformers
 
     kind = f"{name}TextConfig" if name == "Qwen3_5Moe" else f"{name}Config"
@@ -156,7 +152,17 @@ def test_sparse_hybrids_speak_as_transformers_do(tmp_path: Path, name: str, stor
     for each, tensor in model.named_parameters():
         alone = each.endswith(("A_log", "dt_bias")) or "norm" in each
         torch.nn.init.normal_(tensor.data, std=0.3 if alone else 0.12)
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.usefixtures("untried")
+@pytest.mark.covers(1)
+@pytest.mark.parametrize("stored", ["by expert", "packed"])
+@pytest.mark.parametrize("name", ["Qwen3_5Moe", "Qwen3Next"])
+def test_sparse_hybrids_speak_as_transformers_do(tmp_path: Path, name: str, stored: str) -> None:
+    """The two generations store projections in two ways."""
+    model = write_sparse(tmp_path, name)
     if stored == "packed":
         packed(tmp_path)
     prompt = random_prompts(1, 70, 300, seed=4)[0]
@@ -194,11 +200,11 @@ def test_the_plan_counts_what_is_kept_of_slots(hybrid: Shelf, mtp: bool) -> None
 
 
 @pytest.mark.parametrize(
-    ("k", "kernels"), [(1, "torch"), (4, "auto"), pytest.param(2, "torch", marks=pytest.mark.slow)]
+    ("k", "kernels"), [(4, "auto"), *(pytest.param(k, "torch", marks=pytest.mark.slow) for k in (1, 2))]
 )
 def test_drafts_of_its_mtp_layer_are_the_reference_s(hybrid: Shelf, k: int, kernels: str) -> None:
     total = 0
-    for agreeing in (False, True):
+    for agreeing in (True,) if k < 4 else (False, True):
         folder = hybrid(mtp=True, agreeing=agreeing)
         prompts = random_prompts(2, 20, 256)
         params = [SamplingParams(max_tokens=30, ignore_eos=True)] * 2
@@ -206,15 +212,15 @@ def test_drafts_of_its_mtp_layer_are_the_reference_s(hybrid: Shelf, k: int, kern
         wrong, seen, _ = compared(PlainHybrid(folder), list(zip(prompts, runs, strict=True)), most=12)
         assert wrong == 0
         total += seen
-    assert total > 25
+    assert total > (12 if k < 4 else 25)
 
 
 @pytest.mark.parametrize(
     ("form", "k"),
     [
-        ("torch", 2),
-        *(pytest.param("native", k, marks=needs_native) for k in (1, 4)),
-        pytest.param("torch", 4, marks=pytest.mark.slow),
+        pytest.param("native", 4, marks=needs_native),
+        pytest.param("native", 1, marks=[needs_native, pytest.mark.slow]),
+        *(pytest.param("torch", k, marks=pytest.mark.slow) for k in (2, 4)),
     ],
 )
 def test_drafts_of_an_eagle3_head_are_the_reference_s(
@@ -235,7 +241,7 @@ def test_drafts_of_an_eagle3_head_are_the_reference_s(
     assert [run.tokens for run in runs] == [run.tokens for run in plain_runs]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["native", pytest.param("torch", marks=pytest.mark.slow)])
 def test_a_model_that_drafts_for_itself_is_always_right(hybrid: Shelf, form: str) -> None:
     """A recurrent draft model is brought up and rolled back: every draft is what the target says."""
     if form == "native" and obstacle() is not None:
@@ -267,37 +273,6 @@ def ways(hybrid: Shelf, form: str) -> dict[str, dict[str, Any]]:
         "mtp": {"spec": "mtp"},
         "mtp+ngram": {"spec": "mtp+ngram", "ngram_min": 1},
     }
-
-
-@pytest.mark.parametrize(
-    ("form", "method"),
-    [
-        *(("native", method) for method in ("ngram", "draft", "mtp", "mtp+ngram")),
-        ("torch", "mtp"),
-        *(
-            pytest.param("torch", method, marks=pytest.mark.slow)
-            for method in ("ngram", "draft", "mtp+ngram")
-        ),
-    ],
-)
-def test_speculation_changes_no_token(hybrid: Shelf, form: str, method: str) -> None:
-    if form == "native" and obstacle() is not None:
-        pytest.skip("no C kernels here")
-    folder = hybrid(mtp=True, agreeing=True, dtype=FORMS[form]["dtype"])
-    count = 16 if form == "native" or method == "ngram" else 8  # torch's recurrence is slow
-    plain = [run.output for run in outputs(make_engine(folder, **FORMS[form]), count)]
-    asked, drafts = ways(hybrid, form)[method], {}
-    cases: list[tuple[int, dict[str, Any]]] = [(1, {"lag": 0}), (4, {"lag": 1, "slots": 16})]
-    if form == "native":
-        cases += [(2, {"lag": 2, "slots": 3}), (4, {"adaptive": True, "slots": 2})]
-        cases += [(4, {"cache_pages": 6, "slots": 4}), (8, {"lag": 0}), (8, {"lag": 2})]
-    for k, wishes in cases:
-        runs = outputs(make_engine(folder, draft_max=k, **{**FORMS[form], **asked, **wishes}), count)
-        assert [run.output for run in runs] == plain, (k, wishes)
-        if wishes in ({"lag": 0}, {"lag": 2}):
-            seen = drafts.setdefault(k, [run.drafts for run in runs])
-            assert seen == [run.drafts for run in runs], "the host's lag changes no draft"
-        assert "slots" not in wishes or "adaptive" in wishes or sum(run.metrics.draft_n for run in runs)
 
 
 # -- faults ----------------------------------------------------------------------------------------
@@ -376,10 +351,10 @@ def test_a_planted_fault_is_seen(
     hybrid: Shelf, fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = hybrid(mtp=True, agreeing=True)
-    plain = [run.output for run in outputs(make_engine(folder, kernels="torch"), 9)]
+    plain = [run.output for run in outputs(quick_engine(folder), 9)]
     fault(monkeypatch)
     try:
-        engine = make_engine(folder, kernels="torch", spec="mtp", draft_max=3, slots=2)  # fewer than texts
+        engine = quick_engine(folder, spec="mtp", draft_max=3, slots=2)  # fewer than texts
         seen = [run.output for run in outputs(engine, 9)]
     except (AssertionError, RuntimeError):
         return

@@ -16,7 +16,7 @@ from spd.errors import ResourceError
 from spd.kernels.native.build import obstacle
 from spd.runtime import Engine, Event, Request, SamplingParams
 from spd.runtime.engine import scheduler
-from spd.runtime.engine.page_table import Checkpoints, TextHashes
+from spd.runtime.engine.page_table import Checkpoints
 from spd.runtime.engine.scheduler import Scheduler
 from spd.runtime.plan import plan as plans
 from spd.runtime.plan.memory import checkpoint_bytes
@@ -25,7 +25,6 @@ from spd.runtime.round.kv_cache import KvCache
 from spd.runtime.round.limits import PAGE_SIZE
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.round_queue import RoundQueue
-from spd.runtime.round.spans import program_runs
 from spd.runtime.round.state_store import StateStore
 from tests.helpers import Run, make_engine, random_prompts, run_all, run_requests
 from tests.page_checks import check_pages
@@ -110,17 +109,17 @@ CASES = [(0, 1, 0.0), (4, 2, 0.0), (3, 1, 1.0)]
 """Drafts, lag, temperature; the third is that of the planted faults."""
 
 
-@pytest.mark.covers(1)
 @pytest.mark.parametrize("method", ["ngram", "mtp", "draft", "mtp+ngram"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["native", pytest.param("torch", marks=pytest.mark.slow)])
 def test_a_hit_is_a_miss(hybrid: Shelf, form: str, method: str) -> None:
     needs(form)
-    for k, lag, temperature in CASES if (form, method) == ("native", "mtp") else CASES[2:3]:
+    for k, lag, temperature in CASES[1:] if (form, method) == ("native", "mtp") else CASES[2:3]:
         hits(hybrid, form, method if k else "off", temperature, lag=lag, draft_max=k or None)
 
 
 @pytest.mark.parametrize(
-    ("form", "method", "lag"), [("native", "mtp", 1), ("native", "draft", 2), ("torch", "ngram", 0)]
+    ("form", "method", "lag"),
+    [("native", "mtp", 1), ("native", "draft", 2), pytest.param("torch", "ngram", 0, marks=pytest.mark.slow)],
 )
 def test_a_chat_writes_what_is_new_and_no_more(hybrid: Shelf, form: str, method: str, lag: int) -> None:
     """Ten turns that end by an id or at a limit, in memory that does not grow."""
@@ -176,14 +175,35 @@ def test_memory_too_small_for_checkpoints_shares_nothing(
 # -- where they stand ------------------------------------------------------------------------------
 
 
-def test_a_message_that_ends_a_span_is_found_again(hybrid: Shelf) -> None:
-    engine, params = engine_of(hybrid, "torch", "off"), SamplingParams(max_tokens=2, ignore_eos=True)
-    system, cached = random_prompts(1, 100, 256, seed=6)[0], []
-    for user in random_prompts(3, 10, 256, seed=7):
-        spans = (("prompt", 100), ("prompt", 10))
-        run = run_requests(engine, [Request("x", (*system, *user), params, spans)])[0]
-        cached.append(run.metrics.cached_tokens)
-    assert cached == [0, 100, 100]
+TEXT, USERS = random_prompts(1, 300, 256, seed=6)[0], random_prompts(3, 90, 256, seed=7)
+SYSTEM_AND_USER = (("prompt", 100), ("prompt", 10))
+STANDS: dict[str, tuple[list[tuple[int, ...]], Spans, list[int]]] = {
+    # Prompts one after another, the spans of each, and how many of its tokens are found.
+    "a span's end": ([(*TEXT[:100], *user[:10]) for user in USERS], SYSTEM_AND_USER, [0, 100, 100]),
+    # The second finds pages and no state; the third goes on where these pages end.
+    "pages that none followed": ([(*TEXT[:140], *user) for user in USERS], (), [0, 0, 128]),
+    # As a conversation over HTTP does: its reply is a part of the next prompt.
+    "the last whole chunk": ([TEXT[:end] for end in (140, 210, 300)], (), [0, 128, 192]),
+    "a long prompt's way": ([TEXT, (*TEXT[:200], 1, 2, 3)], (), [0, 128]),
+    # More than there are checkpoints end in one chunk; the next chunk's has only its beginning.
+    "what a longer one goes on from": (
+        [TEXT[:end] for end in (*range(130, 190, 4), 200)],
+        *((), [0, *range(129, 185, 4), 128]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STANDS)
+def test_where_checkpoints_stand(hybrid: Shelf, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "a long prompt's way":
+        monkeypatch.setattr(scheduler, "INTERVAL", 128)
+    prompts, spans, cached = STANDS[name]
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    engine, fresh = (engine_of(hybrid, "torch", "off", prefix_sharing=each) for each in (True, False))
+    runs = [run_requests(engine, [Request("x", prompt, params, spans)])[0] for prompt in prompts]
+    assert [run.metrics.cached_tokens for run in runs] == cached
+    assert runs[-1].output == run_all(fresh, prompts[-1:], [params])[0].output
+    assert engine.plan.shape.checkpoints < 15
 
 
 def test_a_recurrent_draft_model_goes_on_where_its_target_keeps_no_states(hybrid: Shelf, tiny: Shelf) -> None:
@@ -196,46 +216,6 @@ def test_a_recurrent_draft_model_goes_on_where_its_target_keeps_no_states(hybrid
     found, fresh = ([run_requests(engine, [one])[0] for one in asked] for engine in made)
     same(found, fresh)
     assert [run.metrics.cached_tokens for run in found] == [0, 20, 20]
-
-
-def test_pages_that_no_checkpoint_followed_get_one(hybrid: Shelf) -> None:
-    """The second prompt finds pages and no state; the third goes on where these pages end."""
-    engine, params = engine_of(hybrid, "torch", "off"), SamplingParams(max_tokens=2, ignore_eos=True)
-    common = random_prompts(1, 140, 256, seed=6)[0]
-    prompts = [(*common, *each) for each in random_prompts(3, 90, 256, seed=7)]
-    runs = [run_all(engine, [prompt], [params])[0] for prompt in prompts]
-    assert [run.metrics.cached_tokens for run in runs] == [0, 0, 128]
-    fresh = engine_of(hybrid, "torch", "off", prefix_sharing=False)
-    assert runs[2].output == run_all(fresh, prompts[2:], [params])[0].output
-
-
-def test_what_a_longer_prompt_goes_on_from_is_not_the_first_to_go(hybrid: Shelf) -> None:
-    """Prompts that end in one chunk find longer checkpoints; the next chunk's has only its beginning."""
-    engine, params = engine_of(hybrid, "torch", "off"), SamplingParams(max_tokens=2, ignore_eos=True)
-    text = random_prompts(1, 300, 256, seed=6)[0]
-    ends = (*range(130, 190, 4), 200)
-    runs = [run_all(engine, [text[:end]], [params])[0] for end in ends]
-    assert len(ends) > engine.plan.shape.checkpoints
-    assert [run.metrics.cached_tokens for run in runs[1:-1]] == [end - 1 for end in ends[:-2]]
-    assert runs[-1].metrics.cached_tokens == 128
-
-
-def test_a_long_prompt_has_some_on_its_way(hybrid: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "INTERVAL", 128)
-    engine, params = engine_of(hybrid, "torch", "off"), SamplingParams(max_tokens=2, ignore_eos=True)
-    text = random_prompts(1, 300, 256, seed=6)[0]
-    runs = [run_all(engine, [prompt], [params])[0] for prompt in (text, (*text[:200], 1, 2, 3))]
-    assert [run.metrics.cached_tokens for run in runs] == [0, 128]
-
-
-def test_a_longer_prompt_goes_on_from_the_last_whole_chunk(hybrid: Shelf) -> None:
-    """As a conversation over HTTP does: its reply is a part of the next prompt."""
-    engine, params = engine_of(hybrid, "torch", "off"), SamplingParams(max_tokens=2, ignore_eos=True)
-    text = random_prompts(1, 300, 256, seed=6)[0]
-    runs = [run_all(engine, [text[:end]], [params])[0] for end in (140, 210, 300)]
-    assert [run.metrics.cached_tokens for run in runs] == [0, 128, 192]
-    fresh = engine_of(hybrid, "torch", "off", prefix_sharing=False)
-    assert runs[2].output == run_all(fresh, [text], [params])[0].output
 
 
 @pytest.mark.parametrize(
@@ -257,7 +237,7 @@ def test_a_preempted_text_goes_on_from_a_checkpoint(
     monkeypatch.setattr(
         StateStore, "load", lambda self, *given: starts.append(given[2]) or load(self, *given)
     )
-    for lag in (0, 2) if form == "native" else (1,):
+    for lag in {"mtp": (0, 2), "draft": (2,), "off": (1,)}[method]:
         starts.clear()
         engine = engine_of(hybrid, form, method, slots=3, lag=lag, cache_pages=5, **wishes)
         runs = run_all(engine, prompts, params)
@@ -340,40 +320,6 @@ def test_a_request_ends_once_where_its_last_copy_broke_off(
         events += engine.step()
     assert [event.finish_reason for event in events] == [None, None, "error"]
     check_pages(engine._scheduler)
-
-
-# -- the bookkeeping -------------------------------------------------------------------------------
-
-
-def text_of(tokens: list[int], *spans: tuple[str, int]) -> TextHashes:
-    return TextHashes(tokens, program_runs(spans or (("prompt", 30),), 8), 4)
-
-
-def found_of(kept: Checkpoints, text: TextHashes, most: int = 30) -> int | None:
-    found = kept.find(text, most)
-    return None if found is None else found.end
-
-
-def test_the_last_checkpoint_of_the_same_text_is_found() -> None:
-    kept, tokens = Checkpoints(4), list(range(30))
-    text = text_of(tokens)
-    assert [kept.keep(text, end) for end in (8, 24, 26)] == [3, 2, 1]
-    assert kept.keep(text, 24) is None
-    assert [found_of(kept, text, most) for most in (30, 25, 23, 7)] == [26, 24, 8, None]
-    assert found_of(kept, text_of([*tokens[:25], 99, *tokens[26:]])) == 24
-    # Other programs wrote it: other bits.
-    assert found_of(kept, text_of(tokens, ("generated", 30))) is None
-    assert found_of(kept, text_of(tokens, ("prompt", 12), ("prompt", 18))) == 8
-
-
-def test_what_is_forgotten_is_not_found_and_its_place_is_free() -> None:
-    kept, text, other = Checkpoints(2), text_of(list(range(30))), text_of(list(range(1, 31)))
-    assert (kept.keep(text, 5), kept.keep(other, 5)) == (1, 0)
-    kept.forget_all()
-    assert found_of(kept, other) is found_of(kept, text) is None
-    assert {kept.keep(text, 5), kept.keep(other, 6)} == {0, 1} and found_of(kept, other) == 6
-    assert kept.keep(other, 7) is not None
-    assert found_of(kept, text) is None and found_of(kept, other) == 7
 
 
 # -- faults ----------------------------------------------------------------------------------------

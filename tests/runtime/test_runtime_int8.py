@@ -1,38 +1,41 @@
-"""Weights rounded to int8 at load: bounded errors, the same text for every drafter, counted and stated."""
+"""Weights rounded to int8 and int4 at load, and read in FP8: bounded errors, rows apart, counted, stated."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from spd.errors import IncompatibleError, UsageError
+from spd.errors import CheckpointError, IncompatibleError
+from spd.formats.checkpoint import Checkpoint
 from spd.formats.demo import demo_folder
 from spd.kernels.linear.eight_bits import int8_linear, int8_rows, multiplies_int8
-from spd.kernels.linear.skinny_linear import ScaledWeight
-from spd.runtime import Engine, EngineConfig, SamplingParams, make_plan
-from tests.helpers import Damped, make_engine, random_prompts, run_all
+from spd.kernels.linear.few_bits import INT4_GROUP, int4_groups
+from spd.runtime import EngineConfig, make_plan
+from spd.runtime.load.packed_weights import unpack
+from spd.runtime.models import family_layout
+from spd.runtime.models.weights import expected_tensors
+from tests.helpers import (
+    edit_config,
+    edit_weights,
+    logits_of,
+    make_engine,
+    read_model_config,
+    refused_weights,
+)
 from tests.recipes.fp8_twin import write_twin
-from tests.recipes.tiny_mtp import write_tiny_mtp
-from tests.runtime.demo_logits import demo_logits, relative_error
+from tests.recipes.packed_twin import write_twins
 
-PROMPTS = random_prompts(2, 20, 256) + random_prompts(1, 75, 256, seed=1)
-PARAMS = [SamplingParams(max_tokens=16, temperature=t, seed=7) for t in (0.0, 0.8, 1.2)]
-
-damped = Damped(loud=2)
+SIZES = {"hidden": 64, "intermediate": 128, "dtype": "bfloat16"}
 
 
-def products(engine: Engine) -> list[Any]:
-    """Every matrix of the target's layers that is multiplied, experts included."""
-    return list(engine._device.runner.model.products[:-1])
-
-
-# -- errors ----------------------------------------------------------------------------------------
+# -- int8: rows ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -69,21 +72,61 @@ def test_rounding_in_strips_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(whole.values, strips.values) and torch.equal(whole.scales, strips.scales)
 
 
-def test_the_demos_logits_stay_close_to_float32() -> None:
-    """As docs/supported-models.md states, in shares of the logits' spread: 2.3 % measured, 4 % allowed."""
-    exact = demo_logits(demo_folder())
-    errors = {
-        name: relative_error(demo_logits(demo_folder(), **wishes), exact)
-        for name, wishes in {
-            "int8": {"quantize": "int8"},
-            "bfloat16": {"dtype": "bfloat16"},
-            "both": {"dtype": "bfloat16", "quantize": "int8"},
-        }.items()
-    }
-    assert 1e-3 < errors["int8"] < 0.04 and errors["both"] < 2 * (errors["int8"] + errors["bfloat16"])
+# -- int4: groups of a row -------------------------------------------------------------------------
 
 
-# -- the same text ---------------------------------------------------------------------------------
+def test_groups_err_less_than_the_largest_value_would_have_it() -> None:
+    weight = torch.randn(70, 256, generator=torch.Generator().manual_seed(1))
+    found = int4_groups(weight)
+    assert found.scales.shape == (70, 256 // INT4_GROUP) and found.codes.shape == (70, 128)
+    grouped = weight.view(70, -1, INT4_GROUP)
+    step = grouped.abs().amax(-1, keepdim=True) / 7
+    usual = ((grouped / step).round().clamp(-8, 7) * step - grouped).square().sum(-1)
+    own = (found.plain(torch.float32) - weight).view(grouped.shape).square().sum(-1)
+    assert (own <= usual * 1.02).all() and own.sum() < 0.9 * usual.sum()
+
+
+def test_groups_do_not_depend_on_their_neighbours() -> None:
+    weight = torch.randn(2, 33, 192, generator=torch.Generator().manual_seed(2)).bfloat16()
+    weight[0, 3, :64] = 0
+    whole = int4_groups(weight)
+    for one, part in ((weight[1, 5:9, 64:128], (1, slice(5, 9))), (weight[0, 3:4, :128], (0, slice(3, 4)))):
+        found = int4_groups(one)
+        columns = slice(64, 128) if one.shape[0] == 4 else slice(0, 128)
+        assert torch.equal(found.plain(torch.float32), whole.plain(torch.float32)[part][:, columns])
+
+
+def test_a_value_that_is_not_finite_is_not_rounded_away() -> None:
+    weight = torch.randn(3, 128, generator=torch.Generator().manual_seed(3))
+    weight[0, 3], weight[1, 70], weight[2, 1] = float("nan"), float("inf"), float("-inf")
+    found = int4_groups(weight).plain(torch.float32).view(3, 2, INT4_GROUP).isnan()
+    assert found.all(-1).tolist() == found.any(-1).tolist() == [[True, False], [False, True], [True, False]]
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+def demo_logits(folder: Path, **wishes: Any) -> torch.Tensor:
+    """Float32 logits [T, V] of a text by the demo in a folder, each row less its mean."""
+    engine = make_engine(folder, ctx=512, **wishes)
+    ids = tuple(engine.tokenizer.encode("def total(values):\n    result = 0\n    for value in values:\n"))
+    logits = logits_of(engine, ids, 0)
+    return logits - logits.mean(-1, keepdim=True)
+
+
+def test_the_demos_logits_stay_close_to_float32(tmp_path: Path) -> None:
+    """As docs/supported-models.md states: root mean squares, in shares of the exact logits' spread."""
+    demo = demo_folder()
+    exact = demo_logits(demo)
+    twins = {scale: write_twin(demo, tmp_path / f"{scale}", ue8m0=scale) for scale in (False, True)}
+    for folder, wishes, low, high in (
+        (demo, {"quantize": "int8"}, 0.001, 0.04),
+        (demo, {"quantize": "int4"}, 0.02, 0.25),
+        (twins[False], {}, 0.0175, 0.0525),
+        (twins[True], {}, 0.02, 0.06),
+    ):
+        error = (demo_logits(folder, **wishes) - exact).square().mean().sqrt()
+        assert low < error / exact.square().mean().sqrt() < high, (folder, wishes)
 
 
 @pytest.mark.parametrize(("n", "k"), [(96, 64), (40, 160), (1, 32)])
@@ -98,47 +141,6 @@ def test_a_rows_bits_do_not_depend_on_the_number_of_rows(n: int, k: int) -> None
             assert torch.equal(int8_linear(x[part], made), whole[part])
 
 
-@pytest.fixture(scope="module")
-def folders(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    shelf = tmp_path_factory.mktemp("int8")
-    latent = {"family": "deepseek", "variant": "deepseek_v3", "kind": "copy", "layers": 3}
-    return {
-        "dense": tiny("qwen3", layers=4, residual_gain=damped, seed=3),
-        "draft": tiny("qwen3", layers=2, residual_gain=damped, seed=3),
-        "experts": write_tiny_mtp(shelf / "mtp", residual_gain=damped, **latent),
-    }
-
-
-def methods(folders: dict[str, Path], target: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    yield "ngram", {"spec": "ngram", "ngram_min": 1, "draft_max": 3}
-    if target == "dense":
-        yield "draft", {"spec": "draft", "draft_model": folders["draft"], "draft_max": 3}
-        yield "self", {"spec": "draft", "draft_model": folders["dense"], "draft_max": 2}
-    else:
-        yield "mtp", {"spec": "mtp", "draft_max": 3}
-
-
-@pytest.mark.covers(1)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("target", ["dense", "experts"])
-def test_speculation_changes_nothing(folders: dict[str, Path], target: str, dtype: str) -> None:
-    wishes = {"quantize": "int8", "dtype": dtype, "slots": 2}
-    engine = make_engine(folders[target], **wishes)
-    kinds = {type(product.weight) for product in products(engine)}
-    assert (ScaledWeight in kinds) == (dtype == "bfloat16"), "the path that is meant runs"
-    plain = run_all(engine, PROMPTS, PARAMS)
-    wide = run_all(make_engine(folders[target], dtype=dtype, slots=2), PROMPTS, PARAMS)
-    assert [run.output for run in plain] != [run.output for run in wide], "int8 changes something"
-    for name, method in methods(folders, target):
-        runs = run_all(make_engine(folders[target], lag=1, **wishes, **method), PROMPTS, PARAMS)
-        assert [run.output for run in runs] == [run.output for run in plain], name
-        assert sum(run.metrics.draft_n for run in runs) > 0, name
-    assert sum(run.metrics.draft_n_accepted for run in runs) > 0
-
-
-# -- stated and counted ----------------------------------------------------------------------------
-
-
 def test_the_plan_says_how_weights_are_kept(tiny: Callable[..., Path]) -> None:
     wishes = EngineConfig(model=tiny("qwen3"), device="cpu", dtype="bfloat16", quantize="int8")
     plan = make_plan(wishes)
@@ -151,12 +153,15 @@ def test_the_plan_says_how_weights_are_kept(tiny: Callable[..., Path]) -> None:
     assert json.dumps(plan.as_dict())
 
 
-def test_what_is_refused(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    twin = write_twin(tiny("qwen3"), tmp_path / "twin")
-    with pytest.raises(IncompatibleError, match="quantized already"):
-        make_plan(EngineConfig(model=twin, device="cpu", quantize="int8"))
-    with pytest.raises(UsageError, match="--quantize int3 is not known"):
-        EngineConfig(model=twin, quantize="int3")
+@pytest.mark.parametrize("word", ["int8", "int4"])
+def test_weights_that_are_quantized_already(word: str, tiny: Callable[..., Path], tmp_path: Path) -> None:
+    twins = (
+        write_twin(tiny("qwen3"), tmp_path / "fp8"),
+        write_twins(tiny("qwen3", **SIZES), tmp_path, "gptq")[0],
+    )
+    for twin in twins:
+        with pytest.raises(IncompatibleError, match=f"--quantize {word}, but the weights"):
+            make_plan(EngineConfig(model=twin, device="cpu", quantize=word))
 
 
 def test_torch_reads_no_rows_that_end_within_a_vector() -> None:
@@ -164,3 +169,84 @@ def test_torch_reads_no_rows_that_end_within_a_vector() -> None:
     assert multiplies_int8(torch.device("cpu"), torch.bfloat16, 96)
     assert not multiplies_int8(torch.device("cpu"), torch.bfloat16, 72)
     assert not multiplies_int8(torch.device("cpu"), torch.float32, 96)
+
+
+BLOCK = 16
+"""Of tiny matrices, so that there are several blocks and partial ones at both edges."""
+
+
+@pytest.fixture
+def twin(tiny: Callable[..., Path], tmp_path: Path) -> Path:
+    source = tiny("deepseek_v3", hidden=72, intermediate=104, dtype="bfloat16")
+    return write_twin(source, tmp_path / "twin", block=BLOCK)
+
+
+def plain(tensors: dict[str, torch.Tensor], name: str, dtype: torch.dtype) -> torch.Tensor:
+    """One tensor by the definition, an element's scale looked up by its place."""
+    if tensors[name].dtype != torch.float8_e4m3fn:
+        return tensors[name].to(dtype)
+    values, scales = tensors[name].float(), tensors[f"{name}_scale_inv"].float()
+    rows, columns = (torch.arange(size) // BLOCK for size in values.shape)
+    return (values * scales[rows][:, columns]).to(dtype)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu], ids=str)
+def test_every_matrix_bit_for_bit(tiny: Callable[..., Path], tmp_path: Path, stored: torch.dtype) -> None:
+    source = tiny("deepseek_v3", hidden=72, intermediate=104, dtype="bfloat16")
+    twin = write_twin(source, tmp_path / "twin", block=BLOCK, ue8m0=stored == torch.float8_e8m0fnu)
+    edit_weights(twin, lambda t: t.update({n: t[n].to(stored) for n in list(t) if n.endswith("_scale_inv")}))
+    config, tensors = read_model_config(twin), load_file(twin / "model.safetensors")
+    assert config.quantization is not None
+    shapes, partial, compared = expected_tensors(config, family_layout(config)), 0, 0
+    with Checkpoint.open(twin) as checkpoint, torch.inference_mode():
+        for name, shape in shapes.items():
+            if (found := config.quantization.found(name, shape, checkpoint.tensors)) is not None:
+                whole = unpack(checkpoint, *found, shape)
+                assert torch.equal(whole.plain(), plain(tensors, name, torch.float32)), name
+                partial += tensors[f"{name}_scale_inv"].shape == (3, 5)
+                compared += 1
+    assert compared > 60 and partial, "partial blocks are seen"
+
+
+def test_scales_that_are_missing_or_of_another_shape(twin: Path) -> None:
+    gone, short = (f"model.layers.1.mlp.experts.{e}.up_proj.weight_scale" for e in (3, 4))
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[f"{gone}_inv"]
+        tensors[f"{short}_inv"] = tensors[f"{short}_inv"][:, :-1].contiguous()
+
+    said = refused_weights(twin, spoil)
+    assert f"'{gone}': is missing" in said and short in said and "shape is [2, 4], expected [2, 5]" in said
+
+
+def test_fp8_without_a_word_in_the_configuration(twin: Path) -> None:
+    edit_config(twin, lambda config: config.pop("quantization_config"))
+    assert "dtype F8_E4M3 is not supported" in refused_weights(twin)
+
+
+def test_a_vector_stored_as_fp8_is_refused(twin: Path) -> None:
+    name = "model.layers.0.input_layernorm.weight"
+    said = refused_weights(
+        twin, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)})
+    )
+    assert f"'{name}' in model.safetensors: dtype F8_E4M3 is not supported" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"quant_method": "exl3"}, "exl3"),
+        ({"quant_method": "compressed-tensors"}, "config_groups"),
+        ({"weight_block_size": None}, "fp8"),
+        ({"weight_block_size": [128]}, "weight_block_size"),
+        ({"weight_block_size": [0, 128]}, "weight_block_size"),
+        ({"weight_block_size": [128.0, 128]}, "weight_block_size"),
+        ({"fmt": "e5m2"}, "e5m2"),
+        ({"activation_scheme": "static"}, "static"),
+        ({"scale_fmt": "int8"}, "int8"),
+    ],
+)
+def test_every_other_way_of_quantizing_is_refused(twin: Path, change: dict, word: str) -> None:
+    edit_config(twin, lambda config: config["quantization_config"].update(change))
+    with pytest.raises(CheckpointError, match=word):
+        read_model_config(twin)

@@ -12,7 +12,6 @@ import torch
 from spd.formats.block_config import LatentConfig
 from spd.formats.model_config import ModelConfig
 from spd.formats.rope_config import RopeConfig
-from spd.runtime.layers.base import LayerCache
 from spd.runtime.layers.rotary import inverse_frequencies
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import expected_tensors
@@ -49,14 +48,6 @@ def test_figures_of_deepseek_v3(tiny: Callable[..., Path]) -> None:
     assert family_layout(config).layers[0].attention.cache == ((576,),)
 
 
-def test_the_scale_is_corrected_for_yarn_only(tiny: Callable[..., Path]) -> None:
-    config = deepseek_v3(tiny)
-    without = replace(config, rope=replace(config.rope, mscale_all_dim=None))
-    unstretched = replace(config, rope=RopeConfig("default", 10000.0))
-    for other in (without, unstretched):
-        assert family_layout(other).layers[0].attention.scale == pytest.approx(192**-0.5, rel=1e-12)
-
-
 # -- equal bits ------------------------------------------------------------------------------------
 
 LENGTH = 75
@@ -78,10 +69,7 @@ def row_hidden(
 )
 @pytest.mark.parametrize("variant", ["deepseek_v3", "deepseek_v2", "glm4_moe", "qwen3_moe"])
 def test_a_row_has_the_same_bits_in_every_window(
-    tiny: Callable[..., Path],
-    variant: str,
-    dtype: str,
-    kernels: str,
+    tiny: Callable[..., Path], variant: str, dtype: str, kernels: str
 ) -> None:
     """One row, with 0 to 7 other rows behind or before it and up to 3 other slots beside it."""
     # Wide enough that products of few rows could take another path: K above 320.
@@ -110,9 +98,3 @@ def test_a_row_has_the_same_bits_in_every_window(
             found = row_hidden(runner, texts[:slots], starts, width)[0]
             for row in range(min(width, 8)):
                 assert torch.equal(found[row], plain[row]), (slots, width, row)
-
-
-def test_pools_hold_one_vector_a_position(tiny: Callable[..., Path]) -> None:
-    runner = make_engine(tiny("deepseek_v3"))._device.runner
-    shapes = {tuple(pool.shape[2:]) for layer in runner.cache.layers for pool in layer.pools}
-    assert shapes == {(40,)} and all(isinstance(layer, LayerCache) for layer in runner.cache.layers)

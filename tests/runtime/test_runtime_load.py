@@ -13,7 +13,7 @@ import torch
 
 from spd.errors import CheckpointError, IncompatibleError
 from spd.formats.checkpoint import Checkpoint
-from spd.runtime import EngineConfig, SamplingParams, make_plan
+from spd.runtime import SamplingParams
 from spd.runtime.load import loader
 from spd.runtime.models.destinations import Cut
 from tests.helpers import (
@@ -107,18 +107,6 @@ def test_a_draft_with_another_vocabulary_is_refused(tiny: Callable[..., Path], c
     with pytest.raises(IncompatibleError) as caught:
         make_engine(tiny("qwen3"), spec="draft", draft_model=copied)
     assert caught.value.code == "vocab_mismatch" and caught.value.fix
-
-
-def test_the_plan_leaves_no_auto(tiny: Callable[..., Path]) -> None:
-    plan = make_plan(EngineConfig(model=tiny("qwen3"))).as_dict()
-    assert "auto" not in [value for name, value in plan.items() if name not in ("load",)]
-    assert plan["spec"] == "ngram" and plan["ctx"] == 512 and plan["lag"] == 0
-    json.dumps(plan)
-
-
-def test_a_context_beyond_the_model_is_refused(tiny: Callable[..., Path]) -> None:
-    with pytest.raises(IncompatibleError):
-        make_plan(EngineConfig(model=tiny("qwen3"), ctx=513))
 
 
 @pytest.mark.parametrize("way", ["as stored", "cast", "fp8", "sharded", "rank", "eagle3"])

@@ -14,7 +14,6 @@ from spd.kernels.round.commit import FAILED, GOING_ON, first_sample
 from spd.runtime import Event, Request, SamplingParams
 from spd.runtime.engine.detokenizer import Detokenizer
 from spd.runtime.engine.engine import REASONS
-from spd.runtime.engine.metrics import RequestMetrics
 from spd.runtime.engine.sequence import Sequence
 from spd.runtime.round.round_queue import RoundResult
 from spd.runtime.round.sampling_params import SamplerClass
@@ -116,16 +115,6 @@ def test_what_is_cut_away_was_matched_and_not_kept() -> None:
     assert m.rounds == 1
 
 
-def test_rows_that_pad_a_round_are_no_drafts(target: Path) -> None:
-    """Beside a request with four drafts, one that asked for one: its other rows are counted nowhere."""
-    engine = make_engine(target, slots=2, spec="draft", draft_model=target, draft_max=4)
-    params = SamplingParams(max_tokens=20, ignore_eos=True)
-    done = engine.generate([Request("a", PROMPTS[0], params), Request("b", PROMPTS[1], params, draft_max=1)])
-    one = done[1].metrics
-    assert one.draft_n == one.num_drafts and len(one.accepted_per_position) == 1
-    assert one.mean_acceptance_length == 2.0, "its drafter is the target itself"
-
-
 def test_the_engine_counts_its_rounds_and_forgets_old_requests(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,9 +161,3 @@ def test_logprobs_are_the_models_own_at_every_kind_of_token(target: Path, spec: 
             wanted = row.topk(4)
             assert [t for t, _ in entry.top] == wanted.indices.tolist()
             assert torch.allclose(wanted.values, torch.tensor([v for _, v in entry.top]), atol=1e-5)
-
-
-def test_a_reply_whose_later_rounds_brought_nothing_has_no_speed() -> None:
-    """As where a stop string cuts all that came after the first token."""
-    metrics = RequestMetrics(completion_tokens=1, first_tokens=1, predicted_ms=5.0)
-    assert (metrics.decode_tokens_per_second, metrics.time_per_output_token_ms) == (0.0, 0.0)

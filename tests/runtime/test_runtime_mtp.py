@@ -93,19 +93,18 @@ def compared(plain: PlainDrafter, runs: Texts, most: int = 1000) -> tuple[int, i
 )
 def test_drafts_are_the_reference_s(heads: Shelf, tmp_path: Path, name: str, k: int) -> None:
     family, modules = HEADS[name]["family"], HEADS[name].get("modules", 1)
-    total = 0
-    for kind in ("random", "copy"):
+    total, short = 0, (name, k) in SHORT
+    for kind in ("copy",) if short else ("random", "copy"):
         folder = heads(name, kind)
         plain = PlainMtp(folder, family, modules)
         if name in BY_LIBRARY:
             plain = LibraryMtp(folder, family, modules, tmp_path / kind)
-        short = (name, k) in SHORT
         engine = make_engine(folder, spec="mtp", draft_max=k, kernels="torch" if k == 1 else "auto")
         wrong, seen, rejected = compared(plain, texts(engine, 24 if short else 60), 6 if short else 1000)
         assert wrong == 0, (kind, wrong, seen)
         assert rejected > (5 if short else 20)
         total += seen
-    assert total > (30 if short else 200)
+    assert total > (12 if short else 200)
 
 
 def swapped(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Seeded faults in the verifier, the round, the sampler and the drafter, each caught by a named check.
+"""The joint law of what rounds commit is the target's own, exactly; seeded faults, each caught by a check.
 
 A check is either an exact law (`round_law`) or an equality of whole generations on tiny random models.
 Every check passes on the program as it is and must fail under the faults it is named for; how they are
@@ -23,6 +23,7 @@ from spd.runtime.round.round_queue import CATCH_UP
 from tests.recipes.tiny import write_tiny
 from tests.runtime import seeded_faults as fault
 from tests.runtime.round_law import (
+    EVERYTHING,
     MIN_TOKENS,
     PENALTIES,
     PLAIN,
@@ -32,6 +33,7 @@ from tests.runtime.round_law import (
     check_emissions,
     check_law,
 )
+from tests.runtime.target_law import DRAFT_LAWS
 from tests.runtime.test_runtime_ngram import search
 
 PROMPTS = [(3, 1, 4, 1, 5, 9, 2, 6), (5, 5, 5, 7), (60, 2, 33, 4, 60, 2, 33, 4, 60, 2), (11,)]
@@ -202,12 +204,15 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "law of stops": lambda _: check_law(Case((2,), STOPPING), "random"),
     "law of stops over rounds": lambda _: check_law(Case((1, 1), STOPPING), "random"),
     "law of limits": lambda _: check_law(Case((3,), LIMITED), "equal"),
+    "law of everything": lambda _: check_law(Case((3,), EVERYTHING), "random", "equal"),
+    "law of everything over rounds": lambda _: check_law(Case((1, 1), EVERYTHING), "random", "equal"),
     "law of odd drafts": lambda _: check_law(Case((2,), odd_drafts=True), "equal"),
     "law of a head": lambda _: check_law(Case((2,), PLAIN, head=True), "random"),
     "law of a head, truncation": lambda _: check_law(Case((2,), TRUNCATION, head=True), "random"),
     "law of a head, penalties": lambda _: check_law(Case((2,), PENALTIES, head=True), "random"),
     "law of a head, min_tokens": lambda _: check_law(Case((2,), MIN_TOKENS, head=True), "random"),
     "law of a head, bias": lambda _: check_law(Case((2,), BIASED, head=True), "random"),
+    "law of a head, everything": lambda _: check_law(Case((1, 1), EVERYTHING, head=True), "random"),
     "emissions of failures": lambda _: check_emissions(Case((2,), STOPS_AND_LIMIT, 2, masked=True)),
     "text, greedy": lambda m: same_text(m, GREEDY, "target", "stranger"),
     "text, sampled": lambda m: same_text(m, SAMPLED, "target", "shallow"),
@@ -366,3 +371,38 @@ def test_the_fault_is_caught(mutant: str, models: Path, monkeypatch: pytest.Monk
     mutation(monkeypatch)
     with pytest.raises(AssertionError, match=WORDS_OF_A_CATCH):
         CHECKS[check](models)
+
+
+@pytest.mark.covers(2)
+@pytest.mark.parametrize("draft_law", DRAFT_LAWS)
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
+@pytest.mark.parametrize("k", [0, 1, 2, 3])
+def test_one_round_has_the_targets_law(k: int, masked: bool, draft_law: str) -> None:
+    check_law(Case((k,), seed=k, masked=masked), draft_law)
+
+
+@pytest.mark.parametrize("ks", [(1, 1), (0, 2), (2, 0, 1), (1, 1, 1)])
+def test_rounds_in_a_row_have_the_targets_law(ks: tuple[int, ...]) -> None:
+    check_law(Case(ks, seed=11), "random", "only-zeros-match")
+
+
+@pytest.mark.covers(2)
+@pytest.mark.parametrize("limit", [1, 2, 3, 5])
+@pytest.mark.parametrize("stops", [(), (2,), (0, 1)])
+def test_texts_cut_by_stop_ids_and_limits_have_the_targets_cut_law(
+    stops: tuple[int, ...], limit: int
+) -> None:
+    params = SamplingParams(temperature=1.0, stop_token_ids=stops, max_tokens=limit)
+    check_law(Case((3,), params, seed=limit), "random", "equal")
+    check_law(Case((1, 1), params, seed=limit), "random", "equal")
+
+
+@pytest.mark.covers(2)
+@pytest.mark.parametrize("params", [PLAIN, STOPS_AND_LIMIT], ids=["plain", "stops-and-limit"])
+@pytest.mark.parametrize("odd_drafts", [False, True], ids=["known", "odd"])
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
+def test_every_committed_token_is_the_targets_draw_for_its_own_context(
+    masked: bool, odd_drafts: bool, params: SamplingParams
+) -> None:
+    """With `masked` some samples have no finite logit, stop ids too: they end a text with an error."""
+    check_emissions(Case((3,), params, masked=masked, odd_drafts=odd_drafts))

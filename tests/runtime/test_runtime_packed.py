@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spd.errors import IncompatibleError
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.json_file import Fields
 from spd.formats.quantized import Scheme, read_quantization
@@ -163,12 +162,6 @@ def test_codes_without_a_scheme_and_matrices_that_are_ignored_in_vain(tiny: Tiny
     assert spoken(twin) == spoken(plain), "the header says that o_proj is not quantized"
 
 
-def test_quantize_int8_beside_quantized_weights(tiny: Tiny, tmp_path: Path) -> None:
-    twin, _ = write_twins(tiny("qwen3", **SIZES), tmp_path, "awq")
-    with pytest.raises(IncompatibleError, match="quantized already"):
-        make_engine(twin, quantize="int8")
-
-
 def test_what_older_tools_wrote_beside_the_configuration(tiny: Tiny, tmp_path: Path) -> None:
     twin, plain = write_twins(tiny("qwen3", **SIZES), tmp_path, "modelopt-nvfp4")
     inner = json.loads((twin / "config.json").read_text())["quantization_config"]
@@ -213,22 +206,6 @@ def test_triton_kernels_speak_as_the_dequantised_copy(
     speak_alike(folder, way, tmp_path, "triton", 2, 64)
 
 
-@pytest.mark.covers(1)
-@pytest.mark.parametrize("spec", ["ngram", "draft"])
-@pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=needs_compiled)])
-def test_speculation_is_invisible(spec: str, kernels: str, tiny: Tiny, tmp_path: Path) -> None:
-    twin, _ = write_twins(tiny("qwen3", **SIZES), tmp_path, "w4-64")
-    work = (
-        random_prompts(3, 30, 256),
-        [SamplingParams(max_tokens=40, temperature=t, seed=3) for t in (0, 0.8, 1)],
-    )
-    plain = run_all(make_engine(twin, spec="off", kernels=kernels, dtype="bfloat16"), *work)
-    wishes = dict(PROPOSERS[spec], **({"draft_model": twin} if spec == "draft" else {}))
-    runs = run_all(make_engine(twin, kernels=kernels, dtype="bfloat16", **wishes), *work)
-    assert_same(runs, plain)
-    assert accepted(runs) > 0
-
-
 @needs_compiled
 @pytest.mark.parametrize("kept", [(), ("mtp_layers",)])
 def test_mtp_heads_in_codes_and_left_as_they_were(kept: tuple[str, ...], tmp_path: Path) -> None:
@@ -265,3 +242,20 @@ def test_a_head_in_codes_goes_to_a_folder_of_its_own(tmp_path: Path) -> None:
     )
     assert_same(apart, own)
     assert accepted(apart) == accepted(own)
+
+
+ODD = [(1, 32), (7, 33), (16, 100), (33, 128)]
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize(("rows", "columns"), ODD)
+def test_words_as_compressed_tensors_packs_them(bits: int, rows: int, columns: int) -> None:
+    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    draw = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 1 << bits, (rows, columns), generator=draw)
+    signed = (codes - (1 << (bits - 1))).to(torch.int8)
+    words = helpers.pack_to_int32(signed, bits)
+    assert torch.equal(unpacked_words(words, bits, columns), codes.to(torch.uint8))
+    down = helpers.pack_to_int32(signed, bits, packed_dim=0)
+    assert torch.equal(unpacked_words(down.t(), bits, rows).t(), codes.to(torch.uint8))

@@ -1,20 +1,25 @@
-"""Pages against a model made of plain dictionaries, and what their hashes depend on."""
+"""Pages against a model of plain dictionaries; their hashes; and which program writes which position."""
 
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import settings
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from spd.runtime import Engine, EngineConfig, Request, SamplingParams
 from spd.runtime.engine.page_table import PageTable, Tail, TextHashes
 from spd.runtime.round.limits import NUM_RESERVED
-from spd.runtime.round.spans import Run
+from spd.runtime.round.model_runner import ModelRunner
+from spd.runtime.round.spans import Run, clip_runs, extend_tile, kinds_in, program_runs, reusable_prefix
 from tests.page_checks import check_table
+from tests.recipes.tiny import write_tiny
 
 digests = st.integers(0, 3).map(lambda n: b"digest %d" % n)
 
@@ -130,7 +135,7 @@ class PageTableModel(RuleBasedStateMachine):
 
 
 TestPageTable = PageTableModel.TestCase
-TestPageTable.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPageTable.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 # -- hashes ------------------------------------------------------------------------------------------
@@ -143,12 +148,6 @@ def hashes(tokens: list[int] = TOKENS, runs: list[Run] = RUNS, end: int = 12) ->
     return TextHashes(tokens, runs, 4).pages(end)
 
 
-@pytest.mark.parametrize(("end", "pages"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (11, 2), (12, 3)])
-def test_only_full_pages_are_hashed(end: int, pages: int) -> None:
-    assert hashes(end=end) == hashes()[:pages]
-    assert len(hashes(end=end)) == pages
-
-
 def test_hashes_differ_from_the_first_changed_token_on() -> None:
     for at in range(12):
         changed = [*TOKENS[:at], 5, *TOKENS[at + 1 :]]
@@ -159,10 +158,6 @@ def test_hashes_differ_from_the_first_changed_token_on() -> None:
 def test_hashes_tell_ids_apart_that_read_alike() -> None:
     texts = [[1, 23, 4, 5], [12, 3, 4, 5], [1, 2, 34, 5], [1, 2, 3, 45]]
     assert len({TextHashes(text, RUNS, 4).before(4) for text in texts}) == 4
-
-
-def test_equal_pages_at_other_places_have_other_hashes() -> None:
-    assert len(set(hashes([7] * 12))) == 3
 
 
 def test_hashes_depend_on_the_programs_that_wrote_the_page() -> None:
@@ -184,6 +179,129 @@ def test_hashes_depend_on_the_programs_that_wrote_the_page() -> None:
     assert second[0] != second[1]
 
 
-def test_hashes_do_not_depend_on_what_comes_later() -> None:
-    longer = [Run(0, 30, "tile")]
-    assert TextHashes([*TOKENS, *range(18)], longer, 4).pages(12) == hashes()
+spans_lists = st.lists(st.tuples(st.sampled_from(["prompt", "generated"]), st.integers(0, 19)), max_size=5)
+chunks = st.integers(1, 6)
+Position = tuple[str, int]  # how a position is written: ("tile", 0) or ("chunk", offset in its chunk)
+
+
+def positions_of(spans: list[tuple[str, int]], chunk: int) -> list[Position]:
+    """Every position by the rule: full chunks of a prompt span that leave it a last token, tiles else."""
+    written: list[Position] = []
+    for origin, length in spans:
+        whole = (max(length, 1) - 1) // chunk * chunk if origin == "prompt" else 0
+        written += [("chunk", i % chunk) if i < whole else ("tile", 0) for i in range(length)]
+    return written
+
+
+def expand(runs: list[Run]) -> list[Position]:
+    """Runs as positions; asserts that they lie end to end and that neighbouring tiles are joined."""
+    written: list[Position] = []
+    for i, run in enumerate(runs):
+        assert run.start == len(written) < run.end
+        assert i == 0 or not (run.kind == runs[i - 1].kind == "tile")
+        written += [(run.kind, n if run.kind == "chunk" else 0) for n in range(run.end - run.start)]
+    return written
+
+
+@settings(max_examples=200, deadline=None)
+@given(spans=spans_lists, chunk=chunks)
+def test_runs_follow_the_rule(spans: list[tuple[str, int]], chunk: int) -> None:
+    runs = program_runs(spans, chunk)
+    assert expand(runs) == positions_of(spans, chunk)
+    assert all(run.end - run.start == chunk for run in runs if run.kind == "chunk")
+
+
+@settings(max_examples=200, deadline=None)
+@given(spans=spans_lists, chunk=chunks, data=st.data())
+def test_clipped_runs_hold_whole_chunks_only(
+    spans: list[tuple[str, int]], chunk: int, data: st.DataObject
+) -> None:
+    written = positions_of(spans, chunk)
+    end = data.draw(st.integers(0, len(written)))
+    expected = written[:end]
+    while expected and expected[-1][0] == "chunk" and expected[-1][1] < chunk - 1:
+        cut = expected[-1][1] + 1
+        expected[-cut:] = [("tile", 0)] * cut
+    assert expand(clip_runs(program_runs(spans, chunk), end)) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(spans=spans_lists, chunk=chunks, data=st.data())
+def test_a_reusable_prefix_is_the_longest_that_cuts_no_chunk(
+    spans: list[tuple[str, int]], chunk: int, data: st.DataObject
+) -> None:
+    written = [*positions_of(spans, chunk), ("tile", 0)]
+    cached = data.draw(st.integers(0, len(written) - 1))
+    whole = [n for n in range(cached + 1) if written[n][0] == "tile" or written[n][1] == 0]
+    assert reusable_prefix(program_runs(spans, chunk), cached) == max(whole)
+
+
+@settings(max_examples=100, deadline=None)
+@given(spans=spans_lists, chunk=chunks, more=st.integers(-3, 9))
+def test_extended_runs_go_on_in_tiles(spans: list[tuple[str, int]], chunk: int, more: int) -> None:
+    written = positions_of(spans, chunk)
+    end = max(0, len(written) + more)
+    extended = expand(extend_tile(program_runs(spans, chunk), end))
+    assert extended == written + [("tile", 0)] * (end - len(written))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4])
+@pytest.mark.parametrize("width", [1, 2, 4, 5])
+def test_windows_look_alike_exactly_where_their_positions_do(width: int, chunk: int) -> None:
+    """Over all windows of some texts: equal kinds if and only if every position was written alike."""
+    texts = [
+        [("prompt", 14)],
+        [("prompt", 3), ("generated", 4), ("prompt", 9)],
+        [("generated", 2), ("prompt", 1), ("prompt", 11)],
+    ]
+    looks: dict[object, set[object]] = {}
+    for spans in texts:
+        positions, runs = positions_of(spans, chunk), program_runs(spans, chunk)
+        for start in range(len(positions) - width + 1):
+            view = kinds_in(runs, start, start + width)
+            looks.setdefault(view, set()).add(tuple(positions[start : start + width]))
+    assert all(len(written) == 1 for written in looks.values())
+    assert len(set().union(*looks.values())) == len(looks)
+
+
+# -- in the engine -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
+    """(first position, rows, whether a chunk) of every pass over a prompt that is wider than one row."""
+    seen: list[tuple[int, int, bool]] = []
+    forward = ModelRunner.forward_prompt
+
+    def spy(self: ModelRunner, ids: torch.Tensor, begin: int, end: int, *rest: Any, **more: Any) -> Any:
+        if end - begin > 1:
+            seen.append((begin, end - begin, more["chunked"]))
+        return forward(self, ids, begin, end, *rest, **more)
+
+    monkeypatch.setattr(ModelRunner, "forward_prompt", spy)
+    return seen
+
+
+@pytest.mark.parametrize("first_span", [0, 10, 64, 100])
+def test_a_cache_hit_cuts_no_chunk(
+    first_span: int, tmp_path: Path, forwards: list[tuple[int, int, bool]]
+) -> None:
+    """Wherever a later span begins, what a hit leaves to do runs through the programs of a miss."""
+    model = write_tiny(tmp_path, vocab=61, tokenizer=False, layers=1)
+    text = torch.randint(61, (300,), generator=torch.Generator().manual_seed(0)).tolist()
+    wishes: dict[str, Any] = {"threads": 1, "dtype": "float32", "kernels": "torch", "ctx": 512, "spec": "off"}
+    engine, cached = Engine(EngineConfig(model=model, **wishes)), []
+    for length in (290, 150, 220, 290):
+        forwards.clear()
+        spans = [("prompt", first_span), ("prompt", length - first_span)]
+        request = Request(str(length), tuple(text[:length]), SamplingParams(max_tokens=2), tuple(spans))
+        assert sum(len(event.token_ids) for event in engine.stream([request])) == 2
+        written = positions_of(spans, 64)
+        for start, rows, chunked in forwards:
+            expected = [("chunk", n) if chunked else ("tile", 0) for n in range(rows)]
+            assert written[start : start + rows] == expected
+        cached.append(engine.metrics(str(length)).cached_tokens)
+    assert cached[0] == 0
+    assert (
+        cached[1:] == {0: [128, 192, 256], 10: [0, 0, 0], 64: [128, 192, 256], 100: [64, 64, 256]}[first_span]
+    )

@@ -11,15 +11,19 @@ import torch
 from torch import Tensor
 
 from spd.formats.demo import demo_folder
+from spd.kernels.attention.paged_attention import KV_BLOCK, AttentionHeads, MaskPlan, Scores, paged_attention
+from spd.kernels.attention.rotary_store import Pools
 from spd.runtime import SamplingParams
 from spd.runtime.layers.linear import Linear
+from spd.runtime.round import arithmetic_probe
 from spd.runtime.round.arithmetic_probe import (
     CANDIDATES,
     WIDEST,
     admitted_buckets,
+    admitted_parts,
     summed_alike,
 )
-from spd.runtime.round.model_runner import bucket_for
+from spd.runtime.round.model_runner import bucket_for, context_for
 from tests.helpers import make_engine, run_all
 
 pytestmark = pytest.mark.usefixtures("every_trial")
@@ -99,11 +103,6 @@ def test_products_say_what_rounding_took() -> None:
     assert ((y.double() + lost.double()) - exact).abs().max() < 1e-3 < 1e-2 < (y.double() - exact).abs().max()
 
 
-def test_rows_are_padded_to_what_was_tried() -> None:
-    rows = (1, 3, 5, 7, 9, 32, 33, 41)
-    assert [bucket_for(count, (2, 5, 8, 32)) for count in rows] == [2, 5, 5, 8, 32, 32, 34, 64]
-
-
 @pytest.mark.parametrize(("spec", "width"), [("off", 1), ("ngram", 4)])
 def test_only_the_rows_of_slots_that_have_some_are_run(
     tiny: Callable[..., Path], spec: str, width: int, monkeypatch: pytest.MonkeyPatch
@@ -132,7 +131,7 @@ def test_only_the_rows_of_slots_that_have_some_are_run(
         assert seen and max(seen[-4:]) <= most and max(scored[-4:]) <= most
 
 
-@pytest.mark.covers(2)
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("draft_max", [1, 3])
 @pytest.mark.parametrize("spec", ["off", "ngram", "draft", "mtp"])
@@ -153,3 +152,36 @@ def test_texts_depend_neither_on_row_counts_nor_on_empty_slots(
     for counts in (runner.buckets, (WIDEST,)):
         runner.buckets = counts
         assert [run.tokens for run in run_all(engine, prompts, params)] == alone
+
+
+HEADS = AttentionHeads(4, 2, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "start"), [(2, 0), (5, KV_BLOCK)])
+def test_a_part_that_differs_in_one_bit_is_refused(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int, start: int
+) -> None:
+    """In one number of rows, in the first block or in the second."""
+    honest = admitted_parts(HEADS, dtype, 64, (2, 5, 32))
+    assert honest or torch.backends.cpu.get_cpu_capability() != "AVX512", "else nothing is shown"
+    part = max(honest, default=KV_BLOCK // 2)
+
+    def attend(query: Tensor, pools: Pools, plan: Any, scores: Scores) -> Tensor:
+        mixed = paged_attention(query, pools, plan, scores)
+        assert isinstance(plan, MaskPlan) and plan.masks[None][0] is not None
+        if query.shape[1] == rows and plan.masks[None][0].bias.shape[-1] == start + part:
+            mixed[0, -1, -1, -1] = 0
+        return mixed
+
+    monkeypatch.setattr(arithmetic_probe, "paged_attention", attend)
+    assert admitted_parts(HEADS, dtype, 64, (2, 5, 32)) == tuple(p for p in honest if p != part)
+
+
+def test_contexts_are_whole_blocks_and_a_part() -> None:
+    lengths = (0, 1, 128, 129, 256, 257, 512, 513, 700, 1024)
+    assert [context_for(length, (128, 256)) for length in lengths] == [
+        *(0, 128, 128, 256, 256, 512, 512, 640, 768, 1024)
+    ]
+    assert [context_for(length, (256,)) for length in (1, 257, 513)] == [256, 512, 768]
+    assert [context_for(length, ()) for length in (1, 512, 513)] == [512, 512, 1024]

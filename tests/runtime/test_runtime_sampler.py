@@ -20,7 +20,6 @@ from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 from spd.runtime.round.state import RoundState
 
 VOCAB = 37
-EVERY_STEP = SamplerClass(True, True, True, True, True)
 FALSE_ALARM = 1e-6
 """Chance that a chi-square test below fails on a right sampler, for a seed taken at random."""
 
@@ -122,20 +121,6 @@ def test_a_window_equals_its_rows_one_by_one(
                 sampler.state.length += 1
 
 
-@settings(max_examples=30, deadline=None)
-@given(slots=st.lists(slot, min_size=2, max_size=3), seed=st.integers(0, 2**32))
-def test_steps_that_no_row_needs_change_no_token(
-    slots: list[tuple[list[int], SamplingParams]], seed: int
-) -> None:
-    logits, draft = normal(len(slots), 3, VOCAB, seed=seed), torch.zeros(len(slots), 2, dtype=torch.long)
-    sampler, positions = sampler_of(slots), torch.arange(3).expand(len(slots), -1)
-    drawn = [
-        draw(sampler, process(sampler, logits, draft, needs), positions, needs)
-        for needs in (needs_of(slots), EVERY_STEP)
-    ]
-    assert torch.equal(*drawn)
-
-
 # -- truncation --------------------------------------------------------------------------------------
 
 
@@ -213,79 +198,6 @@ def test_truncation_at_its_edges(logits: list[float], cut: dict[str, Any], kept:
 
 # -- order -------------------------------------------------------------------------------------------
 
-HIDDEN = -math.inf
-ORDERS: dict[str, tuple[dict[str, Any], list[float], list[float]]] = {
-    # name: parameters, logits, processed; token 0 is the prompt's, token 1 was generated.
-    "bias before repetition": (
-        {"logit_bias": ((0, 3.0),), "repetition_penalty": 4.0},
-        [-1.0, -1.0, 4.0, 0.0],
-        [0.5, -4.0, 4.0, 0.0],
-    ),
-    "repetition before presence": (
-        {"repetition_penalty": 2.0, "presence_penalty": 1.0},
-        [3.0, 3.0, 3.0, 0.0],
-        [1.5, 0.5, 3.0, 0.0],
-    ),
-    "penalties before temperature": (
-        {"frequency_penalty": 1.0, "temperature": 0.5},
-        [2.0, 2.0, 2.0, 2.0],
-        [4.0, 2.0, 4.0, 4.0],
-    ),
-    "bias before top-k": (
-        {"logit_bias": ((3, 9.0),), "top_k": 1},
-        [1.0, 2.0, 3.0, 0.0],
-        [HIDDEN] * 3 + [9.0],
-    ),
-    "penalties before top-k": (
-        {"presence_penalty": 2.0, "top_k": 1},
-        [1.0, 3.0, 2.0, 0.0],
-        [HIDDEN, HIDDEN, 2.0, HIDDEN],
-    ),
-    "minimum length before top-k": (
-        {"min_tokens": 2, "stop_token_ids": (2,), "top_k": 1},
-        [0.0, 1.0, 3.0, 2.0],
-        [HIDDEN, HIDDEN, HIDDEN, 2.0],
-    ),
-    "temperature before top-p": (  # at 1 the first token alone holds 0.64; at 4 it holds 0.32
-        {"temperature": 4.0, "top_p": 0.5},
-        [2.0, 1.0, 0.0, -1.0],
-        [0.5, 0.25, HIDDEN, HIDDEN],
-    ),
-    "top-k before top-p": (  # probabilities .4 .3 .2 .1; of the first two .57 .43
-        {"top_k": 2, "top_p": 0.5},
-        [math.log(4.0), math.log(3.0), math.log(2.0), 0.0],
-        [math.log(4.0), HIDDEN, HIDDEN, HIDDEN],
-    ),
-    "temperature before min-p": (
-        {"temperature": 4.0, "min_p": 0.5},
-        [4.0, 2.0, 0.0, -4.0],
-        [1.0, 0.5, HIDDEN, HIDDEN],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ORDERS)
-def test_the_steps_come_in_their_order(name: str) -> None:
-    """Each case gives another result when its two steps change places."""
-    changes, logits, expected = ORDERS[name]
-    params = SamplingParams(**{"temperature": 1.0, **changes})
-    sampler = sampler_of([([0], params)], vocab=4)
-    if sampler.generated is not None:
-        count(sampler, torch.tensor([1]))
-    sampler.state.length += 1
-    nothing = torch.zeros(1, 0, dtype=torch.long)
-    processed = process(sampler, torch.tensor([[logits]]), nothing, SamplerClass.of(params))
-    assert processed[0, 0].tolist() == pytest.approx(expected, abs=1e-6)
-
-
-def test_minimum_length_hides_stops_up_to_its_last_token() -> None:
-    params = SamplingParams(min_tokens=2, stop_token_ids=(3, 1))
-    sampler = sampler_of([([0, 0], params), ([0], SamplingParams(stop_token_ids=(2,)))], vocab=4)
-    draft = torch.zeros(2, 3, dtype=torch.long)
-    hidden = process(sampler, torch.zeros(2, 4, 4), draft, needs_of([([0], params)])).isinf()
-    assert hidden[0].nonzero().tolist() == [[0, 1], [0, 3], [1, 1], [1, 3]]
-    assert not hidden[1].any()
-
 
 # -- draws -------------------------------------------------------------------------------------------
 
@@ -302,25 +214,6 @@ def draft_all(sampler: Sampler, logits: torch.Tensor, needs: SamplerClass) -> to
         return sampler.draw_draft(runner, torch.zeros(len(logits), 1, 1), step, needs)
 
     return torch.cat([one(step) for step in range(logits.shape[1])], dim=1)
-
-
-@settings(max_examples=40, deadline=None)
-@given(params=parameters, usable=st.integers(1, VOCAB - 1), seed=st.integers(0, 2**32))
-def test_padded_vocabulary_is_never_drawn(params: SamplingParams, usable: int, seed: int) -> None:
-    """Rows beyond the tokenizer's vocabulary stay out, however likely the model thinks they are."""
-    params = SamplingParams(
-        temperature=params.temperature, top_k=params.top_k, min_p=params.min_p, seed=params.seed
-    )
-    sampler, needs = sampler_of([([0], params)], usable=usable), SamplerClass.of(params)
-    logits = normal(1, 4, VOCAB, seed=seed)
-    logits[..., usable:] += 1000
-    before = logits.clone()
-    processed = process(sampler, logits, torch.zeros(1, 3, dtype=torch.long), needs)
-    positions = torch.arange(4)[None]
-    assert torch.equal(logits, before)
-    assert (processed[..., usable:] == float("-inf")).all()
-    assert (draw(sampler, processed, positions, needs) < usable).all()
-    assert (draft_all(sampler, logits, needs) < usable).all()
 
 
 @settings(max_examples=60, deadline=None)
@@ -366,32 +259,6 @@ def test_draws_follow_the_softmax(temperature: float, seed: int) -> None:
     marginal = torch.stack([probabilities[0], probabilities[1], probabilities[2:].sum()])
     pairs = torch.bincount(classes[0::2] * 3 + classes[1::2], minlength=9)
     assert_fair(pairs, (marginal[:, None] * marginal).flatten())
-
-
-def test_draws_are_keyed_by_seed_and_position_only() -> None:
-    """Two seeds draw independently; the same seed draws the same whichever slot and row asks."""
-    params = [SamplingParams(temperature=1.0, seed=seed) for seed in (7, 8, 7)]
-    sampler = sampler_of([([0], p) for p in params], vocab=64)
-    positions = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8], [8, 5, 7, 6]])
-    draws = draw(sampler, torch.zeros(3, 4, 64), positions, SamplerClass(noise=True))
-    assert draws[2].tolist() == draws[0][[3, 0, 2, 1]].tolist()
-    assert (draws[0] != draws[1]).any()
-    assert len(set(draws[0].tolist())) > 1
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    seed=st.integers(0, 2**63 - 1), temperature=st.sampled_from([0.0, 0.8]), bias=st.sampled_from([0.0, 3.0])
-)
-def test_a_drafter_with_the_targets_logits_draws_the_targets_tokens(
-    seed: int, temperature: float, bias: float
-) -> None:
-    params = SamplingParams(temperature=temperature, seed=seed, logit_bias=((3, bias),))
-    sampler, needs = sampler_of([([0], params)]), SamplerClass.of(params)
-    logits = normal(1, 3, VOCAB, seed=seed % 2**32)
-    positions = sampler.state.length.unsqueeze(-1) + torch.arange(3)
-    processed = process(sampler, logits, torch.zeros(1, 2, dtype=torch.long), needs)
-    assert torch.equal(draft_all(sampler, logits, needs), draw(sampler, processed, positions, needs))
 
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])

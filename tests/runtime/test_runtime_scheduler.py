@@ -191,7 +191,7 @@ class SchedulerModel(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerModel.TestCase
-TestScheduler.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestScheduler.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
 
 
 def prefilled(scheduler: Scheduler, *sequences: Sequence) -> None:

@@ -26,6 +26,8 @@ from tests.helpers import (
     run_all,
     with_operations,
 )
+from tests.recipes.fp8_twin import write_twin
+from tests.recipes.tiny import write_tiny
 from tests.recipes.tiny_dense import write_dense
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
@@ -36,7 +38,7 @@ Methods = dict[str, dict[str, Any]]
 
 pytest.importorskip("triton")
 
-pytestmark = INTERPRETED
+pytestmark = [*INTERPRETED, pytest.mark.usefixtures("untried")]
 
 SHAPE: dict[str, Any] = {
     "hidden": 64,
@@ -48,7 +50,6 @@ SHAPE: dict[str, Any] = {
     "tokenizer": False,
     "seed": 5,
 }
-LATENT_SHAPE: dict[str, Any] = {**SHAPE, "kv_heads": 4}
 
 damped = Damped(loud=1, soft=0.15)
 
@@ -158,8 +159,7 @@ METHODS = ("off", "ngram", "draft", "draft+ngram")
 
 
 @pytest.mark.parametrize(
-    ("method", "count"),
-    [("draft", 5), *(pytest.param(method, 16, marks=SLOW) for method in METHODS)],
+    ("method", "count"), [("draft", 5), *(pytest.param(method, 16, marks=SLOW) for method in METHODS)]
 )
 def test_every_method(
     target: Path, methods: Methods, no_host_reads: HostWatch, method: str, count: int
@@ -215,89 +215,68 @@ def test_every_step_of_sampling(target: Path, methods: Methods) -> None:
     assert second[1].logprobs == pytest.approx(first[1].logprobs, abs=1e-4)
 
 
-def test_a_family_that_slides_and_caps(tmp_path: Path, methods: Methods) -> None:
-    """Gemma 2: windows shorter than the prompt, capped scores and logits, norms behind blocks, gelu."""
-    shape = {**SHAPE, "residual_gain": damped}
-    folder = write_dense(tmp_path / "target", "gemma2", layers=2, **shape)
-    draft = {**methods["draft"], "draft_model": write_dense(tmp_path / "draft", "gemma2", layers=1, **shape)}
-    prompts = [random_prompts(1, n, 97, seed=n)[0] for n in (34, 20)]
-    params = [SamplingParams(max_tokens=3, temperature=t, seed=3) for t in (0.0, 0.8)]
-    first, second = both(folder, prompts, params, slots=2, **draft)
-    assert_same(first, second)
-    assert sum(run.metrics.draft_n_accepted for run in first) > 0
+# -- families -------------------------------------------------------------------------------------------
+
+Made = tuple[Path, dict[str, Any]]
+"""A target, and what asks for drafts for it."""
+LATENT: dict[str, Any] = {"family": "deepseek", "variant": "deepseek_v3", **SHAPE, "kv_heads": 4}
+MAMBA: dict[str, Any] = {name: SHAPE[name] for name in ("vocab", "tokenizer", "seed", "intermediate")}
+MAMBA["config"] = {"shared_intermediate_size": 48, "layer_types": ["mamba", "attention"]}
 
 
-@SLOW
-@pytest.mark.parametrize("method", ("draft", "off", "ngram"))
-def test_latent_attention_and_experts(tiny: Callable[..., Path], methods: Methods, method: str) -> None:
-    """A DeepSeek-V3: a dense layer, then experts with a shared one; its prompt has no whole chunk."""
-    target = tiny("deepseek_v3", layers=2, residual_gain=damped, **LATENT_SHAPE)
-    params = [SamplingParams(max_tokens=6, temperature=0.8, seed=3)]
-    first, second = both(target, PROMPT, params, **methods[method])
-    assert len(first[0].tokens) == 6
-    assert_same(first, second)
+def dense(folder: Path, family: str, **options: Any) -> Made:
+    """A family's model, which drafts for itself."""
+    target = write_dense(folder, family, **{"layers": 2, "residual_gain": damped, **options})
+    return target, {"spec": "draft", "draft_model": target}
 
 
-def test_an_mtp_head_of_two_modules(tmp_path: Path) -> None:
-    """A chunk of the prompt and its tail through the modules, then rounds of three drafts."""
-    shape = {"layers": 2, **SHAPE}
-    target = write_tiny_mtp(tmp_path / "head", family="mimo", modules=2, kind="copy", **shape)
-    prompt, params = random_prompts(1, 18, 97, seed=4), [SamplingParams(max_tokens=4)]
-    first, second = both(target, prompt, params, ctx=128, spec="mtp", draft_max=3)
-    assert_same(first, second)
-    assert sum(len(record.draft) for record in second[0].rounds) >= 2
+def mtp(folder: Path, **options: Any) -> Made:
+    return write_tiny_mtp(folder, kind="copy", layers=2, **options), {"spec": "mtp"}
 
 
-def test_a_deepseek_head(tmp_path: Path) -> None:
-    """Latent attention and experts, in the head too, beyond its one module; a chunk of the prompt."""
-    shape = {"layers": 2, **LATENT_SHAPE}
-    target = write_tiny_mtp(tmp_path / "head", family="deepseek", variant="deepseek_v3", kind="copy", **shape)
-    prompt, params = (
-        random_prompts(1, 18, 97, seed=4),
-        [SamplingParams(max_tokens=4, temperature=0.8, seed=3)],
-    )
-    first, second = both(target, prompt, params, spec="mtp", draft_max=2)
-    assert_same(first, second)
-    assert sum(len(record.draft) for record in second[0].rounds) >= 2
-
-
-def test_a_hybrid_and_its_head(tmp_path: Path) -> None:
-    """A recurrent layer: a chunk of a prompt, tails, and windows some of whose drafts are rejected."""
+def hybrid(folder: Path) -> Made:
     sizes = {"num_hidden_layers": 2, "full_attention_interval": 2, "num_attention_heads": 2}
     sizes |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_value_head_dim": 16}
-    folder = write_tiny_hybrid(tmp_path, mtp=True, agreeing=True, **sizes)
-    prompts = [random_prompts(1, n, 256, seed=n)[0] for n in (18, 9)]
-    params = [SamplingParams(max_tokens=6, temperature=t, seed=3, ignore_eos=True) for t in (0.0, 0.8)]
-    first, second = both(folder, prompts, params, slots=2, spec="mtp", draft_max=2)
+    return write_tiny_hybrid(folder, mtp=True, agreeing=True, **sizes), {"spec": "mtp"}
+
+
+def in_int8(folder: Path) -> Made:
+    target = write_tiny(folder, architecture="Qwen3ForCausalLM", layers=2, residual_gain=damped, **SHAPE)
+    return target, {"spec": "draft", "draft_model": target, "quantize": "int8"}
+
+
+def in_blocks(folder: Path) -> Made:
+    target, wishes = mtp(folder / "plain", **LATENT)
+    return write_twin(target, folder / "twin", ue8m0=True), wishes
+
+
+FAMILIES: dict[str, tuple[Callable[[Path], Made], int, int]] = {
+    # What makes it, and how long prompt and text are; the former are longer than a chunk, and than a window.
+    "windows and caps": (lambda folder: dense(folder, "gemma2", **SHAPE), 34, 3),
+    "two modules": (lambda folder: mtp(folder, family="mimo", modules=2, **SHAPE), 18, 4),
+    "latents, experts and a head": (lambda folder: mtp(folder, **LATENT), 18, 4),
+    "recurrent layers and a head": (hybrid, 18, 6),
+    "Mamba layers": (lambda folder: dense(folder, "granite_hybrid", **MAMBA), 18, 3),
+    "short convolutions": (
+        lambda folder: dense(folder, "lfm2", **SHAPE | {"layers": 3, "config": {"block_ff_dim": 72}}),
+        *(18, 3),
+    ),
+    "int8": (in_int8, 18, 4),
+    "FP8 in blocks": (in_blocks, 18, 4),
+}
+
+
+@pytest.mark.parametrize("name", [*list(FAMILIES)[:-1], pytest.param("FP8 in blocks", marks=SLOW)])
+def test_every_kind_of_layer_and_weight(tmp_path: Path, name: str) -> None:
+    """A chunk of a prompt and its tail, then rounds with drafts, of which a prompt of repeats has some."""
+    make, length, count = FAMILIES[name]
+    target, wishes = make(tmp_path / "model")
+    prompt = [(random_prompts(1, length, 97, seed=length)[0] * 2)[3 : length + 3]]
+    params = [SamplingParams(max_tokens=count, temperature=0.8, seed=3, ignore_eos=True)]
+    first, second = both(target, prompt, params, draft_max=2, **wishes)
     assert_same(first, second)
     accepted, drafted = tally(first)
-    assert 0 < accepted < drafted
-
-
-def test_mamba_layers(tmp_path: Path) -> None:
-    """Granite 4: a layer that keeps states and one that attends, over a chunk of a prompt."""
-    sizes = {name: SHAPE[name] for name in ("vocab", "tokenizer", "seed", "intermediate")}
-    config = {"shared_intermediate_size": 48, "layer_types": ["mamba", "attention"]}
-    folder = write_dense(tmp_path, "granite_hybrid", layers=2, **sizes, config=config, residual_gain=damped)
-    prompts = [random_prompts(1, n, 97, seed=n)[0] for n in (18, 9)]
-    params = [SamplingParams(max_tokens=3, temperature=t, seed=3) for t in (0.0, 0.8)]
-    wishes = {"spec": "draft", "draft_model": folder, "draft_max": 2}
-    first, second = both(folder, prompts, params, slots=2, **wishes)
-    assert_same(first, second)
-    assert tally(first)[0] == tally(first)[1] > 0
-
-
-def test_short_convolutions(tmp_path: Path, methods: Methods) -> None:
-    """LFM2: two layers that convolve and one that attends, over a chunk of a prompt and its tail."""
-    folder = write_dense(
-        tmp_path, "lfm2", layers=3, **SHAPE, config={"block_ff_dim": 72}, residual_gain=damped
-    )
-    prompts = [random_prompts(1, n, 97, seed=n)[0] for n in (18, 9)]
-    params = [SamplingParams(max_tokens=3, temperature=t, seed=3) for t in (0.0, 0.8)]
-    wishes = {"spec": "draft", "draft_model": folder, "draft_max": 2}
-    first, second = both(folder, prompts, params, slots=2, **wishes)
-    assert_same(first, second)
-    assert tally(first)[0] == tally(first)[1] > 0
+    assert drafted > 0 and (wishes["spec"] != "draft" or accepted == drafted)
 
 
 EAGLES: dict[str, dict[str, Any]] = {

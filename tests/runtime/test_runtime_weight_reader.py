@@ -166,17 +166,6 @@ def test_a_buffer_is_reused_only_after_its_copies(mixed: Checkpoint, threads: in
     assert [buffer.used for buffer in buffers] == [True] * (threads * BUFFERS)
 
 
-def test_progress_is_told_in_the_callers_thread_and_adds_up(mixed: Checkpoint) -> None:
-    views, told = destinations(mixed, torch.bfloat16), []
-
-    def advance(nbytes: int) -> None:
-        told.append((nbytes, threading.current_thread()))
-
-    read_tensors(mixed, views, advance=advance, chunk_bytes=256)
-    assert sum(nbytes for nbytes, _ in told) == sum(view.nbytes for view in views.values())
-    assert {thread for _, thread in told} == {threading.current_thread()}
-
-
 Preadv = Callable[[int, Sequence[memoryview], int], int]
 
 

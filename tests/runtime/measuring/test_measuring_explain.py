@@ -131,12 +131,6 @@ def test_what_limits_it_and_what_to_try(name: str) -> None:
     assert bottleneck(found) in paragraph(found)
 
 
-def test_a_trace_of_plain_decoding() -> None:
-    found = explain_traces([make_trace(0, 0.0)])
-    assert (found.k, found.own, found.now) == (0, (), found.plain)
-    assert paragraph(found).startswith("Nothing was drafted in 400 rounds")
-
-
 def write(path: Path, trace: Trace) -> Path:
     lines = [dataclasses.asdict(trace.header)] if trace.header else []
     lines += [dataclasses.asdict(record) for record in trace.rounds]

@@ -1,16 +1,30 @@
-"""Loads and their clocks, with an engine that only counts."""
+"""Loads, their clocks and replays, with an engine that only counts and with tiny ones."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from spd.errors import IncompatibleError, UsageError
+from spd.formats.demo import demo_folder
+from spd.formats.tokenizer import Tokenizer
+from spd.runtime import EngineConfig
 from spd.runtime.engine.metrics import RoundRecord
 from spd.runtime.engine.request import Event, Request
-from spd.runtime.lab.load import Timeline, poisson_arrivals, run_pass
+from spd.runtime.lab.load import Load, Timeline, Work, poisson_arrivals, run_pass
+from spd.runtime.lab.prompt_set import Prompt, Question, encode_questions, read_prompts
+from spd.runtime.lab.replay import make_requests, promised_equal, replay_requests
+from spd.runtime.lab.rows import make_rows
+from spd.runtime.lab.sweep import Settings, Sweep
 from spd.runtime.round.sampling_params import SamplingParams
+from tests.helpers import Damped, random_prompts
+from tests.runtime import seeded_faults as planted
+from tests.runtime.seeded_faults import first_is_free, verify
 
 
 class CountingEngine:
@@ -76,17 +90,6 @@ def test_arrivals_are_poisson() -> None:
     assert arrivals[-1] / 10_000 == pytest.approx(0.2, rel=0.04)
 
 
-def test_what_watching_raises_ends_the_pass() -> None:
-    engine = CountingEngine()
-
-    def stop(ended: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run_pass(engine, requests(2), watch=stop)
-    assert engine.trace is None
-
-
 def test_times_by_their_definitions() -> None:
     line = Timeline(
         chunks=[(10.5, 1), (11.0, 3), (12.0, 2)], request=Request("x", (1,), SamplingParams()), arrived=10.0
@@ -94,3 +97,176 @@ def test_times_by_their_definitions() -> None:
     assert line.ttft == 0.5 and line.decode_seconds == 1.5 and line.tokens_after_first == 5
     assert line.tpot == pytest.approx(0.3) and list(line.gaps()) == [0.5, 1.0]
     assert Timeline(request=Request("x", (1,), SamplingParams()), arrived=0.0).tpot is None
+
+
+SETTINGS = Settings(temperatures=(0.0, 0.9), max_tokens=10, repetitions=2)
+
+
+def make_sweep(folder: Path, settings: Settings, *, alike: bool = False, **wishes: object) -> Sweep:
+    plain = EngineConfig(model=folder, threads=1, dtype="float32", ctx=128, spec="off", prefix_sharing=False)
+    spec = replace(plain, spec="ngram", ngram_min=1, draft_max=3, adaptive=False, **wishes)  # type: ignore[arg-type]
+    ids = random_prompts(2, 20, 256)
+    questions = [
+        Question(Prompt(f"{kind}/1", kind, ""), ids[0 if alike else number])
+        for number, kind in enumerate(("code", "edit"))
+    ]
+    return Sweep([plain, spec], questions, settings)
+
+
+def test_every_cell_is_measured_and_every_text_compared(tiny: Callable[..., Path]) -> None:
+    seen = []
+    sweep = make_sweep(tiny(), SETTINGS)
+    sweep.report = lambda *told: seen.append(told)
+    sweep.run()
+    assert len(sweep.samples) == 2 * 2 * 2 * 2  # configurations, prompts, temperatures, repetitions
+    assert sweep.differences == [] and sweep.compared >= 16 * 1
+    rows = make_rows(sweep.samples, sweep.plans)
+    assert [(r["category"], r["temperature"], r["method"]) for r in rows] == [
+        (category, t, method)
+        for category in ("code", "edit", "all")
+        for t in (0.0, 0.9)
+        for method in ("plain", "ngram")
+    ]
+    assert all(row["tokens_per_second"]["median"] > 0 and row["repetitions"] == 2 for row in rows)
+    spec = rows[-1]
+    assert sum(spec["drafted_per_position"]) > 0 and spec["round_ms"]["verify"] > 0
+    # a round commits its accepted drafts and one token more, but for what the end cuts off
+    assert spec["acceptance_length"] <= 1 + sum(spec["accepted_per_position"]) / spec["rounds"] + 1e-9
+    assert seen[0] == ("warming up", 1, 2) and seen[-1] == ("measuring", 16, 16)
+    turns = [sample.config for sample in sweep.samples]
+    assert turns == [0, 1, 1, 0, 0, 1, 1, 0, 1, 0, 0, 1, 1, 0, 0, 1], "they take turns in being first"
+
+
+@pytest.mark.parametrize("load", [Load(), Load(3)])
+def test_prompts_of_the_same_tokens_are_drawn_apart(tiny: Callable[..., Path], load: Load) -> None:
+    """Each has a seed of its own, so each is held against its own plain text."""
+    sweep = make_sweep(tiny(), replace(SETTINGS, temperatures=(0.9,), loads=(load,)), alike=True)
+    sweep.run()
+    assert sweep.differences == [] and sweep.compared
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_a_verifier_that_lets_drafts_through_is_seen(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, alike: bool
+) -> None:
+    verify(first_is_free)(monkeypatch)
+    sweep = make_sweep(tiny(), SETTINGS, alike=alike)
+    sweep.run()
+    assert sweep.differences and all(difference["config"] == 1 for difference in sweep.differences)
+    first = sweep.differences[0]
+    assert first["plain"] != first["speculated"] and first["position"] >= 1
+
+
+def test_imposed_acceptance_is_labelled_and_not_compared(tiny: Callable[..., Path]) -> None:
+    sweep = make_sweep(tiny(), replace(SETTINGS, repetitions=1), synthetic_acceptance=2.0)
+    sweep.run()
+    assert sweep.differences == []
+    rows = make_rows(sweep.samples, sweep.plans)
+    assert {row["method"]: row["acceptance"] for row in rows} == {"plain": "natural", "ngram": "imposed"}
+
+
+def test_prompts_and_lengths_that_are_far_too_long_are_not_encoded(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is all of a long prompt that may be cut, or of the texts that fill a short one up."""
+    sizes: list[int] = []
+    encode = Tokenizer._encode
+
+    def watched(self: Tokenizer, text: str, parse_special: bool) -> list[int]:
+        sizes.append(len(text))
+        return encode(self, text, parse_special)
+
+    monkeypatch.setattr(Tokenizer, "_encode", watched)
+    folder, long, short = tiny("qwen3"), Prompt("a/1", "a", "word " * 200_000), Prompt("a/2", "a", "hi")
+    for lengths, error in (([None], IncompatibleError), ([10**12], UsageError)):
+        with pytest.raises(error, match="context"):
+            encode_questions(folder, [long, short], lengths, 4)
+    cut, filled = encode_questions(folder, [long, short], [40], 4)
+    assert len(cut.ids) == len(filled.ids) == 40
+    assert sum(sizes) < 500_000
+
+
+def test_a_text_is_held_against_plain_decoding_on_as_many_ranks(tiny: Callable[..., Path]) -> None:
+    """Sums are made in another order there: only speculation must not be seen."""
+    folder = tiny("qwen3")
+    wishes = {"model": folder, "spec": "off"}
+    configs = [EngineConfig(**wishes), EngineConfig(**wishes, tp=2), EngineConfig(model=folder, tp=2)]
+    question = Question(Prompt("a", "code", ""), (1, 2, 3))
+    sweep = Sweep(configs, [question], Settings())
+    texts = [[5, 6]], [[5, 7]], [[5, 8]]
+    ran = {
+        i: SimpleNamespace(timelines=[SimpleNamespace(token_ids=ids) for ids in text])
+        for i, text in enumerate(texts)
+    }
+    sweep._compare(Work("code", 0.0, None, Load()), [question], ran)  # type: ignore[arg-type]
+    assert [(found["config"], found["plain"]) for found in sweep.differences] == [(2, 7)]
+
+
+Pair = tuple[EngineConfig, EngineConfig]
+
+QUESTIONS = [
+    Question(Prompt(f"q/{i}", "q", ""), ids)
+    for i, ids in enumerate(random_prompts(3, 20, 256) + random_prompts(1, 75, 256, seed=1))
+]
+
+damped = Damped(loud=2)
+
+
+@pytest.fixture(scope="module")
+def pair(tiny: Callable[..., Path]) -> tuple[EngineConfig, EngineConfig]:
+    """Plain decoding, and a draft model that is often right, at fixed k."""
+    target, draft = (tiny("qwen3", layers=n, residual_gain=damped, seed=3) for n in (4, 2))
+    plain = EngineConfig(model=target, threads=1, dtype="float32", ctx=256, spec="off")
+    return plain, replace(plain, spec="draft", draft_model=draft, draft_max=3, adaptive=False)
+
+
+def asked(count: int = 24, least: int = 0) -> list[tuple[str, Request]]:
+    return make_requests(QUESTIONS, (0.0, 0.9), max_tokens=count, ignore_eos=True, least=least)
+
+
+def test_the_engine_passes(pair: Pair) -> None:
+    plain, spec = pair
+    late = replace(spec, lag=2, slots=3)
+    result = replay_requests(plain, late, asked())
+    assert result.differences == [] and result.texts == 8 and result.tokens == 8 * 24
+    assert result.speculated > 20 and promised_equal(result.plans)
+
+
+def test_the_demo_across_a_quarter_of_a_thousand_positions() -> None:
+    """A text whose two best tokens tie at position 261: whatever rounds otherwise there shows."""
+    folder = demo_folder()
+    prompts = [prompt for prompt in read_prompts() if prompt.name == "creative/3"]
+    questions = encode_questions(folder, prompts, [None], 215)
+    plain = EngineConfig(model=folder, threads=1, dtype="bfloat16", ctx=320, spec="off")
+    spec = replace(plain, spec="draft", draft_max=4, adaptive=False)
+    asked = make_requests(questions, (0.0,), max_tokens=215, ignore_eos=True, least=0)
+    result = replay_requests(plain, spec, asked)
+    assert result.tokens == 215 and result.differences == []
+
+
+@pytest.mark.parametrize(
+    "plant", [planted.verify(planted.first_is_free), planted.kv_one_off], ids=["first-is-free", "kv-one-off"]
+)
+def test_a_planted_fault_changes_tokens(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, plant: planted.Mutation
+) -> None:
+    plant(monkeypatch)
+    result = replay_requests(*pair, asked())
+    assert result.differences
+    first = result.differences[0]
+    assert first.reference != first.candidate
+    assert not all(difference.near_tie for difference in result.differences)
+    if first.margin is not None:  # the reference's own token has its best score
+        assert first.margin >= 0
+
+
+@pytest.mark.covers(count=1)
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_a_near_tie_is_told_from_a_fault(pair: Pair, dtypes: tuple[str, str]) -> None:
+    """Another dtype rounds otherwise: its differences are near-ties, and no equal bits were promised."""
+    plain, _ = pair
+    greedy = make_requests(QUESTIONS, (0.0,), max_tokens=40, ignore_eos=True, least=0)
+    result = replay_requests(*(replace(plain, dtype=dtype) for dtype in dtypes), greedy)
+    assert result.differences, "nothing to tell apart"
+    assert not promised_equal(result.plans)
+    assert all(difference.near_tie for difference in result.differences)

@@ -1,14 +1,50 @@
-"""Every combination in the tables is refused in its own words, and nothing else is."""
+"""What is refused in the words of `refusals.txt` or of the tables, before anything is loaded or written."""
 
 from __future__ import annotations
 
+import codecs
+import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from spd.cli.text.job import CONFLICTS, NEEDS
 from tests.cli.conftest import refused
+
+LINES = Path(__file__).with_name("refusals.txt").read_text(encoding="utf-8").splitlines()
+ROWS = [line for line in LINES if line and line[0] != "#"]
+
+
+def files_beside(model: Path) -> list[Path]:
+    """But for the folder of saved chats."""
+    return sorted(path for path in model.parent.rglob("*") if "state" not in path.parts)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_refused(
+    row: str, spd_run: Callable[..., Any], model: Path, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, typed, words = row.split(" | ")
+    typed, given, stdin = typed.partition(" <")
+    monkeypatch.chdir(model.parent)
+    before = files_beside(model)
+    for name, meant in (("MODEL", model.name), ("LONGNAME", "x" * 300), ("NINES", "9" * 400)):
+        typed = typed.replace(name, meant)
+    stdin = stdin.strip().replace("DEEP", "[" * 100_000)
+    data = codecs.decode(stdin, "unicode_escape").encode("latin-1") if given else None
+    ran = spd_run(*shlex.split(typed), stdin=data)
+    said = words.split(" ; ")
+    if "--json" in typed.split():
+        error = ran.json["error"]
+        assert error["exit"] == ran.code == int(status) and said[0] in error["message"]
+        assert all(word in " ".join(error["reason"]) for word in said[1:])
+    else:
+        refused(ran, int(status), *said)
+    assert not script.engines or typed.startswith("chat"), "a chat loads while it waits for lines"
+    assert files_beside(model) == before
+
 
 VALUES = {"prompt": ["Hi"], "template_arg": ["--template-arg", "a=1"], "think": ["--think", "off"]}
 VALUES |= {"schema": ["--schema", "{}"], "prompt_ids": ["--prompt-ids", "1"], "logprobs": ["--logprobs", "0"]}
@@ -45,39 +81,6 @@ def test_refused_alone(
 ) -> None:
     rest = [] if others != ["output"] else ["--jsonl"]
     refused(spd_run("generate", "-m", model, *typed(name), *rest), 2, why, fix)
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ("Hi --messages x", "it cannot be joined with a prompt"),
-        ("-f x --messages x", "it cannot be joined with a prompt"),
-        ("Hi --draft-max 0 --adaptive", "--adaptive fits the number of drafts"),
-        ("Hi --think 9 --template-arg enable_thinking=false", "say the same thing twice"),
-        ("--jsonl -f x -f y", "--jsonl reads one file of lines"),
-        ("--jsonl --messages -", "stdin (-) is named twice"),
-        ("--jsonl -f - -s @-", "stdin (-) is named twice"),
-        ("--jsonl --grammar -", "stdin (-) is named twice"),
-        ("-f - --schema -", "stdin (-) is named twice"),
-        ("Hi -f - -f -", "stdin (-) is named twice"),
-        ("--jsonl -f model/config.json -o model/../model/config.json", "-o names the file of the lines"),
-    ],
-)
-def test_refused_in_other_words(
-    argv: str, words: str, spd_run: Callable, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(model.parent)
-    refused(spd_run("generate", "-m", model, *argv.split(), stdin=b"x"), 2, words)
-
-
-@pytest.mark.parametrize("command", ["chat", "bench", "serve"])
-def test_a_model_is_named_once(command: str, spd_run: Callable) -> None:
-    refused(spd_run(command, "demo", "-m", "demo-hybrid", stdin=b"Hi\n"), 2, "the model is given twice")
-
-
-def test_refused_in_a_chat(spd_run: Callable, model: Path) -> None:
-    argv = ("--draft-max", "0", "--adaptive")
-    refused(spd_run("chat", model, *argv, stdin=b"Hi\n"), 2, "--adaptive fits the number of drafts")
 
 
 @pytest.mark.parametrize(

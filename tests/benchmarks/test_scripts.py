@@ -1,0 +1,133 @@
+"""Scripts in small: an agent's replay, the soak, the count of changed tokens, the comparison of two trees."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from benchmarks import agent_replay, equality, soak
+from benchmarks.freeze import __main__ as freeze
+from benchmarks.freeze.cells import Run
+from spd.cli.options import GenerateOptions
+from spd.runtime import Engine, Request
+from spd.runtime.round.limits import CHUNK
+from tests.cli.serve.conftest import serving
+
+
+@pytest.mark.usefixtures("keep_threads")
+@pytest.mark.covers(count=1)
+@pytest.mark.parametrize("model", ["demo-hybrid", "demo"])
+def test_a_turn_prefills_what_it_adds(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And less than a chunk more, and what is counted as cached was not written; lookup copies."""
+    monkeypatch.setitem(agent_replay.METHODS, model, ("ngram",))
+    monkeypatch.setattr(agent_replay, "OWN", 4)
+    found = agent_replay.measure(model, 4, 4096, 1)
+    (lookup,) = found["methods"].values()
+    assert lookup["turns_equal_to_cold"] == lookup["turns"] == 4
+    assert lookup["cached_is_true"] and found["cold"]["cached_is_true"]
+    assert lookup["prefilled_beyond_new_most"] < CHUNK["native"] and lookup["prefilled_again"] == 0
+    assert lookup["prefilled_tokens"] < found["cold"]["prefilled_tokens"] / 2
+    assert lookup["tokens_per_round"] > 1.5 and lookup["said_tokens"] > 100
+    changing = found["without_rule"]
+    assert changing["prefilled_tokens"] > changing["prompt_tokens"] - CHUNK["native"] * 4
+
+
+def test_faults_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its requests over a socket, which this server does not have."""
+    monkeypatch.setattr(soak, "SHARES", {"plain": 5, "aborted": 1, "malformed": 2, "canary": 1})
+    monkeypatch.setattr(soak, "GROWTH", {"memory_mib": 1000, "descriptors": 100, "threads": 100})
+    with serving(adaptive=False) as served:
+        asked = soak.Soak(served.port, os.getpid(), tmp_path, GenerateOptions())
+        asked.run(24, 4, 8)
+        assert soak.faults_of(asked) == [] and len(asked.samples) == 4
+        assert asked.counts.total() == 24 and set(asked.counts) == set(soak.SHARES)
+        asked._canary_text = "another"
+        monkeypatch.setattr(soak, "SHARES", {"canary": 1, "socket": 1})
+        monkeypatch.setattr(soak, "GROWTH", {"memory_mib": -1000})
+        asked.run(6, 2, 6)
+    faults = " ".join(soak.faults_of(asked))
+    for words in ("instead of 'another'", "no server is found", "memory_mib grew by"):
+        assert words in faults
+
+
+CELL = ["--requests", "6", "--tokens", "8", "--only", "bfloat16/ngram/k2", "-m", "demo"]
+
+
+def test_nothing_differs_and_a_later_call_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "found.json"
+    monkeypatch.setattr(equality, "describe_commit", lambda *paths: {"commit": "c", "changed": False})
+    assert equality.main([*CELL, "--out", str(out)]) == 0
+    (row,) = json.loads(out.read_text())["cells"].values()
+    assert row["tokens"] == 3 * 7 * 8 and row["differ"] == 0 and row["drafted"]
+    monkeypatch.setattr(equality, "run_cell", lambda *given: dict(row, differ=1))
+    assert equality.main([*CELL, "--out", str(out)]) == 0
+    assert equality.main([*CELL, "--tokens", "9", "--out", str(out)]) == 6, "other cells"
+    assert equality.main([*CELL, "--minutes", "0"]) == 7
+
+
+@pytest.mark.parametrize("what", ["token", "draft", pytest.param("end", marks=pytest.mark.slow)])
+def test_a_change_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str) -> None:
+    honest, out = equality.run, tmp_path / "found.json"
+
+    def changed(engine: Engine, requests: Sequence[Request]) -> list[equality.Text]:
+        texts = honest(engine, requests)
+        if engine.plan.wishes.lag == 2 and len(requests) > 1:
+            if what == "token":
+                texts[1].tokens[3] += 1
+            elif what == "draft":
+                texts[1].drafts[0] = ((1, 2), 0)
+            else:
+                texts[1].finish = "stop"
+        return texts
+
+    monkeypatch.setattr(equality, "run", changed)
+    assert equality.main([*CELL, "--out", str(out)]) == 6
+    (row,) = json.loads(out.read_text())["cells"].values()
+    assert (row["differ"], row["drafts_differ"]) == ((0, 1) if what == "draft" else (1, 0))
+
+
+PROGRAM = """
+import json, pathlib, sys, time
+def main():
+    head, round = {{"plan": {{"lag": 1}}}}, {{"draft": [5, 6], "accepted": {accepted}, "ms": time.time()}}
+    pathlib.Path(sys.argv[3]).write_text(json.dumps(head) + "\\n" + json.dumps(round))
+    print(json.dumps({{"token_ids": [5, 7], "model": __file__}}))
+    return 0
+"""
+
+
+def test_a_planted_difference_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal trees differ in nothing, whatever varies; a tree that has answered is not asked again."""
+    program = tmp_path / "repo/spd/__main__.py"
+    program.parent.mkdir(parents=True)
+    (program.parent / "__init__.py").touch()
+    subprocess.run(["git", "init", "-q", str(tmp_path / "repo")], check=True)
+    monkeypatch.setattr(freeze, "ROOT", tmp_path / "repo")
+
+    def compared(old: int, new: int) -> tuple[list[str], int]:
+        """What differs between trees that accept so many drafts, and how many of them were asked."""
+        trees = []
+        for accepted in (old, new):
+            program.write_text(PROGRAM.format(accepted=accepted))
+            place = tmp_path / f"{old}-{new}/{len(trees)}"
+            trees.append(freeze.Tree(freeze.tree_of(None), place, tmp_path / f"store-{len(trees)}"))
+        ((_, row),) = freeze.compare({"a/b": [Run(["generate"], trace=True)]}, *trees, inf)
+        assert (row["tokens"], row["rounds"], row["failed"]) == (2, 1, 0)
+        asked = sum(tree.process is not None for tree in trees)
+        for tree in trees:
+            tree.close()
+        return [line.split(": ", 1)[1] for line in row["first"]], asked
+
+    assert compared(2, 2) == ([], 2)
+    assert compared(2, 1) == (["trace 1 accepted: 2 became 1"], 1)
+    monkeypatch.setattr(freeze, "RENAMED", {"accepted": None, "plan": "plan.engine"})
+    moved = ["trace 0 plan.engine.lag: 1 became nothing", "trace 0 plan.lag: nothing became 1"]
+    assert compared(2, 1) == (moved, 0)
