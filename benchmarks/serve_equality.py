@@ -191,10 +191,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     for name, count in found.items():
                         cell[name] += count
                     print(f"{model}/{spec}/T{temperature:g}", found, flush=True)
+                    if asked.out is not None:
+                        asked.out.write_text(json.dumps({**head, "cells": cells}, indent=1) + "\n")
         seed += asked.requests
         compared = sum(cell["tokens"] for cell in cells.values())
-        if asked.out is not None:
-            asked.out.write_text(json.dumps({**head, "cells": cells}, indent=1) + "\n")
     differ = sum(cell["differ"] + cell["still_open"] for cell in cells.values())
     print(f"{compared:,} tokens, {differ} differ")
     return 6 if differ else 0
