@@ -192,8 +192,6 @@ class Form(NamedTuple):
     """How a reply begins that is a call without a mark."""
     ends_reply: bool = False
     """Whether calls without a mark are calls only where nothing comes behind them."""
-    head: str = ""
-    """Up to arguments that are JSON, where a grammar holds a call: its name, and an id."""
 
 
 _functions = _tagged(
@@ -210,17 +208,14 @@ _keys = _tagged(
 )
 _tool_call = _any(_functions, _keys, _objects())
 _invoke = _tagged(rf'<invoke name="{NAME}">', r'<parameter name="([^"\n]+)">', "</parameter>", "</invoke>")
-DEEPSEEK_HEAD = (
-    rf"\s*(?:```)?\s*(?:{CALL_END})?\s*{CALL}(?:\w*{SEPARATOR})?\s*{NAME}\s*(?:{SEPARATOR})?\s*"
-    r"(?:```json)?\s*(?=\{)"
+_deepseek = _objects(
+    rf"\s*(?:```)?\s*(?:{CALL_END})?\s*{CALL}(?:\w*{SEPARATOR})?\s*{NAME}\s*(?:{SEPARATOR})?\s*(?:```json)?\s*(?=\{{)"
 )
-KIMI_HEAD = (
+_kimi = _objects(
     r"\s*(?:<\|tool_call_end\|>)?\s*<\|tool_call_begin\|>\s*(?=(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<)"
     r"([\w.:-]+)\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
 )
-MISTRAL_HEAD = rf"\s*{NAME}(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(?=\{{)"
-OBJECT_HEAD = rf'[\s,}}]*\{{"name": "{NAME}", "(?:arguments|parameters)": (?=\{{)'
-_deepseek, _mistral = _objects(DEEPSEEK_HEAD), _objects(MISTRAL_HEAD)
+_mistral = _objects(rf"\s*{NAME}(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(?=\{{)")
 
 TAGS, INVOKES = ("<tool_call>", "</tool_call>"), ("<minimax:tool_call>", "</minimax:tool_call>")
 PARAMETERS = ("\n<function=", ">\n", "</function>\n"), ("<parameter=", ">\n", "\n</parameter>\n")
@@ -231,23 +226,20 @@ FENCED = (f"{CALL}function{SEPARATOR}", "\n```json\n", f"\n```{CALL_END}")
 INVOKE = ('\n<invoke name="', '">\n', "</invoke>"), ('<parameter name="', '">', "</parameter>\n")
 COMMENTARY = (f"{CHANNEL}commentary to=functions.", f" <|constrain|>json{MESSAGE}", "")
 
-HERMES = Form(TAGS[:1], *TAGS, _tool_call, ('\n{"name": "', '", "arguments": ', "}\n"), head=OBJECT_HEAD)
+HERMES = Form(TAGS[:1], *TAGS, _tool_call, ('\n{"name": "', '", "arguments": ', "}\n"))
 HARMONY = Form((CHANNEL, "functions"), "", "", _objects(), COMMENTARY)
 """gpt-oss: `ChannelParser` reads it."""
 GEMMA = Form(("<|tool_call>",), "<|tool_call>", "<tool_call|>", _gemma)
 THOUGHT = ("<|channel>thought\n", "<channel|>")
 """Between which Gemma 4 thinks."""
-LISTED_CALL = ('{"name": "', '", "parameters": ', "}")
-LISTED = Form((), "[", "]", _objects(), LISTED_CALL, between=", ", bare=r"\s*\[", head=OBJECT_HEAD)
+LISTED = Form((), "[", "]", _objects(), ('{"name": "', '", "parameters": ', "}"), between=", ", bare=r"\s*\[")
 """An array of objects, for calls that have to come in a form without a grammar."""
 FORMS = {
     "gpt-oss": HARMONY,
     "Gemma 4": GEMMA,
-    "Kimi K2": Form(("<|im_middle|>",), *KIMI, _objects(KIMI_HEAD), KIMI_CALL, between="", head=KIMI_HEAD),
-    "DeepSeek V3": Form((CALLS[0], "```json"), *CALLS, _deepseek, FENCED, between="\n", head=DEEPSEEK_HEAD),
-    "DeepSeek V3.1": Form(
-        CALLS[:1], *CALLS, _deepseek, (CALL, SEPARATOR, CALL_END), between="", head=DEEPSEEK_HEAD
-    ),
+    "Kimi K2": Form(("<|im_middle|>",), *KIMI, _kimi, KIMI_CALL, between=""),
+    "DeepSeek V3": Form((CALLS[0], "```json"), *CALLS, _deepseek, FENCED, between="\n"),
+    "DeepSeek V3.1": Form(CALLS[:1], *CALLS, _deepseek, (CALL, SEPARATOR, CALL_END), between=""),
     "MiniMax M2": Form(INVOKES[:1], *INVOKES, _invoke, *INVOKE, between=""),
     "Seed-OSS": Form(("<seed:tool_call>",), "<seed:tool_call>", "</seed:tool_call>", _functions, *PARAMETERS),
     "Qwen3-Coder, Qwen3.5": Form((*TAGS[:1], "<function="), *TAGS, _tool_call, *PARAMETERS),
@@ -255,9 +247,7 @@ FORMS = {
     "Hermes, Qwen3": HERMES,
     "LFM2": Form(("<|tool_call_start|>",), "<|tool_call_start|>", "<|tool_call_end|>", _python),
     "Granite 3": Form(("<|tool_call|>",), "<|tool_call|>", "", _objects()),
-    "Mistral": Form(
-        ("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", "", _mistral, ("", "[ARGS]", ""), head=MISTRAL_HEAD
-    ),
+    "Mistral": Form(("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", "", _mistral, ("", "[ARGS]", "")),
     "Mistral before 2025": Form(("[TOOL_CALLS]",), "[TOOL_CALLS]", "", _mistral),
     "Llama 3": Form(
         ("<|start_header_id|>",), "<|python_tag|>", "", _llama, bare=r"\s*[{\[]", ends_reply=True
@@ -420,7 +410,9 @@ class CallParser:
 
     def __init__(self, tools: Tools) -> None:
         self._functions, self._form = tools.functions, tools.written
-        self._head = re.compile((tools.held and self._form.head) or "(?!)")
+        before, behind = map(re.escape, (self._form.call or ("", ""))[:2])
+        streams = tools.held and self._form.pair is None
+        self._head = re.compile(rf"(?s:.*?){before}{NAME}{behind}\s*(?=\{{)" if streams else "(?!)")
         self._depth, self._quoted = 0, False
         """Where arguments that are handed on stand: open braces and brackets, and whether inside a string."""
         marks = "|".join(re.escape(mark) for mark in (self._form.opening, self._form.closing) if mark)
@@ -474,7 +466,7 @@ class CallParser:
         if head := self._head.match(self._text):
             self._text, self._blanks = self._text[head.end() :], ""
             self._called = self._called_ever = True
-            return self._arguments(*head.groups())
+            return self._arguments(head[1], f"functions.{head[1]}:0" if self._form.call is KIMI_CALL else "")
         found = self._form.read(self._text, self._functions)
         calls, end = found if isinstance(found, tuple) else ((), 0)
         if self._known_only and self._opening is None and {name for name, *_ in calls} - {*self._functions}:
