@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from spd.runtime import EngineConfig
 
 LINE_LIMIT = 64 << 20
-ANSWER_SECONDS = 2.0
+ANSWER_SECONDS = 5.0
 """For which a server may take to let a client in, and to say how it is."""
 STOP_SECONDS = 60.0
 

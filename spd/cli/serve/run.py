@@ -107,6 +107,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(CONNECTIONS)  # so another one is refused now, not when it has loaded
     except OSError as error:
         raise UsageError(
             f"cannot listen at {host}, port {port}: {error.strerror}", fix=["--port N"]

@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 
 from spd.cli.serve.local import Line
-from spd.errors import EngineError
+from spd.cli.serve.run import listen
+from spd.errors import EngineError, UsageError
 
 pytestmark = pytest.mark.usefixtures("keep_threads")
 QUESTION = "What does os.path.join do?"
@@ -245,6 +246,11 @@ def test_a_folder_that_others_can_reach_is_refused(home: Path, tmp_path: Path) -
     for words in (["generate", QUESTION], ["serve"], ["serve", "--status"]):
         ran = spd(tmp_path, *words)
         assert ran.returncode == 5 and "not a folder of yours alone" in ran.stderr
+
+
+def test_a_port_is_taken_before_a_model_is_loaded() -> None:
+    with listen("127.0.0.1", 0) as first, pytest.raises(UsageError, match="Address already in use"):
+        listen("127.0.0.1", first.getsockname()[1])
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
