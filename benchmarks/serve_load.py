@@ -33,13 +33,14 @@ from benchmarks.peers.entries import find_preload
 from benchmarks.summaries import paired_ratio, summarize
 from spd.cli.commands.serve import ServeOptions
 from spd.cli.text.job import plan_settings
+from spd.formats.demo import demo_folder
 from spd.runtime import Engine, Request, SamplingParams
 
 SCHEMA = "spd.benchmarks.serve_load/1"
 PARTS = "rates", "overhead", "peer", "warm"
 RATES = 1, 2, 4, 8, 16, 32
 TOGETHER, CTX, PROMPT, TOKENS, ROUNDS = 16, 1024, 64, 64, 5
-RUNS = 20
+RUNS, LONGEST = 20, 60
 QUESTION = "What does os.path.join do?"
 
 
@@ -75,9 +76,9 @@ def serving(home: str, options: ServeOptions) -> Iterator[tuple[int, int]]:
 
 
 def guidellm(
-    asked: argparse.Namespace, port: int, model: str, folder: Path, *words: str
+    asked: argparse.Namespace, port: int, model: str, folder: Path, count: int, *words: str
 ) -> list[dict[str, Any]]:
-    """Figures of each load that guidellm makes."""
+    """Figures of each load of `count` requests that guidellm makes, of those that end within a minute."""
     with tempfile.TemporaryDirectory() as home:
         data, out = Path(home) / "data.jsonl", Path(home) / "out.json"
         lines = ({"prompt": f"{i}. {QUESTION}", "output_tokens_count": TOKENS // 2} for i in range(4000))
@@ -85,7 +86,8 @@ def guidellm(
         chat = "/v1/chat/completions" if model == "demo" else "/v1/completions"
         target = f"target=http://127.0.0.1:{port},model={model},http2=false,request_format={chat}"
         command = [asked.guidellm, "run", "--backend", f"kind=openai_http,{target}"]
-        command += ["--constraint", f"kind=max_duration,seconds={asked.seconds}"]
+        command += ["--constraint", f"kind=max_requests,count={count}"]
+        command += ["--constraint", f"kind=max_duration,seconds={LONGEST}"]
         command += ["--data", f"kind=json_file,path={data}", "--disable-console", *words]
         command += ["--tokenizer", f"kind=huggingface_auto,model={folder}"]
         command += ["--output", f"kind=json,path={out}"]
@@ -113,10 +115,10 @@ def measure_rates(asked: argparse.Namespace, home: str) -> list[dict[str, Any]]:
     """The demo at each rate; its prompts differ, so that each has something to prefill."""
     options, found = ServeOptions(model="demo", concurrency=TOGETHER, threads=asked.threads), []
     with serving(home, options) as (_, port):
-        folder = plan_settings(options.as_generate()).config.model
+        folder = demo_folder()
         for rate in RATES:
             words = ["--profile", f"kind=poisson,rate={rate}"]
-            (figures,) = guidellm(asked, port, "demo", Path(getattr(folder, "path", folder)), *words)
+            (figures,) = guidellm(asked, port, "demo", folder, rate * asked.seconds, *words)
             found.append({"rate": rate, **figures})
             print(found[-1], flush=True)
     return found
@@ -208,7 +210,7 @@ def measure_peer(asked: argparse.Namespace, home: str) -> dict[str, Any]:
         model=str(asked.medium), spec="off", ctx=CTX, concurrency=TOGETHER, threads=asked.threads
     )
     with serving(home, options) as (_, port):
-        (found["spd"],) = guidellm(asked, port, str(asked.medium), asked.medium, *words)
+        (found["spd"],) = guidellm(asked, port, str(asked.medium), asked.medium, 4 * TOGETHER, *words)
     print("spd", found["spd"], flush=True)
     if asked.vllm is None:
         return found
@@ -222,7 +224,7 @@ def measure_peer(asked: argparse.Namespace, home: str) -> dict[str, Any]:
     environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     try:
         with running(command, "Application startup complete", **environment):
-            (found["vllm"],) = guidellm(asked, port, str(asked.medium), asked.medium, *words)
+            (found["vllm"],) = guidellm(asked, port, str(asked.medium), asked.medium, 4 * TOGETHER, *words)
     except RuntimeError as error:
         found["vllm"] = {"failed": str(error)}
     print("vllm", found["vllm"], flush=True)
@@ -256,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--guidellm", help="the program; rates and peer need it")
     parser.add_argument("--vllm", help="an interpreter that has vllm-cpu")
     parser.add_argument("--medium", type=Path, help="the 0.35 B checkpoint")
-    parser.add_argument("--seconds", type=int, default=15, help="of each load")
+    parser.add_argument("--seconds", type=int, default=15, help="for which each rate is asked")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--out", type=Path)
