@@ -180,8 +180,8 @@ def together(port: int, prompts: Sequence[Sequence[int]]) -> tuple[float, int]:
     heads = []
     for prompt in prompts:
         body = json.dumps({"prompt": prompt, **shared}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n"
-        heads.append(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        line = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n"
+        heads.append(f"{line}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     began, said = time.perf_counter(), {}
     with selectors.DefaultSelector() as waiting:
         for head in heads:
