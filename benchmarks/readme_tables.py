@@ -56,6 +56,10 @@ TABLES: Mapping[str, Table] = MappingProxyType(
             table_forms.equality,
             EQUALITY,
         ),
+        "serve_equality": Table(
+            "serve_equality.json", table_forms.serve_equality, "python -m benchmarks.serve_equality"
+        ),
+        "serve_load": Table("serve_load.json", table_forms.serve_load, "python -m benchmarks.serve_load"),
         "cpu_peers": Table("cpu_peers.json", table_forms.cpu_peers, PEERS),
         "peer_loads": Table(
             "cpu_peer_loads.json", table_forms.peer_loads, f"{PEERS} --concurrency 1,4,16 --rates 1,2,4,6,8"

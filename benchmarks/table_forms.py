@@ -97,6 +97,47 @@ def equality(*results: Result) -> str:
     return table(["model", "dtype", "ranks", "machine", "interruptions", "tokens that differ"], rows)
 
 
+def serve_equality(result: Result) -> str:
+    """Tokens of a server compared and changed, for each model and temperature."""
+    rows: dict[tuple[str, str], list[Result]] = {}
+    for name, cell in result["cells"].items():
+        model, _, heat = name.split("/")
+        rows.setdefault((model, heat.removeprefix("T")), []).append(cell)
+    lines = []
+    for (model, heat), cells in rows.items():
+        counts = (sum(cell[key] for cell in cells) for key in ("left", "interrupted", "differ", "tokens"))
+        left, interrupted, differ, tokens = counts
+        lines.append([f"`{model}`", heat, f"{left:,}", f"{interrupted:,}", f"{differ} of {tokens:,}"])
+    head = ["", "T", "requests left", "interruptions", "tokens that differ"]
+    return table(head, lines) + f"\nMeasured on {machine(result)}.\n"
+
+
+def serve_load(result: Result) -> str | None:
+    """Time to a first token and between tokens by rate and client; the front's own cost; warm commands."""
+    if any(part not in result for part in ("rates", "overhead", "peer", "warm")):
+        return None
+    loads = {f"demo, {one['rate']} requests/s": one for one in result["rates"]}
+    for peer, one in result["peer"].items():
+        if "failed" not in one:
+            loads[f"0.35 B, {result['together']} clients, {PEER_NAMES[peer]}"] = one
+    rows = []
+    for name, one in loads.items():
+        cells = [f"{one[key][at]:.1f}" for key in ("ttft_ms", "itl_ms") for at in ("p50", "p99")]
+        rows.append([name, f"{one['tokens_per_second']:.0f}", *cells, str(one["requests"]["errored"])])
+    head = ["", "tokens/s", "first token p50", "p99", "between p50", "p99", "refused"]
+    text = table(head, rows)
+    for name, one in result["overhead"].items():
+        ratio, cost = one["served_over_bare"]["median"], one["cpu_us_an_event"]["median"]
+        text += (
+            f"\nThe {name}: {result['together']} requests take {ratio:.3f} of the bare engine's time through "
+        )
+        text += f"the server, which uses {cost:.0f} µs more of a CPU for each event.\n"
+    warm, cold = (result["warm"][name]["median"] for name in ("warm", "cold"))
+    runs = len(result["warm"]["warm"]["values"])
+    text += f"\n`spd generate` prints its first byte {warm:.0f} ms after Enter with a server, {cold:.0f} ms "
+    return text + f"without ({runs} runs each). Measured on {machine(result)}.\n"
+
+
 def cpu_peers(result: Result) -> str:
     """Tokens a second of each peer, one request at a time, by what proposes."""
     entries, settings = result["entries"], result["settings"]

@@ -74,6 +74,9 @@ def run(session: Session, options: ServeOptions) -> int:
         finally:
             path.unlink(missing_ok=True)
             thread.close(5.0)
+    log = Path("/proc/self/fd/2").resolve()
+    if log.parent == folder.resolve():  # of a detached server, which has ended as it should
+        log.unlink()
     if server.received == signal.SIGINT:
         raise Interrupted(server.received)
     return 0
@@ -104,6 +107,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(CONNECTIONS)  # so another one is refused now, not when it has loaded
     except OSError as error:
         raise UsageError(
             f"cannot listen at {host}, port {port}: {error.strerror}", fix=["--port N"]

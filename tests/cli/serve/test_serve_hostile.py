@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
+from spd.cli.serve.body import ApiError
+from spd.cli.serve.http import READERS
+from spd.cli.serve.messages import MESSAGES
+from spd.cli.serve.responses import RESPONSES
+from spd.cli.serve.wishes import CHAT, COMPLETION
 from tests.cli.serve.conftest import Served, connected
 
 M = [{"role": "user", "content": "Hi"}]
@@ -191,6 +197,26 @@ def test_not_HTTP(served: Served) -> None:
         with connected(served.port) as connection:
             connection.sendall(data)
             assert b" 400 " in connection.recv(65536)
+
+
+WRONG: list[Any] = ["x", 3.5, -(10**30), True, [], [[]], [{}], {}, {"type": []}, [None]]
+
+
+@pytest.mark.parametrize("path", READERS)
+def test_every_field_with_every_type(served: Served, path: str) -> None:
+    """A value of any type is read, or refused as the API does it."""
+    tables = (CHAT, COMPLETION, RESPONSES, MESSAGES)
+    bases: list[dict[str, Any]] = [
+        {"messages": M},
+        {"prompt": "x"},
+        {"input": "x"},
+        {"messages": M, "max_tokens": 3},
+    ]
+    read, number = READERS[path], list(READERS).index(path)
+    for name in tables[number]:
+        for value in WRONG:
+            with suppress(ApiError):
+                assert read({**bases[number], name: value}, served.service).prompts
 
 
 def test_the_server_still_answers(served: Served) -> None:
