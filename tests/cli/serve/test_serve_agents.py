@@ -186,10 +186,11 @@ def test_what_agents_send_is_one_conversation(served: Served) -> None:
         client_metadata={"x": "y"},
     )
     called = {"id": "c1", "type": "function", "function": {"name": "read", "arguments": CALL}}
+    thought = {"reasoning_content": "Hm.", "thinking": "Hm."}
     expected = [
         {"role": "system", "content": "Be exact."},
         {"role": "user", "content": "Read a.\n\nAgents: none."},
-        {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm.", "tool_calls": [called]},
+        {"role": "assistant", "content": "Yes.", **thought, "tool_calls": [called]},
         {"role": "tool", "content": "A", "tool_call_id": "c1"},
         {"role": "user", "content": "Go on."},
     ]
@@ -281,7 +282,11 @@ ASKED = [
             "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Well",
             '"thinking": "Hm.\\nYes."',
         ),
-        ("<｜tool▁calls▁begin｜>", "Hm.</think>Well", '"arguments": "{\\"path\\": \\"a\\"}"'),
+        (
+            "<｜tool▁calls▁begin｜> + call.arguments",
+            "Hm.</think>Well",
+            '"arguments": "{\\"path\\": \\"a\\"}"',
+        ),
     ],
 )
 @pytest.mark.parametrize("tools", [0, 1])
