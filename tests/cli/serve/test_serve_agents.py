@@ -55,6 +55,7 @@ def test_messages_tell_a_reply(served: Served) -> None:
     assert whole["content"][2]["name"] == "read" and whole["content"][2]["input"] == CALL
 
     assert [event["type"] for event in events[:2]] == ["message_start", "ping"]
+    assert events[0]["message"]["usage"]["cache_read_input_tokens"] == 4
     assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
     blocks: list[Any] = []
     for event in events[2:-2]:
@@ -127,6 +128,11 @@ def test_the_demo_answers_both(served: Served) -> None:
     plain = {"max_tokens": 24, "temperature": 0, "messages": [{"role": "user", "content": QUESTION}]}
     _, said = served.send("POST", "/v1/messages", plain)
     assert said["content"] == [{"type": "text", "text": text}] and said["stop_reason"] == "max_tokens"
+    long = {**plain, "messages": [{"role": "user", "content": "word " * 200}]}
+    served.send("POST", "/v1/messages", long)
+    start, *_, end, _ = served.named_events("/v1/messages", **long)
+    known = [usage["cache_read_input_tokens"] for usage in (start["message"]["usage"], end["usage"])]
+    assert known[0] == known[1] > 0, "how much is cached is told when the stream begins"
     _, said = served.send("POST", "/v1/responses", response(tools=[], temperature=0, max_output_tokens=24))
     assert said["output"][0]["content"][0]["text"] == text and said["status"] == "incomplete"
     stops = {**plain, "max_tokens": 32000, "stop_sequences": ["zzz", text[10:16]]}
