@@ -192,6 +192,8 @@ class Form(NamedTuple):
     """How a reply begins that is a call without a mark."""
     ends_reply: bool = False
     """Whether calls without a mark are calls only where nothing comes behind them."""
+    head: str = ""
+    """Up to arguments that are JSON, where a grammar holds a call: its name, and an id."""
 
 
 _functions = _tagged(
@@ -208,14 +210,17 @@ _keys = _tagged(
 )
 _tool_call = _any(_functions, _keys, _objects())
 _invoke = _tagged(rf'<invoke name="{NAME}">', r'<parameter name="([^"\n]+)">', "</parameter>", "</invoke>")
-_deepseek = _objects(
-    rf"\s*(?:```)?\s*(?:{CALL_END})?\s*{CALL}(?:\w*{SEPARATOR})?\s*{NAME}\s*(?:{SEPARATOR})?\s*(?:```json)?\s*(?=\{{)"
+DEEPSEEK_HEAD = (
+    rf"\s*(?:```)?\s*(?:{CALL_END})?\s*{CALL}(?:\w*{SEPARATOR})?\s*{NAME}\s*(?:{SEPARATOR})?\s*"
+    r"(?:```json)?\s*(?=\{)"
 )
-_kimi = _objects(
+KIMI_HEAD = (
     r"\s*(?:<\|tool_call_end\|>)?\s*<\|tool_call_begin\|>\s*(?=(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<)"
     r"([\w.:-]+)\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
 )
-_mistral = _objects(rf"\s*{NAME}(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(?=\{{)")
+MISTRAL_HEAD = rf"\s*{NAME}(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(?=\{{)"
+OBJECT_HEAD = rf'[\s,}}]*\{{"name": "{NAME}", "(?:arguments|parameters)": (?=\{{)'
+_deepseek, _mistral = _objects(DEEPSEEK_HEAD), _objects(MISTRAL_HEAD)
 
 TAGS, INVOKES = ("<tool_call>", "</tool_call>"), ("<minimax:tool_call>", "</minimax:tool_call>")
 PARAMETERS = ("\n<function=", ">\n", "</function>\n"), ("<parameter=", ">\n", "\n</parameter>\n")
@@ -226,20 +231,23 @@ FENCED = (f"{CALL}function{SEPARATOR}", "\n```json\n", f"\n```{CALL_END}")
 INVOKE = ('\n<invoke name="', '">\n', "</invoke>"), ('<parameter name="', '">', "</parameter>\n")
 COMMENTARY = (f"{CHANNEL}commentary to=functions.", f" <|constrain|>json{MESSAGE}", "")
 
-HERMES = Form(TAGS[:1], *TAGS, _tool_call, ('\n{"name": "', '", "arguments": ', "}\n"))
+HERMES = Form(TAGS[:1], *TAGS, _tool_call, ('\n{"name": "', '", "arguments": ', "}\n"), head=OBJECT_HEAD)
 HARMONY = Form((CHANNEL, "functions"), "", "", _objects(), COMMENTARY)
 """gpt-oss: `ChannelParser` reads it."""
 GEMMA = Form(("<|tool_call>",), "<|tool_call>", "<tool_call|>", _gemma)
 THOUGHT = ("<|channel>thought\n", "<channel|>")
 """Between which Gemma 4 thinks."""
-LISTED = Form((), "[", "]", _objects(), ('{"name": "', '", "parameters": ', "}"), between=", ", bare=r"\s*\[")
+LISTED_CALL = ('{"name": "', '", "parameters": ', "}")
+LISTED = Form((), "[", "]", _objects(), LISTED_CALL, between=", ", bare=r"\s*\[", head=OBJECT_HEAD)
 """An array of objects, for calls that have to come in a form without a grammar."""
 FORMS = {
     "gpt-oss": HARMONY,
     "Gemma 4": GEMMA,
-    "Kimi K2": Form(("<|im_middle|>",), *KIMI, _kimi, KIMI_CALL, between=""),
-    "DeepSeek V3": Form((CALLS[0], "```json"), *CALLS, _deepseek, FENCED, between="\n"),
-    "DeepSeek V3.1": Form(CALLS[:1], *CALLS, _deepseek, (CALL, SEPARATOR, CALL_END), between=""),
+    "Kimi K2": Form(("<|im_middle|>",), *KIMI, _objects(KIMI_HEAD), KIMI_CALL, between="", head=KIMI_HEAD),
+    "DeepSeek V3": Form((CALLS[0], "```json"), *CALLS, _deepseek, FENCED, between="\n", head=DEEPSEEK_HEAD),
+    "DeepSeek V3.1": Form(
+        CALLS[:1], *CALLS, _deepseek, (CALL, SEPARATOR, CALL_END), between="", head=DEEPSEEK_HEAD
+    ),
     "MiniMax M2": Form(INVOKES[:1], *INVOKES, _invoke, *INVOKE, between=""),
     "Seed-OSS": Form(("<seed:tool_call>",), "<seed:tool_call>", "</seed:tool_call>", _functions, *PARAMETERS),
     "Qwen3-Coder, Qwen3.5": Form((*TAGS[:1], "<function="), *TAGS, _tool_call, *PARAMETERS),
@@ -247,7 +255,9 @@ FORMS = {
     "Hermes, Qwen3": HERMES,
     "LFM2": Form(("<|tool_call_start|>",), "<|tool_call_start|>", "<|tool_call_end|>", _python),
     "Granite 3": Form(("<|tool_call|>",), "<|tool_call|>", "", _objects()),
-    "Mistral": Form(("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", "", _mistral, ("", "[ARGS]", "")),
+    "Mistral": Form(
+        ("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", "", _mistral, ("", "[ARGS]", ""), head=MISTRAL_HEAD
+    ),
     "Mistral before 2025": Form(("[TOOL_CALLS]",), "[TOOL_CALLS]", "", _mistral),
     "Llama 3": Form(
         ("<|start_header_id|>",), "<|python_tag|>", "", _llama, bare=r"\s*[{\[]", ends_reply=True
@@ -267,6 +277,7 @@ def call_form(template: str) -> Form:
 
 NO_CALL = re.compile(BLANK + r'\{\s*[^\s"]')
 _MARK = re.compile("|".join(map(re.escape, MARKS)))
+_JSON = re.compile(r'["{}\[\]]|\\(?:.|\Z)', re.DOTALL)
 MAX_CALLS = 8
 """Calls in one reply that a grammar allows."""
 
@@ -298,12 +309,18 @@ class Tools:
         return self.required or self.named is not None
 
     @property
+    def held(self) -> bool:
+        """Whether a grammar holds calls: those that have to come, and strict ones behind a mark."""
+        form = self.written
+        return form.call is not None and (self.has_to or bool(self.strict and form.opening))
+
+    @property
     def grammar(self) -> GrammarText | None:
-        """What holds a call that has to come, or one that may come and is strict, in the model's own form."""
+        """What holds a call, in the model's own form."""
         from spd.runtime.engine.request import GrammarText
 
         form = self.written
-        if form.call is None or not (self.has_to or (self.strict and form.opening)):
+        if form.call is None or not self.held:
             return None
         chosen = self.functions if self.named is None else {self.named: self.functions[self.named]}
         rules = ["GAP: /\\n{0,2}/", "TEXT: /(.|\\n)*/"]
@@ -393,15 +410,19 @@ class Piece(NamedTuple):
 
 
 class CallParser:
-    """Finds calls in one reply that comes in pieces of any size; each is handed on when it is whole.
+    """Finds calls in one reply that comes in pieces of any size.
 
-    What is no whole call in the end is text. Blanks between text and a call are dropped.
+    Each is handed on when it is whole, and what is no whole call in the end is text. Arguments in JSON that a
+    grammar holds are handed on as they come. Blanks between text and a call are dropped.
     """
 
     thinking = False
 
     def __init__(self, tools: Tools) -> None:
         self._functions, self._form = tools.functions, tools.written
+        self._head = re.compile((tools.held and self._form.head) or "(?!)")
+        self._depth, self._quoted = 0, False
+        """Where arguments that are handed on stand: open braces and brackets, and whether inside a string."""
         marks = "|".join(re.escape(mark) for mark in (self._form.opening, self._form.closing) if mark)
         self._stop = re.compile(rf'"(?:[^"\\]|\\.)*(?:"|\Z)|({marks})', re.DOTALL)
         """A mark, or a string of JSON, in which none counts."""
@@ -420,7 +441,8 @@ class CallParser:
         self._text, self._final = self._text + text, final
         if self._is_inside is None and (self._text.strip() or final):
             self._is_inside = self._bare.match(self._text) is not None
-        if final or not self._is_inside or any(end in text for end in "}>])"):  # no call ends else
+        may_end = any(mark in text for mark in "{}>])")  # or what is inside goes on
+        if final or may_end or self._depth or not self._is_inside:
             while self._is_inside is not None and (self._inside() if self._is_inside else self._outside()):
                 pass
         if final and not self._called_ever:
@@ -447,6 +469,12 @@ class CallParser:
 
     def _inside(self) -> bool:
         """Take the next call, or what shows that none comes; says whether to go on."""
+        if self._depth:
+            return self._arguments()
+        if head := self._head.match(self._text):
+            self._text, self._blanks = self._text[head.end() :], ""
+            self._called = self._called_ever = True
+            return self._arguments(*head.groups())
         found = self._form.read(self._text, self._functions)
         calls, end = found if isinstance(found, tuple) else ((), 0)
         if self._known_only and self._opening is None and {name for name, *_ in calls} - {*self._functions}:
@@ -473,11 +501,32 @@ class CallParser:
         self._is_inside = False
         return True
 
+    def _arguments(self, name: str | None = None, call_id: str = "") -> bool:
+        """Hand on what has come of arguments, first with a call's name; says whether they have ended."""
+        end = len(self._text)
+        for mark in _JSON.finditer(self._text):
+            if mark[0] == '"':
+                self._quoted = not self._quoted
+            elif not self._quoted and mark[0] in "{[]}":
+                self._depth += 1 if mark[0] in "{[" else -1
+                if not self._depth:
+                    end = mark.end()
+                    break
+            elif mark[0] == "\\" and not self._final:  # what it escapes comes next
+                end = mark.start()
+        self._pieces.append(Piece("call", self._text[:end], name, call_id))
+        self._text = self._text[end:]
+        return not self._depth
+
 
 class ChannelParser:
-    """Parts a reply of gpt-oss: messages in channels are thinking, text, or calls to functions."""
+    """Parts a reply of gpt-oss: messages in channels are thinking, text, or calls to functions.
 
-    def __init__(self) -> None:
+    Calls are handed on when they are whole, or as they come where they are `held` by a grammar.
+    """
+
+    def __init__(self, *, held: bool = False) -> None:
+        self._held = held
         self._text, self._kind, self._head, self._name, self._first = "", "", "", "", True
         self._ends = re.compile("|".join(map(re.escape, ENDS)))
 
@@ -509,15 +558,19 @@ class ChannelParser:
         return bool(self._kind)
 
     def _body(self, pieces: list[Piece], final: bool) -> bool:
-        """Up to a message's end; a call is handed on when it is whole."""
+        """Up to a message's end."""
         end = self._ends.search(self._text)
         said = self._text[: end.start()] if end else self._text
         if end is None and not final:
-            held = len(said) if self._kind == "call" else max(tail_of(mark, said) for mark in ENDS)
+            is_whole = self._kind == "call" and not self._held
+            held = len(said) if is_whole else max(tail_of(mark, said) for mark in ENDS)
             said = said[: len(said) - held]
         self._text = self._text[len(said) if end is None else end.end() :]
         if self._kind != "call":
             pieces.append(Piece("thinking" if self.thinking else "text", said))
+        elif self._held:
+            pieces.append(Piece("call", said, self._name or None))
+            self._name = ""
         elif end or final:
             with suppress(ValueError, RecursionError):
                 if isinstance(json.loads(said), dict):

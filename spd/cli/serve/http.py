@@ -109,6 +109,7 @@ class Service:
         self.count("prompt_tokens_total", metrics.prompt_tokens)
         self.count("cached_tokens_total", metrics.cached_tokens)
         self.count("generation_tokens_total", metrics.completion_tokens)
+        self.count("preemptions_total", metrics.preemptions)
         self.count("spec_decode_num_drafts_total", metrics.num_drafts)
         self.count("spec_decode_num_draft_tokens_total", metrics.draft_n)
         self.count("spec_decode_num_accepted_tokens_total", metrics.draft_n_accepted)

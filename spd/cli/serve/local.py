@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from spd.runtime import EngineConfig
 
 LINE_LIMIT = 64 << 20
-ANSWER_SECONDS = 10.0
+ANSWER_SECONDS = 2.0
 """For which a server may take to let a client in, and to say how it is."""
 STOP_SECONDS = 60.0
 
@@ -141,10 +141,19 @@ def servers(session: Session, model: ModelFolder | None = None) -> Iterator[tupl
     folder = runtime_folder(session.runtime_folder)
     pattern = "*.sock" if model is None else socket_name(model, "*")
     for path in [] if folder is None else sorted(folder.glob(pattern)):
-        with suppress(OSError, EngineError):
+        try:
             line = Line(path)
             line.send(do="status")
-            yield line, line.receive(ANSWER_SECONDS)
+            said = line.receive(ANSWER_SECONDS)
+        except EngineError:  # it is stopped, or ends just now
+            process = path.stem.rpartition("-")[2]
+            session.console.note(
+                f"the server of process {process} does not answer; kill -9 {process} ends it"
+            )
+        except OSError:
+            pass
+        else:
+            yield line, said
 
 
 def control(session: Session, options: ServeOptions) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.serve import body as read
@@ -164,7 +165,9 @@ _DELTAS = {
 
 def _block(part: Part) -> dict[str, Any]:
     if part.kind == "call":
-        called = {"id": part.id, "name": part.name, "input": json.loads(part.text or "{}")}
-        return {"type": "tool_use", **called}
+        called: dict[str, Any] = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
+        with suppress(ValueError):  # cut by a limit, as the reason says
+            called["input"] = json.loads(part.text)
+        return called
     signed = {"signature": ""} if part.kind == "thinking" else {}
     return {"type": part.kind, part.kind: part.text, **signed}

@@ -65,7 +65,8 @@ class Choice:
         self._splitter = ThinkingSplitter(inside)
         self._parser: CallParser | ChannelParser | None = None
         if tools is not None:
-            self._parser = ChannelParser() if tools.form is HARMONY else CallParser(tools)
+            is_harmony = tools.form is HARMONY
+            self._parser = ChannelParser(held=tools.held) if is_harmony else CallParser(tools)
             if tools.form is GEMMA:
                 self._splitter = ThinkingSplitter(inside, THOUGHT)
         names = tokenizer.special_tokens if self._parser is not None else {}
@@ -74,13 +75,14 @@ class Choice:
         self.logprobs: list[TokenLogprob] = []
         self.reason: str | None = None
         """Why it ended: stop, length or abort."""
-        self.reasoning_tokens = 0
+        self.tokens = self.reasoning_tokens = 0
         self._spoken = b""
         """All that was said where strings may stop it, with the one that did."""
 
     def take(self, event: Event) -> list[Grown]:
         """Add an event; returns what it brought."""
         final = event.finish_reason is not None
+        self.tokens += len(event.token_ids)
         self.logprobs += event.logprobs
         self.reason = "stop" if event.finish_reason == "abort" else event.finish_reason
         if self._splitter.thinking or (self._parser and self._parser.thinking):
@@ -229,6 +231,10 @@ class ChatReply(Reply):
 
     def _chunk(self, choice: Choice, **fields: Any) -> bytes:
         usage: dict[str, Any] = {"usage": None} if self._wish.include_usage else {}
+        if usage and self._wish.continuous_usage:
+            said = sum(one.tokens for one in self._choices)
+            usage["usage"] = {"prompt_tokens": self._size, "completion_tokens": said}
+            usage["usage"]["total_tokens"] = self._size + said
         shown = {"index": choice.index, "logprobs": None, "finish_reason": None, **fields}
         return sse(self._object([shown], **usage))
 

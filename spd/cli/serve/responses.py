@@ -152,7 +152,7 @@ class ResponseReply(Reply):
         yield self._of(part, f"{_NAMES[part.kind].grows}.done", **{key: part.text})
         if part.kind != "call":
             yield self._of(part, "content_part.done", part=_content(part))
-        yield self._event("output_item.done", output_index=part.index, item=self._item(part, "completed"))
+        yield self._event("output_item.done", output_index=part.index, item=self._item(part))
 
     def end(self) -> Iterator[bytes]:
         response = self.whole()
@@ -166,8 +166,7 @@ class ResponseReply(Reply):
         choice = self._choices[0]
         prompt, cached, completion, reasoning = self._counts
         status = "incomplete" if choice.reason == "length" else "completed"
-        last = len(choice.parts) - 1
-        output = [self._item(one, status if one.index == last else "completed") for one in choice.parts]
+        output = [self._item(one) for one in choice.parts]
         usage = {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": cached},
@@ -185,9 +184,11 @@ class ResponseReply(Reply):
         logprobs: dict[str, Any] = {"logprobs": []} if kind.startswith("output_text") else {}
         return self._event(kind, **place, **content, **fields, **logprobs)
 
-    def _item(self, part: Part, status: str) -> dict[str, Any]:
-        """A part as an item of the output."""
-        names = _NAMES[part.kind]
+    def _item(self, part: Part, status: str = "completed") -> dict[str, Any]:
+        """A part as an item of the output; a limit leaves the last one incomplete."""
+        names, choice = _NAMES[part.kind], self._choices[0]
+        if choice.reason == "length" and part.index == len(choice.parts) - 1:
+            status = "incomplete"
         item = {"id": f"{names.id}_{part.id}", "type": names.item, "status": status}
         if part.kind == "call":
             spaces = _flat(self._wish.asked.get("tools") or ())[1]

@@ -74,6 +74,9 @@ def run(session: Session, options: ServeOptions) -> int:
         finally:
             path.unlink(missing_ok=True)
             thread.close(5.0)
+    log = Path("/proc/self/fd/2").resolve()
+    if log.parent == folder.resolve():  # of a detached server, which has ended as it should
+        log.unlink()
     if server.received == signal.SIGINT:
         raise Interrupted(server.received)
     return 0

@@ -171,7 +171,9 @@ SHARED = {
     "model": TEXT,
     "n": whole(1, 128),
     "stream": FLAG,
-    "stream_options": fields({"include_usage": FLAG, "include_obfuscation": FLAG}),
+    "stream_options": fields(
+        {"include_usage": FLAG, "continuous_usage_stats": FLAG, "include_obfuscation": FLAG}
+    ),
     "speculative": fields({"spec": TEXT, "draft_max": whole(0, MAX_DRAFT)}),
 }
 CHAT = {
@@ -209,6 +211,9 @@ class Wish:
     n: int
     stream: bool
     include_usage: bool
+    """Whether a stream says its usage at its end."""
+    continuous_usage: bool
+    """Whether each event of such a stream says it so far, as load generators ask."""
     draft_max: int | None
     grammar: GrammarText | None = None
     tools: Tools | None = None
@@ -319,13 +324,14 @@ def _delivery(body: Mapping[str, Any], service: Service) -> dict[str, Any]:
     stream, options = body.get("stream", False), body.get("stream_options")
     if options is not None and not stream:
         refuse("stream_options", "it is only allowed with `stream`: true")
-    wish, spec = body.get("speculative", {}), service.plan.spec
+    options, wish, spec = options or {}, body.get("speculative", {}), service.plan.spec
     if wish.get("spec", "auto") not in ("auto", "off", spec):
         refuse("speculative.spec", f"this server drafts by {spec}; off and auto are known, too")
     return {
         "n": body.get("n", 1),
         "stream": stream,
-        "include_usage": (options or {}).get("include_usage", False),
+        "include_usage": options.get("include_usage", False),
+        "continuous_usage": options.get("continuous_usage_stats", False),
         "draft_max": 0 if wish.get("spec") == "off" else wish.get("draft_max"),
     }
 

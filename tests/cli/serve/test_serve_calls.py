@@ -14,6 +14,7 @@ from spd.cli.serve.forms import (
     CALL_END,
     CALLS,
     FORMS,
+    HARMONY,
     LISTED,
     MARKS,
     QUOTE,
@@ -273,10 +274,44 @@ def test_calls_are_held_to_their_schemas(form: str, strict: bool) -> None:
                 matcher.accept(token)
             ended = True
         assert (ended and matcher.complete) is is_allowed, said
-    if form != "gpt-oss":
-        parser = CallParser(tools)
-        found = [*parser.feed(whole), *parser.feed("", final=True)]
-        assert [(piece.name, json.loads(piece.text)) for piece in found if piece.kind == "call"] == ONE
+    text, calls = replies(tools, list(whole.replace(written.opening, "", not written.opening)))
+    assert [(name, json.loads(said)) for name, said in calls] == ONE
+    assert text.strip() == ("Well." if strict else "")
+
+
+def replies(tools: Tools, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    """Text and calls with their arguments of a reply that a grammar holds."""
+    parser = ChannelParser(held=True) if tools.form is HARMONY else CallParser(tools)
+    said, calls = "", list[tuple[str, str]]()
+    for piece in [one for text in [*pieces, None] for one in parser.feed(text or "", final=text is None)]:
+        if piece.kind == "text":
+            said += piece.text
+        elif piece.name:
+            calls.append((piece.name, piece.text))
+        else:
+            calls[-1] = calls[-1][0], calls[-1][1] + piece.text
+    return said, calls
+
+
+@pytest.mark.parametrize("form", [form for form in HELD if tools_of(form).form.pair is None])
+def test_held_arguments_come_as_they_are_written(form: str) -> None:
+    """The name first, whatever the pieces; a cut reply holds them as far as they came."""
+    tools = tools_of(form, required=True)
+    written = tools.written
+    before, behind, after = written.call
+    opening, closing = ("", "") if written.between is None else (written.opening, written.closing)
+    calls = [f"{before}{name}{behind}{said}{after}" for name, said in (("get_weather", ARGS), ("now", "{}"))]
+    if written.between is None:
+        calls = [f"{written.opening}{call}{written.closing}" for call in calls]
+    between = "<|start|>assistant" if form == "gpt-oss" else written.between or "\n"
+    text = opening + between.join(calls) + closing
+    expected = [("get_weather", ARGS), ("now", "{}")]
+    for cut in range(len(text) + 1):
+        assert replies(tools, [text[:cut], text[cut:]]) == ("", expected), text[:cut]
+        _, calls = replies(tools, list(text[:cut]))
+        come = text[text.find(ARGS) : cut]
+        assert [name for name, _ in calls[:1]] == ["get_weather"][: len(come)], text[:cut]
+        assert not come or calls[0][1].partition("<")[0] == come[: len(ARGS)]
 
 
 FRAGMENTS = [

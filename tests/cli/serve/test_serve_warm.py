@@ -247,6 +247,14 @@ def test_a_folder_that_others_can_reach_is_refused(home: Path, tmp_path: Path) -
         assert ran.returncode == 5 and "not a folder of yours alone" in ran.stderr
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_socket_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "spd").mkdir(mode=0o700)
+    os.chown(tmp_path / "spd", 65534, -1)
+    ran = spd(tmp_path, "generate", QUESTION)
+    assert ran.returncode == 5 and "not a folder of yours alone" in ran.stderr
+
+
 def test_a_chat_is_told_that_its_server_has_ended(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     process, _ = start(tmp_path)
@@ -284,6 +292,19 @@ def test_a_killed_server_stops_no_other_and_stop_lets_replies_end(tmp_path: Path
         socket.create_connection(("127.0.0.1", port), timeout=2)
 
 
+def test_a_server_that_is_stopped_is_not_waited_for(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    process, _ = start(tmp_path)
+    try:
+        process.send_signal(signal.SIGSTOP)
+        ran = spd(tmp_path, "generate", "--threads", "1", "-n", "2", "--temperature", "0", QUESTION)
+        assert ran.returncode == 0 and ran.stdout.startswith("Join")
+        assert f"the server of process {process.pid} does not answer" in ran.stderr
+    finally:
+        process.kill()
+        process.wait(10)
+
+
 def test_a_detached_server_ends_after_idle_time(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     ran = spd(tmp_path, "serve", "--detach", "--idle", "1s", "--port", "0", "--threads", "1")
@@ -291,8 +312,9 @@ def test_a_detached_server_ends_after_idle_time(tmp_path: Path) -> None:
     where, what = ran.stderr.splitlines()
     assert where.startswith("serving demo at http://127.0.0.1:") and what.startswith("pid ")
     ends = time.monotonic() + 30
-    while list((tmp_path / "spd").glob("*.sock")) and time.monotonic() < ends:
+    while list((tmp_path / "spd").iterdir()) and time.monotonic() < ends:  # neither socket nor log stays
         time.sleep(0.05)
+    assert not list((tmp_path / "spd").iterdir())
     assert spd(tmp_path, "serve", "--stop").returncode == 3
 
 

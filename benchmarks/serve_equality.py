@@ -1,0 +1,204 @@
+"""Count tokens that serving changed: 16 clients at once, every drafter, T 0 and 0.8, while others leave.
+
+    python -m benchmarks.serve_equality [--models demo,demo-hybrid] [--tokens 100000] [--out FILE]
+
+What is right is the text of `spd generate --jsonl` that decodes plainly, one prompt at a time. A cell is a
+server with one drafter whose cache is too small for 16 requests, so that some are interrupted. 16 clients ask
+the same chats, streamed and whole, and 4 more leave in the middle of what they asked for, by both ways. Cells
+are repeated with other seeds until so many tokens were compared. Exits 0 where none differs, else 6.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import http.client
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import describe_commit, describe_machine
+from spd.cli.commands.serve import ServeOptions
+from spd.cli.serve.http import Service
+from spd.cli.serve.run import Server, listen
+from spd.cli.text.job import plan_settings
+from spd.runtime import Engine
+from spd.runtime.engine.driver import EngineThread
+
+SCHEMA = "spd.benchmarks.serve_equality/1"
+TEMPERATURES = 0.0, 0.8
+CLIENTS, LEAVERS, CTX, LENGTH = 16, 4, 512, 120
+PAGES = 20
+"""Of 64 tokens each; 16 requests would take 48."""
+QUESTIONS = (
+    "What does {0} do?",
+    "Write a function that uses {0}.",
+    "# {0}\nimport {0}\n# {0}\nimport ",
+    "def {1}(self, *args):\n    ",
+)
+CALLS = "os.path.join", "re.sub", "json.dumps", "heapq.heappush", "functools.reduce", "csv.reader"
+
+
+def drafters(model: str) -> dict[str, dict[str, Any]]:
+    """Options of a server by drafter; the model itself stands for a draft model."""
+    draft = {"spec": "draft", "draft_model": model, "draft_max": 3}
+    return {"off": {"spec": "off"}, "mtp": {"spec": "mtp"}, "ngram": {"spec": "ngram"}, "draft": draft}
+
+
+@contextmanager
+def serving(options: ServeOptions, pages: int | None = None) -> Iterator[tuple[Service, int]]:
+    """A server in this process, and its port."""
+    settings = plan_settings(options.as_generate())
+    config = dataclasses.replace(settings.config, cache_pages=pages)
+    thread = EngineThread(lambda progress: Engine(config, progress=progress), lambda: (), lambda error: None)
+    thread.start()
+    service, listener = Service(settings, options.model, thread), listen("127.0.0.1", 0)
+    server = Server(service, options)
+    loop = threading.Thread(target=lambda: asyncio.run(server._serve([listener])), daemon=True)
+    loop.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield service, listener.getsockname()[1]
+    finally:
+        server.drain()
+        loop.join(30)
+        thread.close(30)
+
+
+def make_chats(count: int, seed: int, temperature: float, tokens: int) -> list[dict[str, Any]]:
+    """Bodies of chat completions."""
+    draws = random.Random(seed)
+    chats = []
+    for number in range(count):
+        name = draws.choice(CALLS)
+        content = draws.choice(QUESTIONS).format(name, name.rpartition(".")[2]) + f" ({number % 7})"
+        params = {"temperature": temperature, "seed": seed + number, "max_tokens": tokens, "ignore_eos": True}
+        chats.append({"messages": [{"role": "user", "content": content}], **params})
+    return chats
+
+
+def generated(model: str, chats: Sequence[dict[str, Any]], threads: int | None) -> list[tuple[str, int]]:
+    """Text and number of tokens of each, as `spd generate` writes them alone."""
+    lines = [
+        {"messages": chat["messages"], "params": {k: v for k, v in chat.items() if k != "messages"}}
+        for chat in chats
+    ]
+    command = [sys.executable, "-m", "spd", "generate", "-m", model, "--jsonl", "--no-server", "-q"]
+    command += ["--spec", "off", "--concurrency", "1", "--ctx", str(CTX)]
+    command += [] if threads is None else ["--threads", str(threads)]
+    environment = {**os.environ, "SPD_CONFIG": os.devnull}
+    said = "".join(json.dumps(line) + "\n" for line in lines)
+    ran = subprocess.run(command, input=said, env=environment, capture_output=True, text=True, check=True)
+    answers = map(json.loads, ran.stdout.splitlines())
+    return [(answer["text"], answer["usage"]["completion_tokens"]) for answer in answers]
+
+
+def ask(port: int, chat: dict[str, Any], *, stream: bool) -> str:
+    """What a server answers."""
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=600)) as connection:
+        connection.request("POST", "/v1/chat/completions", json.dumps({**chat, "stream": stream}))
+        said = connection.getresponse().read().decode()
+    if not stream:
+        return str(json.loads(said)["choices"][0]["message"]["content"])
+    events = [json.loads(line[6:]) for line in said.split("\n\n") if line.startswith("data: {")]
+    return "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+
+
+def leave(port: int, chat: dict[str, Any], draws: random.Random, over: threading.Event) -> None:
+    """Ask and leave, again and again: in the middle of a stream, or before a whole answer comes."""
+    while not over.is_set():
+        stream = draws.random() < 0.5
+        body = {**chat, "stream": stream, "seed": draws.randrange(1000)}
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=600)) as connection:
+            connection.request("POST", "/v1/chat/completions", json.dumps(body))
+            if stream and (response := connection.getresponse()).status == 200:
+                for _ in range(draws.randint(1, 12)):
+                    response.readline()
+            else:
+                over.wait(draws.uniform(0, 0.3))
+
+
+def run_cell(
+    options: ServeOptions, chats: Sequence[dict[str, Any]], right: Sequence[tuple[str, int]]
+) -> dict[str, int]:
+    """Tokens compared and different, and what else the server did."""
+    over = threading.Event()
+    with (
+        serving(options, PAGES) as (service, port),
+        ThreadPoolExecutor(CLIENTS) as pool,
+        ThreadPoolExecutor(LEAVERS) as leavers,
+    ):
+        left = [leavers.submit(leave, port, chats[i], random.Random(i), over) for i in range(LEAVERS)]
+        try:
+            answers = pool.map(lambda i: ask(port, chats[i], stream=i % 2 == 0), range(len(chats)))
+            found = list(answers)
+        finally:
+            over.set()
+        for one in left:
+            one.result()
+        ends = time.monotonic() + 30
+        while service.open and time.monotonic() < ends:
+            time.sleep(0.01)
+        return {
+            "tokens": sum(size for _, size in right),
+            "differ": sum(size for text, (want, size) in zip(found, right, strict=True) if text != want),
+            "left": int(service.counters.get('requests_total{reason="abort"}', 0)),
+            "interrupted": int(service.counters["preemptions_total"]),
+            "still_open": service.open,
+        }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run cells until enough tokens were compared; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve_equality", description=__doc__)
+    parser.add_argument("--models", default="demo,demo-hybrid")
+    parser.add_argument("--tokens", type=int, default=100_000)
+    parser.add_argument("--requests", type=int, default=56)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args(arguments)
+    cells: dict[str, dict[str, int]] = {}
+    head = {"schema": SCHEMA, **describe_commit("spd", "benchmarks/serve_equality.py")}
+    head |= {"machine": describe_machine(), "clients": CLIENTS, "leaving": LEAVERS}
+    seed, compared = 0, 0
+    while compared < asked.tokens:
+        for model in asked.models.split(","):
+            for temperature in TEMPERATURES:
+                chats = make_chats(asked.requests, seed, temperature, LENGTH)
+                right = generated(model, chats, asked.threads)
+                for spec, wishes in drafters(model).items():
+                    options = ServeOptions(
+                        model=model,
+                        ctx=CTX,
+                        concurrency=CLIENTS,
+                        threads=asked.threads,
+                        adaptive=False,
+                        **wishes,
+                    )
+                    found = run_cell(options, chats, right)
+                    cell = cells.setdefault(f"{model}/{spec}/T{temperature:g}", dict.fromkeys(found, 0))
+                    for name, count in found.items():
+                        cell[name] += count
+                    print(f"{model}/{spec}/T{temperature:g}", found, flush=True)
+                    if asked.out is not None:
+                        asked.out.write_text(json.dumps({**head, "cells": cells}, indent=1) + "\n")
+        seed += asked.requests
+        compared = sum(cell["tokens"] for cell in cells.values())
+    differ = sum(cell["differ"] + cell["still_open"] for cell in cells.values())
+    print(f"{compared:,} tokens, {differ} differ")
+    return 6 if differ else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
