@@ -56,6 +56,7 @@ def _objects(head: str = "(?!)") -> Reader:
             name, *ids = named.groups()
         elif isinstance(value, dict):
             name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
+            name = value.get("tool_name", name)
         if isinstance(arguments, str):  # some models write the object into a string
             with suppress(ValueError, RecursionError):
                 arguments = json.loads(arguments)
@@ -188,6 +189,8 @@ class Form(NamedTuple):
     """What stands before a key, behind it, and behind its value, where arguments are no JSON."""
     between: str | None = None
     """What stands between calls that share their marks; None where each has its own."""
+    is_array: bool = False
+    """Whether those stand in an array."""
     bare: str = "(?!)"
     """How a reply begins that is a call without a mark."""
     ends_reply: bool = False
@@ -219,7 +222,9 @@ KIMI_HEAD = (
     r"([\w.:-]+)\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
 )
 MISTRAL_HEAD = rf"\s*{NAME}(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(?=\{{)"
-OBJECT_HEAD = rf'[\s,}}]*\{{"name": "{NAME}", "(?:arguments|parameters)": (?=\{{)'
+OBJECT_HEAD = (
+    rf'[\s,}}\[]*\{{(?:"tool_call_id": "0", )?"(?:tool_)?name": "{NAME}", "(?:arguments|parameters)": (?=\{{)'
+)
 _deepseek, _mistral = _objects(DEEPSEEK_HEAD), _objects(MISTRAL_HEAD)
 
 TAGS, INVOKES = ("<tool_call>", "</tool_call>"), ("<minimax:tool_call>", "</minimax:tool_call>")
@@ -237,9 +242,19 @@ HARMONY = Form((CHANNEL, "functions"), "", "", _objects(), COMMENTARY)
 GEMMA = Form(("<|tool_call>",), "<|tool_call>", "<tool_call|>", _gemma)
 THOUGHT = ("<|channel>thought\n", "<channel|>")
 """Between which Gemma 4 thinks."""
+OBJECT_CALL = ('{"name": "', '", "arguments": ', "}")
+ACTION_CALL = ('{"tool_call_id": "0", "tool_name": "', '", "parameters": ', "}")
 LISTED_CALL = ('{"name": "', '", "parameters": ', "}")
 LISTED = Form((), "[", "]", _objects(), LISTED_CALL, between=", ", bare=r"\s*\[", head=OBJECT_HEAD)
 """An array of objects, for calls that have to come in a form without a grammar."""
+
+
+def _array(opening: str, closing: str, call: tuple[str, str, str], read: Reader | None = None) -> Form:
+    """Calls that are objects in an array behind a mark, by which a template is told."""
+    parts = opening, closing, read or _objects(), call
+    return Form((opening,), *parts, between=", ", is_array=True, head=OBJECT_HEAD)
+
+
 FORMS = {
     "gpt-oss": HARMONY,
     "Gemma 4": GEMMA,
@@ -253,12 +268,14 @@ FORMS = {
     "Qwen3-Coder, Qwen3.5": Form((*TAGS[:1], "<function="), *TAGS, _tool_call, *PARAMETERS),
     "GLM-4.5, GLM-4.7": Form((*TAGS[:1], "<arg_key>"), *TAGS, _tool_call, *KEYS),
     "Hermes, Qwen3": HERMES,
-    "LFM2": Form(("<|tool_call_start|>",), "<|tool_call_start|>", "<|tool_call_end|>", _python),
-    "Granite 3": Form(("<|tool_call|>",), "<|tool_call|>", "", _objects()),
+    "LFM2": Form(("List of tools: ",), "<|tool_call_start|>", "<|tool_call_end|>", _python),
+    "Granite 3": _array("<|tool_call|>", "", OBJECT_CALL),
+    "Nemotron Nano 2": _array("<TOOLCALL>", "</TOOLCALL>", OBJECT_CALL),
+    "Command R7B, A": _array("<|START_ACTION|>", "<|END_ACTION|>", ACTION_CALL),
     "Mistral": Form(
         ("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", "", _mistral, ("", "[ARGS]", ""), head=MISTRAL_HEAD
     ),
-    "Mistral before 2025": Form(("[TOOL_CALLS]",), "[TOOL_CALLS]", "", _mistral),
+    "Mistral before 2025": _array("[TOOL_CALLS]", "", OBJECT_CALL, _mistral),
     "Llama 3": Form(
         ("<|start_header_id|>",), "<|python_tag|>", "", _llama, bare=r"\s*[{\[]", ends_reply=True
     ),
@@ -310,9 +327,9 @@ class Tools:
 
     @property
     def held(self) -> bool:
-        """Whether a grammar holds calls: those that have to come, and strict ones behind a mark."""
+        """Whether a grammar holds calls: those that have to come, and strict ones."""
         form = self.written
-        return form.call is not None and (self.has_to or bool(self.strict and form.opening))
+        return form.call is not None and (self.has_to or self.strict)
 
     @property
     def grammar(self) -> GrammarText | None:
@@ -336,9 +353,12 @@ class Tools:
             next_one = f"{self._literal(form.between)} {one}"
         several = self.parallel and self.named is None and form is not HARMONY
         calls = f"{one} ({next_one}){{0,{MAX_CALLS - 1}}}" if several else one
+        calls = f'"[" {calls} "]"' if form.is_array else calls
         calls += f" GAP {closing}" * bool(closing)
-        if self.has_to:
-            start = f"GAP {self._thought if form is HARMONY else opening} {calls}"
+        if form is HARMONY:
+            start = f"{self._thought} {calls if self.has_to else f'({calls} | {self._final} TEXT)'}"
+        elif self.has_to:
+            start = f"GAP {opening} {calls}"
         elif form.opening in self.special:
             start = f"TEXT | TEXT {opening} {calls}"
         else:
@@ -348,16 +368,20 @@ class Tools:
 
     def answer(self, shape: GrammarText) -> GrammarText:
         """What holds the answer of gpt-oss to a schema: in its own channel, behind its thinking."""
-        final = f'{self._literal(CHANNEL)} "final" {self._literal(MESSAGE)}'
-        start = f"start: {self._thought} {final} %json {as_json(_held(json.loads(shape.text)))}"
+        start = f"start: {self._thought} {self._final} %json {as_json(_held(json.loads(shape.text)))}"
         return dataclasses.replace(shape, kind="lark", text=f"{start}\nTEXT: /(.|\\n)*/")
 
     @property
+    def _final(self) -> str:
+        """What an answer of gpt-oss begins with."""
+        return f'{self._literal(CHANNEL)} "final" {self._literal(MESSAGE)}'
+
+    @property
     def _thought(self) -> str:
-        """Thinking before a call, for gpt-oss."""
+        """Thinking and words before a call or an answer, for gpt-oss."""
         marks = (CHANNEL, MESSAGE, END, START)
         channel, message, end, begin = map(self._literal, marks)
-        return f'({channel} "analysis" {message} TEXT {end} {begin} "assistant")?'
+        return f'({channel} ("analysis" | "commentary") {message} TEXT {end} {begin} "assistant")*'
 
     def _literal(self, text: str) -> str:
         """Text for a grammar, with its marks as tokens where they are special ones."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spd.cli.serve import http
-from spd.cli.serve.forms import HARMONY, Tools
+from spd.cli.serve.forms import COMMENTARY, HARMONY, Tools
 from spd.cli.serve.http import CHANGING, READERS
 from spd.cli.serve.messages import read_messages
 from spd.cli.serve.responses import read_response
@@ -526,7 +526,7 @@ def test_a_subset_of_the_tools_is_allowed(served: Served, path: str, mode: str) 
 
 
 def test_gpt_oss_answers_in_a_format_through_its_channels(served: Served, model: Path) -> None:
-    """It may think first; the answer stands in its own channel and follows the schema."""
+    """It may think first; an answer stands in its own channel, and it or a call follows the schema."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     body = response(tools=[], reasoning={}, text={"format": {"type": "json_schema", "schema": schema}})
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
@@ -538,15 +538,20 @@ def test_gpt_oss_answers_in_a_format_through_its_channels(served: Served, model:
     tokenizer, asked = ModelFolder.of(model).tokenizer, script.requests[0].grammar
     compiler = GrammarCompiler(model, 264)
     assert asked.kind == "lark" and "final" in asked.text
-    shape = Tools({}, HARMONY, special=tokenizer.special_tokens).answer(
-        GrammarText("schema", json.dumps(schema))
-    )
-    for said, is_allowed in (
-        (thought + final, True),
-        (final, True),
-        (final.replace("3", '"x"'), False),
-        ('{"a": 3}', False),
-        (thought, False),
+    tools = Tools({"read": schema}, HARMONY, strict=True, special=tokenizer.special_tokens)
+    answer, free = tools.answer(GrammarText("schema", json.dumps(schema))), tools.grammar
+    call = f'{COMMENTARY[0]}read{COMMENTARY[1]}{{"a": 3}}'
+    words = thought.replace("analysis", "commentary")
+    for shape, said, is_allowed in (
+        (answer, thought + final, True),
+        (answer, final, True),
+        (answer, final.replace("3", '"x"'), False),
+        (answer, '{"a": 3}', False),
+        (answer, thought, False),
+        (free, thought + final.replace("3", '"x"'), True),
+        (free, thought + words + call, True),
+        (free, thought + words + call.replace("3", '"x"'), False),
+        (free, call.replace("read", "write"), False),
     ):
         matcher, ended = compiler.compile(shape, ()), False
         with suppress(GrammarError):
