@@ -2,13 +2,14 @@
 
 By hand: `python -m tests.every_template FOLDER…` with `*.jinja` files. Each conversation goes the way of a
 request to the server; the library gets the same messages, with arguments as objects or, for templates that
-write them as they are, as texts.
+write them as they are, as texts. Calls as a template writes them are read back, cut at every place.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from spd.cli.serve.forms import FORMS, call_form
+from spd.cli.serve.forms import FORMS, HARMONY, CallParser, ChannelParser, Tools, call_form
 from spd.cli.serve.wishes import CHAT, for_template
 from spd.errors import SpdError
 from spd.formats.chat_template import ChatTemplate
@@ -42,6 +43,7 @@ def result(number: int, text: str, name: str) -> Message:
     return {"role": "tool", "tool_call_id": f"abcd{number:05}", "name": name, "content": text}
 
 
+PLAIN = [call("read", {"path": ARGUMENTS["path"], "n": 3}, 0), call("now", {}, 1)]
 SYSTEM, ASKED = {"role": "system", "content": "Be exact.\n"}, {"role": "user", "content": "Read a & b <x>"}
 ONE = [
     {"role": "assistant", "content": "", "tool_calls": [call("read", ARGUMENTS, 0)]},
@@ -103,6 +105,38 @@ def cells(template: str) -> Iterator[tuple[str, str, str | None, list[str]]]:
         yield name, what, own(one, messages, **shown), theirs(template, messages, **shown)
 
 
+def read_back(template: str) -> str:
+    """What is found in a reply as the template writes it: as many calls as there were, or else."""
+    one, form = ChatTemplate("", {"default": template}, SPECIAL), call_form(template)
+    for said in ({"role": "assistant", "content": "Yes.", "tool_calls": PLAIN[:size]} for size in (2, 1)):
+        asked = (
+            own(one, [ASKED], tools=TOOLS),
+            own(one, [ASKED, said], tools=TOOLS, add_generation_prompt=False),
+        )
+        if None in asked:
+            continue
+        same = os.path.commonprefix(asked)
+        same = same[: same.rfind("<")] if same.rfind("<") > same.rfind(">") else same
+        if "read" not in (reply := str(asked[1])[len(same) :]):
+            continue
+        wanted = [
+            (each["function"]["name"], json.loads(each["function"]["arguments"]))
+            for each in said["tool_calls"]
+        ]
+        cuts = [[reply[:cut], reply[cut:]] for cut in range(len(reply))]
+        for pieces in [list(reply), *cuts]:
+            tools = Tools({"read": PARAMETERS, "now": {}}, form)
+            parser = ChannelParser() if form is HARMONY else CallParser(tools)
+            found = [
+                piece for text in [*pieces, None] for piece in parser.feed(text or "", final=text is None)
+            ]
+            calls = [(piece.name, json.loads(piece.text)) for piece in found if piece.kind == "call"]
+            if calls != wanted:
+                return f"NOT READ: {reply!r}"
+        return f"{len(wanted)} calls read"
+    return "no calls written"
+
+
 def main() -> None:
     """Compare all, print what differs, and exit with 1 where something does."""
     total: Counter[str] = Counter()
@@ -116,7 +150,9 @@ def main() -> None:
             found[kind] += 1
             if kind == "DIFFERS":
                 print(f"  {name}, {what}:\n    spd    {mine!r}\n    theirs {other[:1]!r}")
-        print(f"{path.stem}: {names[id(call_form(template))]}: {dict(found)}", flush=True)
+        print(
+            f"{path.stem}: {names[id(call_form(template))]}: {dict(found)}, {read_back(template)}", flush=True
+        )
         total += found
     print(dict(total))
     sys.exit(total["DIFFERS"] > 0)

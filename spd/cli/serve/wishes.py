@@ -275,15 +275,15 @@ def for_template(message: Mapping[str, Any], template: str) -> dict[str, Any]:
         message["thinking"] = thought
         if CHANNEL in template and calls and message["content"]:  # it takes one of them beside a call
             message["thinking"] += "\n" + message.pop("content")
-    for call in calls if _JOINED.search(template) else ():
+    for call in calls if _JOINED.match(template) else ():
         arguments = call["function"]["arguments"]
         text = arguments if isinstance(arguments, str) else as_json(arguments)
         call["function"] = {**call["function"], "arguments": text}
     return message
 
 
-_JOINED = re.compile(r"""\+\s*[\w.'"\[\]]*arguments(?!['"\]]*\s*\|)""")
-"""Arguments that a template puts into its text as they are, as DeepSeek's own do."""
+_JOINED = re.compile(r"""(?s)(?!.*arguments['"\]]*\s*\|\s*tojson).*\+\s*[\w.'"\[\]]*arguments\b""")
+"""A template that puts arguments into its text as they are, as DeepSeek's own do."""
 
 
 def without_lines(wish: Wish, beginnings: tuple[str, ...]) -> Wish:
