@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -115,14 +114,13 @@ def read_back(template: str) -> str:
         )
         if None in asked:
             continue
-        same = os.path.commonprefix(asked)
+        pairs = enumerate(zip(*map(str, asked), strict=False))
+        same = str(asked[1])[: next((at for at, (a, b) in pairs if a != b), len(str(asked[0])))]
         same = same[: same.rfind("<")] if same.rfind("<") > same.rfind(">") else same
         if "read" not in (reply := str(asked[1])[len(same) :]):
             continue
-        wanted = [
-            (each["function"]["name"], json.loads(each["function"]["arguments"]))
-            for each in said["tool_calls"]
-        ]
+        told = (each["function"] for each in said["tool_calls"] if each["function"]["name"] in reply)
+        wanted = [(each["name"], json.loads(each["arguments"])) for each in told]
         cuts = [[reply[:cut], reply[cut:]] for cut in range(len(reply))]
         for pieces in [list(reply), *cuts]:
             tools = Tools({"read": PARAMETERS, "now": {}}, form)
