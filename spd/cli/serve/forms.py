@@ -199,6 +199,11 @@ class Form(NamedTuple):
     """Up to arguments that are JSON, where a grammar holds a call: its name, and an id."""
 
 
+def _array(opening: str, closing: str, call: tuple[str, str, str], read: Reader | None = None) -> Form:
+    """Calls that are objects in an array behind a mark, by which a template is told."""
+    return Form((opening,), opening, closing, read or _objects(), call, None, ", ", True, head=OBJECT_HEAD)
+
+
 _functions = _tagged(
     rf"<function={NAME}>",
     r"<parameter=([^>\n]+)>",
@@ -222,9 +227,7 @@ KIMI_HEAD = (
     r"([\w.:-]+)\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
 )
 MISTRAL_HEAD = rf"\s*{NAME}(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(?=\{{)"
-OBJECT_HEAD = (
-    rf'[\s,}}\[]*\{{(?:"tool_call_id": "0", )?"(?:tool_)?name": "{NAME}", "(?:arguments|parameters)": (?=\{{)'
-)
+OBJECT_HEAD = rf'[\s,}}\[]*\{{(?:"tool_call_id": "0", )?"(?:tool_)?name": "{NAME}", "\w+": (?=\{{)'
 _deepseek, _mistral = _objects(DEEPSEEK_HEAD), _objects(MISTRAL_HEAD)
 
 TAGS, INVOKES = ("<tool_call>", "</tool_call>"), ("<minimax:tool_call>", "</minimax:tool_call>")
@@ -234,6 +237,7 @@ KIMI = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 KIMI_CALL = ("<|tool_call_begin|>functions.", ":0<|tool_call_argument_begin|>", "<|tool_call_end|>")
 FENCED = (f"{CALL}function{SEPARATOR}", "\n```json\n", f"\n```{CALL_END}")
 INVOKE = ('\n<invoke name="', '">\n', "</invoke>"), ('<parameter name="', '">', "</parameter>\n")
+FINAL = f"{CHANNEL}final{MESSAGE}"
 COMMENTARY = (f"{CHANNEL}commentary to=functions.", f" <|constrain|>json{MESSAGE}", "")
 
 HERMES = Form(TAGS[:1], *TAGS, _tool_call, ('\n{"name": "', '", "arguments": ', "}\n"), head=OBJECT_HEAD)
@@ -247,14 +251,6 @@ ACTION_CALL = ('{"tool_call_id": "0", "tool_name": "', '", "parameters": ', "}")
 LISTED_CALL = ('{"name": "', '", "parameters": ', "}")
 LISTED = Form((), "[", "]", _objects(), LISTED_CALL, between=", ", bare=r"\s*\[", head=OBJECT_HEAD)
 """An array of objects, for calls that have to come in a form without a grammar."""
-
-
-def _array(opening: str, closing: str, call: tuple[str, str, str], read: Reader | None = None) -> Form:
-    """Calls that are objects in an array behind a mark, by which a template is told."""
-    parts = opening, closing, read or _objects(), call
-    return Form((opening,), *parts, between=", ", is_array=True, head=OBJECT_HEAD)
-
-
 FORMS = {
     "gpt-oss": HARMONY,
     "Gemma 4": GEMMA,
@@ -356,7 +352,8 @@ class Tools:
         calls = f'"[" {calls} "]"' if form.is_array else calls
         calls += f" GAP {closing}" * bool(closing)
         if form is HARMONY:
-            start = f"{self._thought} {calls if self.has_to else f'({calls} | {self._final} TEXT)'}"
+            calls = calls if self.has_to else f"({calls} | {self._literal(FINAL)} TEXT)"
+            start = f"{self._thought} {calls}"
         elif self.has_to:
             start = f"GAP {opening} {calls}"
         elif form.opening in self.special:
@@ -368,20 +365,15 @@ class Tools:
 
     def answer(self, shape: GrammarText) -> GrammarText:
         """What holds the answer of gpt-oss to a schema: in its own channel, behind its thinking."""
-        start = f"start: {self._thought} {self._final} %json {as_json(_held(json.loads(shape.text)))}"
+        final = self._literal(FINAL)
+        start = f"start: {self._thought} {final} %json {as_json(_held(json.loads(shape.text)))}"
         return dataclasses.replace(shape, kind="lark", text=f"{start}\nTEXT: /(.|\\n)*/")
-
-    @property
-    def _final(self) -> str:
-        """What an answer of gpt-oss begins with."""
-        return f'{self._literal(CHANNEL)} "final" {self._literal(MESSAGE)}'
 
     @property
     def _thought(self) -> str:
         """Thinking and words before a call or an answer, for gpt-oss."""
-        marks = (CHANNEL, MESSAGE, END, START)
-        channel, message, end, begin = map(self._literal, marks)
-        return f'({channel} ("analysis" | "commentary") {message} TEXT {end} {begin} "assistant")*'
+        heads = (self._literal(f"{CHANNEL}{kind}{MESSAGE}") for kind in ("analysis", "commentary"))
+        return f"(({' | '.join(heads)}) TEXT {self._literal(f'{END}{START}assistant')})*"
 
     def _literal(self, text: str) -> str:
         """Text for a grammar, with its marks as tokens where they are special ones."""
