@@ -1,18 +1,20 @@
 """A coding agent's conversation, replayed turn by turn: what is prefilled, acceptance, memory, equal texts.
 
-    python -m benchmarks.agent_replay [--model demo-hybrid] [--turns 60] [--ctx 8k] [--out FILE]
+    python -m benchmarks.agent_replay [--model demo-hybrid] [--window 24k] [--parts FOLDER] [--out FILE]
 
 Each request goes the way that one of `spd serve` goes: the body of a chat completion with tools and with a
 line of instructions that changes each time, which a rule leaves out. First the model says a few tokens of
 its own, which must be those of an engine without a cache and without drafts. Then it writes what the
 transcript says, held to it by a grammar, so that all methods draft for the same text: it reads a file, or
-copies lines of the last one into an edit. Results would have 1,000 to 20,000 tokens; they are scaled to the
-context, all by one factor. A context beyond the model's own is made by its configuration: what learned
-drafters accept there is not what they would.
+copies lines of the last one into an edit. Results have 1,000 to 20,000 tokens. Where the window is full, the
+agent compacts: its first message, a summary and the last turns stay. A context beyond the model's own is made
+by its configuration: what learned drafters accept there is not what they would.
 
-`new_tokens` are those behind what a prompt shares with the one before: the last reply and its result. The
-last token of a prompt is fed by the first round, so a prefill writes one less. What it writes beyond the new
-ones is the beginning of a chunk that was not whole before. `without_rule` has 20 turns at most.
+`new_tokens` are those behind what a prompt shares with the one before: the last reply and its result, or
+after a compaction all behind the first message. The last token of a prompt is fed by the first round, so a
+prefill writes one less. What it writes beyond the new ones is the beginning of a chunk that was not whole
+before. `without_rule` has 20 turns at most. With `--parts`, each run is kept in a file of that folder, a line
+for each turn, and another start goes on with what is missing.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ import json
 import random
 import resource
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from importlib import import_module
@@ -39,13 +40,17 @@ from spd.cli.serve.wishes import read_chat, without_lines
 from spd.cli.text.job import plan_settings
 from spd.formats.chat_template import ChatTemplate
 from spd.formats.demo import demo_folder
+from spd.formats.folder import ModelFolder
 from spd.runtime import Engine, Request
 from spd.runtime.engine.request import GrammarText
 
-SCHEMA = "spd.benchmarks.agent_replay/1"
+SCHEMA = "spd.benchmarks.agent_replay/2"
 METHODS = dict.fromkeys(("demo", "demo-hybrid"), ("off", "mtp", "ngram", "mtp+ngram"))
 LEAST, MOST = 1_000, 20_000
-"""Tokens of a result, before it is scaled."""
+"""Tokens of a result."""
+ROOM = 2_000
+"""Tokens of the window that are left for replies, and for what every prompt begins with."""
+TASK = "Rename things where it helps."
 OWN = 12
 """Tokens that the model says of its own in each turn."""
 TEMPLATE = (
@@ -100,29 +105,40 @@ class Turn:
         return [{"role": "assistant", "content": "", "tool_calls": [call]}, result]
 
 
-def transcript(count: int, scale: float, tokenizer: Any) -> list[Turn]:
+def transcript(count: int, tokenizer: Any) -> list[Turn]:
     """Turns that read a file and edit it by turns; the same for the same arguments."""
     chance, turns, lines = random.Random(0), list[Turn](), list[str]()
     for number in range(count):
         path = f"{SOURCES[number // 2 % len(SOURCES)]}.py"
         if number % 2 == 0:
             source = inspect.getsource(import_module(path[:-3])).splitlines()
-            size, start = (
-                round(scale * LEAST * (MOST / LEAST) ** chance.random()),
-                chance.randrange(len(source)),
-            )
-            text = "\n".join((source * 2)[start : start + 2000])
-            ids = tokenizer.encode(text)[:size]
+            size, start = round(LEAST * (MOST / LEAST) ** chance.random()), chance.randrange(len(source))
+            ids = tokenizer.encode("\n".join((source * 4)[start : start + 4000]))[:size]
             result = tokenizer.decode(ids).replace("\ufffd", "")
-            lines = [line for line in result.splitlines() if line.strip()] or ["pass"]
+            lines = [line for line in result.splitlines() if line.strip()]
             turns.append(Turn("read", {"path": path}, result))
         else:
-            first = chance.randrange(max(1, len(lines) - 3))
-            old = lines[first : first + max(1, round(12 * min(1.0, 10 * scale)))]
+            first = chance.randrange(max(1, len(lines) - 12))
+            old = lines[first : first + 12]
             new = [*old[:-1], old[-1] + "  # changed"]
             arguments = {"path": path, "old": "\n".join(old), "new": "\n".join(new)}
             turns.append(Turn("edit", arguments, "done"))
     return turns
+
+
+def conversations(
+    turns: Sequence[Turn], window: int, tokenizer: Any
+) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """What stands before each turn: the number of the first turn that is still there, and the messages."""
+    sizes = [len(tokenizer.encode(turn.said + turn.result)) + 24 for turn in turns]
+    first = 0
+    for number in range(len(turns)):
+        if sum(sizes[first:number]) > window - ROOM:
+            first = number - 1 - (sizes[number - 2] < window // 4)
+        done = "; ".join(f"{turn.name} {turn.arguments['path']}" for turn in turns[:first])
+        summary = [{"role": "user", "content": f"Done so far: {done}."}] if first else []
+        kept = [one for at in range(first, number) for one in turns[at].messages(at)]
+        yield first, [{"role": "user", "content": TASK}, *summary, *kept]
 
 
 class Replay:
@@ -182,28 +198,38 @@ def held(request: Request, said: str) -> Request:
 
 
 def replay(
-    one: Replay, turns: Sequence[Turn], *, rule: bool = True, fixed: bool = True
+    one: Replay,
+    turns: Sequence[Turn],
+    window: int,
+    *,
+    rule: bool = True,
+    fixed: bool = True,
+    wanted: Any = None,
 ) -> Iterator[dict[str, Any]]:
-    """Figures of each turn; `own` is what the model said of its own."""
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "Rename things where it helps."}]
+    """Figures of each turn, or of those `wanted`; `own` is what the model said of its own."""
     before: tuple[int, ...] = ()
-    for number, turn in enumerate(turns):
+    tokenizer = one.service.settings.vocabulary.need_tokenizer()
+    for number, (first, messages) in enumerate(conversations(turns, window, tokenizer)):
         request = one.request(messages, number, rule=rule)
-        same = next(
-            (i for i, (a, b) in enumerate(zip(before, request.prompt_ids, strict=False)) if a != b),
-            len(before),
-        )
+        pairs = enumerate(zip(before, request.prompt_ids, strict=False))
+        same = next((i for i, (a, b) in pairs if a != b), len(before))
+        before = request.prompt_ids
+        if wanted is not None and number not in wanted:
+            continue
         own, metrics, written = one.run(request)
-        row: dict[str, Any] = {"prompt": len(request.prompt_ids), "new": len(request.prompt_ids) - same}
-        row |= {"prefilled": written, "cached": metrics.cached_tokens, "own": own}
+        row: dict[str, Any] = {
+            "turn": number,
+            "first": first,
+            "prompt": len(before),
+            "new": len(before) - same,
+        }
+        row |= {"prefilled": written, "cached": metrics.cached_tokens, "own": list(own)}
         if fixed:
-            _, metrics, again = one.run(held(request, turn.said))
+            _, metrics, again = one.run(held(request, turns[number].said))
             row |= {"said": metrics.completion_tokens, "rounds": metrics.rounds, "again": again}
             row |= {"drafts": metrics.draft_n, "accepted": metrics.draft_n_accepted}
         row["rss"] = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
         yield row
-        before = request.prompt_ids
-        messages += turn.messages(number)
 
 
 def summed(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -212,6 +238,9 @@ def summed(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     total = {name: sum(row[name] for row in rows) for name in ("new", "prefilled", "prompt")}
     extra = [row["prefilled"] - row["new"] for row in rows]
     shown = {
+        "turns": len(rows),
+        "compactions": len({row["first"] for row in rows}) - 1,
+        "prompt_most": max(row["prompt"] for row in rows),
         "new_tokens": total["new"],
         "prefilled_tokens": total["prefilled"],
         "prompt_tokens": total["prompt"],
@@ -230,45 +259,60 @@ def summed(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return shown
 
 
-def measure(name: str, count: int, ctx: int, threads: int) -> dict[str, Any]:
+@dataclasses.dataclass
+class Runs:
+    """The runs of one model, each kept as lines of a file."""
+
+    name: str
+    folder: Path
+    parts: Path
+    ctx: int
+    threads: int
+
+    def rows(self, part: str, turns: Sequence[Turn], method: str, **how: Any) -> list[dict[str, Any]]:
+        """Figures of a run's turns: a cold one goes on where it was, others begin anew if not whole."""
+        cold, path = part == "cold", self.parts / f"{self.name}-{part}.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        wanted = how.pop("wanted", range(len(turns)))
+        if len(rows) == len(wanted):
+            return rows
+        rows, left = (rows, set(wanted) - {row["turn"] for row in rows}) if cold else ([], set(wanted))
+        one = Replay(self.folder, method, self.ctx, self.threads, shares=not cold)
+        with path.open("a" if cold else "w") as file:
+            for row in replay(one, turns, self.ctx, wanted=left, **how):
+                rows.append(row)
+                print(json.dumps(row), file=file, flush=True)
+        one.close()
+        return rows
+
+
+def measure(name: str, given: argparse.Namespace) -> dict[str, Any]:
     """Every method on one model, with a run without a cache to compare with."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / name
         shutil.copytree(demo_folder(name), folder)
         config = json.loads((folder / "config.json").read_text())
         longest = config["max_position_embeddings"]
-        config["max_position_embeddings"] = max(longest, ctx)
+        config["max_position_embeddings"] = max(longest, given.window)
         (folder / "config.json").write_text(json.dumps(config))
-        cold = Replay(folder, "off", ctx, threads, shares=False)
-        tokenizer = cold.service.settings.vocabulary.need_tokenizer()
-        scale = scale_of(count, ctx, tokenizer)
-        turns = transcript(count, scale, tokenizer)
-        plain = list(replay(cold, turns, fixed=False))
-        cold.close()
+        parts = given.parts or Path(place)
+        parts.mkdir(parents=True, exist_ok=True)
+        runs = Runs(name, folder, parts, given.window, given.threads)
+        tokenizer = ModelFolder(folder).tokenizer
+        turns = transcript(given.turns, tokenizer)
         sizes = [len(tokenizer.encode(turn.result)) for turn in turns if turn.name == "read"]
-        found: dict[str, Any] = {"model": name, "ctx": ctx, "own_ctx": longest, "scale": scale}
-        found |= {"result_tokens": [min(sizes), max(sizes)], "cold": summed(plain), "methods": {}}
-        for method in METHODS[name]:
-            one = Replay(folder, method, ctx, threads)
-            rows = list(replay(one, turns))
-            one.close()
-            equal = sum(row["own"] == other["own"] for row, other in zip(rows, plain, strict=True))
-            found["methods"][method] = {**summed(rows), "turns_equal_to_cold": equal, "turns": len(rows)}
-            print(name, method, found["methods"][method], file=sys.stderr, flush=True)
-        one = Replay(folder, "off", ctx, threads)
-        found["without_rule"] = summed(list(replay(one, turns[:20], rule=False, fixed=False)))
-        one.close()
-    return found
-
-
-def scale_of(count: int, ctx: int, tokenizer: Any) -> float:
-    """The largest factor, of halves of one, with which the conversation fits the context."""
-    scale = 1.0
-    while True:
-        said = "".join(turn.said + turn.result for turn in transcript(count, scale, tokenizer))
-        if len(tokenizer.encode(said)) + 24 * count + 600 < ctx:
-            return scale
-        scale /= 2
+        found: dict[str, Any] = {"model": name, "window": given.window, "own_ctx": longest}
+        found |= {"turns": given.turns, "result_tokens": [min(sizes), max(sizes)], "methods": {}}
+        each = {method: runs.rows(method, turns, method) for method in METHODS[name]}
+        alone = runs.rows("without_rule", turns[:20], "off", rule=False, fixed=False)
+        wanted = range(0, given.turns, given.cold_every)
+        cold = {
+            row["turn"]: row["own"] for row in runs.rows("cold", turns, "off", fixed=False, wanted=wanted)
+        }
+        for method, rows in each.items():
+            equal = sum(rows[number]["own"] == own for number, own in cold.items())
+            found["methods"][method] = {**summed(rows), "turns_equal_to_cold": equal, "turns_cold": len(cold)}
+        return {**found, "without_rule": summed(alone)}
 
 
 def main() -> None:
@@ -276,17 +320,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", action="append", choices=sorted(METHODS))
     parser.add_argument("--turns", type=int, default=60)
-    parser.add_argument("--ctx", type=parse_size, default=parse_size("8k"))
+    parser.add_argument("--window", type=parse_size, default=parse_size("24k"))
+    parser.add_argument("--cold-every", type=int, default=1, help="run every n-th turn without a cache, too")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--parts", type=Path)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    models = given.model or ["demo-hybrid", "demo"]
     found = {
         "schema": SCHEMA,
         "machine": describe_machine(),
         **describe_commit("spd", "benchmarks/agent_replay.py"),
-        "settings": {"turns": given.turns, "own_tokens": OWN, "tools": len(TOOLS), "threads": given.threads},
-        "models": [measure(name, given.turns, given.ctx, given.threads) for name in models],
+        "settings": {"own_tokens": OWN, "tools": len(TOOLS), "threads": given.threads},
+        "models": [measure(name, given) for name in given.model or ["demo-hybrid", "demo"]],
     }
     text = json.dumps(found, indent=1)
     print(text) if given.out is None else given.out.write_text(text + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -23,19 +24,24 @@ from tests.cli.serve.conftest import serving
 @pytest.mark.usefixtures("keep_threads")
 @pytest.mark.covers(count=1)
 @pytest.mark.parametrize("model", ["demo-hybrid", "demo"])
-def test_a_turn_prefills_what_it_adds(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And less than a chunk more, and what is counted as cached was not written; lookup copies."""
+def test_a_turn_prefills_what_it_adds(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And less than a chunk more, compacted or not; what is cached was not written; a cut run goes on."""
     monkeypatch.setitem(agent_replay.METHODS, model, ("ngram",))
-    monkeypatch.setattr(agent_replay, "OWN", 4)
-    found = agent_replay.measure(model, 4, 4096, 1)
+    for name, value in {"OWN": 4, "LEAST": 200, "MOST": 900}.items():
+        monkeypatch.setattr(agent_replay, name, value)
+    given = argparse.Namespace(turns=6, window=3200, threads=1, parts=tmp_path, cold_every=2)
+    found = agent_replay.measure(model, given)
     (lookup,) = found["methods"].values()
-    assert lookup["turns_equal_to_cold"] == lookup["turns"] == 4
-    assert lookup["cached_is_true"] and found["cold"]["cached_is_true"]
+    assert lookup["turns"] == 6 and lookup["turns_equal_to_cold"] == lookup["turns_cold"] == 3
+    assert lookup["cached_is_true"] and lookup["compactions"] > 0
     assert lookup["prefilled_beyond_new_most"] < CHUNK["native"] and lookup["prefilled_again"] == 0
-    assert lookup["prefilled_tokens"] < found["cold"]["prefilled_tokens"] / 2
+    assert lookup["prefilled_tokens"] < lookup["prompt_tokens"] * 0.8
     assert lookup["tokens_per_round"] > 1.5 and lookup["said_tokens"] > 100
     changing = found["without_rule"]
-    assert changing["prefilled_tokens"] > changing["prompt_tokens"] - CHUNK["native"] * 4
+    assert changing["prefilled_tokens"] > changing["prompt_tokens"] - CHUNK["native"] * 6
+    cold = tmp_path / f"{model}-cold.jsonl"
+    cold.write_text("".join(cold.read_text().splitlines(keepends=True)[:-1]))
+    assert agent_replay.measure(model, given) == found
 
 
 def test_faults_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,8 @@ def test_what_a_command_brings(words: list[str], said: str) -> None:
 def test_a_command_that_hangs_is_ended(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tools, "SECONDS", 0.5)
     began = time.monotonic()
-    said = run(["bash", "-c", f"(sleep 2; touch {tmp_path}/left) & {line}"], SignalGuard())
+    later = f"sleep 2; touch {tmp_path}/left"
+    said = run(["bash", "-c", f"({later}) & setsid bash -c '{later}' & {line}"], SignalGuard())
     assert said.endswith("(it was ended: more than 0.5 s, or 8 MiB)") and time.monotonic() - began < 20
     time.sleep(2.5)
     assert not (tmp_path / "left").exists(), "what it has started goes on"

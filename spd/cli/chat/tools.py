@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.serve.body import OBJECT, TEXT, ApiError, fields, listed, refuse
@@ -142,6 +143,17 @@ def _without_middle(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most // 2] + cut + text[-(most // 2) :]
 
 
+def _started_by(process: int) -> set[int]:
+    """What a running process has started, and what that has, where the system tells it (Linux)."""
+    found, parents = {process}, dict[int, int]()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(path.parent.name)] = int(path.read_bytes().rpartition(b")")[2].split()[1])
+    while more := {one for one, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {process}
+
+
 def run(words: Sequence[str], guard: SignalGuard) -> str:
     """A command's output with its errors, and how it ended where that is not well.
 
@@ -168,8 +180,10 @@ def run(words: Sequence[str], guard: SignalGuard) -> str:
                 elif time.monotonic() > ends or len(output) > MOST:
                     note = f"it was ended: more than {SECONDS:g} s, or {MOST >> 20} MiB"
         finally:
-            with suppress(OSError):
-                os.killpg(process.pid, signal.SIGKILL)
+            left = _started_by(process.pid)
+            for end, one in ((os.killpg, process.pid), *((os.kill, each) for each in left)):
+                with suppress(OSError):
+                    end(one, signal.SIGKILL)
     if not note and process.returncode:
         note = f"exit status {process.returncode}"
     text = _without_middle(output.decode("utf-8", "replace"), OUTPUT_LIMIT)

@@ -56,6 +56,7 @@ def _objects(head: str = "(?!)") -> Reader:
             name, *ids = named.groups()
         elif isinstance(value, dict):
             name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
+            name = value.get("tool_name", name)
         if isinstance(arguments, str):  # some models write the object into a string
             with suppress(ValueError, RecursionError):
                 arguments = json.loads(arguments)
@@ -188,10 +189,17 @@ class Form(NamedTuple):
     """What stands before a key, behind it, and behind its value, where arguments are no JSON."""
     between: str | None = None
     """What stands between calls that share their marks; None where each has its own."""
+    is_array: bool = False
+    """Whether those stand in an array."""
     bare: str = "(?!)"
     """How a reply begins that is a call without a mark."""
     ends_reply: bool = False
     """Whether calls without a mark are calls only where nothing comes behind them."""
+
+
+def _array(opening: str, closing: str, call: tuple[str, str, str], read: Reader | None = None) -> Form:
+    """Calls that are objects in an array behind a mark, by which a template is told."""
+    return Form((opening,), opening, closing, read or _objects(), call, None, ", ", True)
 
 
 _functions = _tagged(
@@ -224,6 +232,7 @@ KIMI = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 KIMI_CALL = ("<|tool_call_begin|>functions.", ":0<|tool_call_argument_begin|>", "<|tool_call_end|>")
 FENCED = (f"{CALL}function{SEPARATOR}", "\n```json\n", f"\n```{CALL_END}")
 INVOKE = ('\n<invoke name="', '">\n', "</invoke>"), ('<parameter name="', '">', "</parameter>\n")
+FINAL = f"{CHANNEL}final{MESSAGE}"
 COMMENTARY = (f"{CHANNEL}commentary to=functions.", f" <|constrain|>json{MESSAGE}", "")
 
 HERMES = Form(TAGS[:1], *TAGS, _tool_call, ('\n{"name": "', '", "arguments": ', "}\n"))
@@ -232,7 +241,10 @@ HARMONY = Form((CHANNEL, "functions"), "", "", _objects(), COMMENTARY)
 GEMMA = Form(("<|tool_call>",), "<|tool_call>", "<tool_call|>", _gemma)
 THOUGHT = ("<|channel>thought\n", "<channel|>")
 """Between which Gemma 4 thinks."""
-LISTED = Form((), "[", "]", _objects(), ('{"name": "', '", "parameters": ', "}"), between=", ", bare=r"\s*\[")
+OBJECT_CALL = ('{"name": "', '", "arguments": ', "}")
+ACTION_CALL = ('{"tool_call_id": "0", "tool_name": "', '", "parameters": ', "}")
+LISTED_CALL = ('{"name": "', '", "parameters": ', "}")
+LISTED = Form((), "[", "]", _objects(), LISTED_CALL, between=", ", bare=r"\s*\[")
 """An array of objects, for calls that have to come in a form without a grammar."""
 FORMS = {
     "gpt-oss": HARMONY,
@@ -245,10 +257,12 @@ FORMS = {
     "Qwen3-Coder, Qwen3.5": Form((*TAGS[:1], "<function="), *TAGS, _tool_call, *PARAMETERS),
     "GLM-4.5, GLM-4.7": Form((*TAGS[:1], "<arg_key>"), *TAGS, _tool_call, *KEYS),
     "Hermes, Qwen3": HERMES,
-    "LFM2": Form(("<|tool_call_start|>",), "<|tool_call_start|>", "<|tool_call_end|>", _python),
-    "Granite 3": Form(("<|tool_call|>",), "<|tool_call|>", "", _objects()),
+    "LFM2": Form(("List of tools: ",), "<|tool_call_start|>", "<|tool_call_end|>", _python),
+    "Granite 3": _array("<|tool_call|>", "", OBJECT_CALL),
+    "Nemotron Nano 2": _array("<TOOLCALL>", "</TOOLCALL>", OBJECT_CALL),
+    "Command R7B, A": _array("<|START_ACTION|>", "<|END_ACTION|>", ACTION_CALL),
     "Mistral": Form(("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", "", _mistral, ("", "[ARGS]", "")),
-    "Mistral before 2025": Form(("[TOOL_CALLS]",), "[TOOL_CALLS]", "", _mistral),
+    "Mistral before 2025": _array("[TOOL_CALLS]", "", OBJECT_CALL, _mistral),
     "Llama 3": Form(
         ("<|start_header_id|>",), "<|python_tag|>", "", _llama, bare=r"\s*[{\[]", ends_reply=True
     ),
@@ -300,9 +314,9 @@ class Tools:
 
     @property
     def held(self) -> bool:
-        """Whether a grammar holds calls: those that have to come, and strict ones behind a mark."""
+        """Whether a grammar holds calls: those that have to come, and strict ones."""
         form = self.written
-        return form.call is not None and (self.has_to or bool(self.strict and form.opening))
+        return form.call is not None and (self.has_to or self.strict)
 
     @property
     def grammar(self) -> GrammarText | None:
@@ -326,9 +340,13 @@ class Tools:
             next_one = f"{self._literal(form.between)} {one}"
         several = self.parallel and self.named is None and form is not HARMONY
         calls = f"{one} ({next_one}){{0,{MAX_CALLS - 1}}}" if several else one
+        calls = f'"[" {calls} "]"' if form.is_array else calls
         calls += f" GAP {closing}" * bool(closing)
-        if self.has_to:
-            start = f"GAP {self._thought if form is HARMONY else opening} {calls}"
+        if form is HARMONY:
+            calls = calls if self.has_to else f"({calls} | {self._literal(FINAL)} TEXT)"
+            start = f"{self._thought} {calls}"
+        elif self.has_to:
+            start = f"GAP {opening} {calls}"
         elif form.opening in self.special:
             start = f"TEXT | TEXT {opening} {calls}"
         else:
@@ -338,16 +356,15 @@ class Tools:
 
     def answer(self, shape: GrammarText) -> GrammarText:
         """What holds the answer of gpt-oss to a schema: in its own channel, behind its thinking."""
-        final = f'{self._literal(CHANNEL)} "final" {self._literal(MESSAGE)}'
+        final = self._literal(FINAL)
         start = f"start: {self._thought} {final} %json {as_json(_held(json.loads(shape.text)))}"
         return dataclasses.replace(shape, kind="lark", text=f"{start}\nTEXT: /(.|\\n)*/")
 
     @property
     def _thought(self) -> str:
-        """Thinking before a call, for gpt-oss."""
-        marks = (CHANNEL, MESSAGE, END, START)
-        channel, message, end, begin = map(self._literal, marks)
-        return f'({channel} "analysis" {message} TEXT {end} {begin} "assistant")?'
+        """Thinking and words before a call or an answer, for gpt-oss."""
+        heads = (self._literal(f"{CHANNEL}{kind}{MESSAGE}") for kind in ("analysis", "commentary"))
+        return f"(({' | '.join(heads)}) TEXT {self._literal(f'{END}{START}assistant')})*"
 
     def _literal(self, text: str) -> str:
         """Text for a grammar, with its marks as tokens where they are special ones."""

@@ -252,10 +252,12 @@ class Answer:
 
     async def _stream(self) -> AsyncIterator[bytes]:
         try:
-            for data in self._reply.begin():
-                yield data
+            begun = False
             while self._call.running:
                 taken = await self._take(PING_SECONDS)
+                for data in () if begun else self._reply.begin(self._call.metrics(0).cached_tokens):
+                    yield data
+                begun = True
                 for data in (self._reply.ping(),) if taken is None else self._reply.grow(*taken):
                     yield data
             for data in self._reply.end():

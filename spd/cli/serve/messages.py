@@ -111,8 +111,8 @@ class MessagesReply(Reply):
             **ended,
         }
 
-    def begin(self) -> Iterator[bytes]:
-        yield self._event("message_start", message=self._message([], self._size, 0, 0))
+    def begin(self, cached: int) -> Iterator[bytes]:
+        yield self._event("message_start", message=self._message([], self._size, cached, 0))
         yield self.ping()
 
     def ping(self) -> bytes:

@@ -154,8 +154,8 @@ class Reply:
         self._created = int(time.time())
         self.metrics: dict[int, RequestMetrics] = {}
 
-    def begin(self) -> Iterator[bytes]:
-        """What a stream begins with."""
+    def begin(self, cached: int) -> Iterator[bytes]:
+        """What a stream begins with, as far as it is known by then how much of the prompt was cached."""
         yield from ()
 
     def grow(self, choice: Choice, event: Event, grown: Sequence[Grown]) -> Iterator[bytes]:
@@ -238,7 +238,7 @@ class ChatReply(Reply):
         shown = {"index": choice.index, "logprobs": None, "finish_reason": None, **fields}
         return sse(self._object([shown], **usage))
 
-    def begin(self) -> Iterator[bytes]:
+    def begin(self, cached: int) -> Iterator[bytes]:
         for choice in self._choices:
             yield self._chunk(choice, delta={"role": "assistant", "content": ""})
 
@@ -320,7 +320,7 @@ class CompletionReply(ChatReply):
 
     kind, prefix = "text_completion", "cmpl"
 
-    def begin(self) -> Iterator[bytes]:
+    def begin(self, cached: int) -> Iterator[bytes]:
         yield from ()
 
     def grow(self, choice: Choice, event: Event, grown: Sequence[Grown]) -> Iterator[bytes]:

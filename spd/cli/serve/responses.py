@@ -132,7 +132,7 @@ class ResponseReply(Reply):
         kind = f"response.{kind}"
         return sse({"type": kind, "sequence_number": self._number, **fields}, kind)
 
-    def begin(self) -> Iterator[bytes]:
+    def begin(self, cached: int) -> Iterator[bytes]:
         yield self._event("created", response=self._response("in_progress"))
         yield self.ping()
 

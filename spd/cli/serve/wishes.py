@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from spd.cli.serve import body as read
 from spd.cli.serve.body import FLAG, OBJECT, TEXT, fields, listed, refuse, whole
-from spd.cli.serve.forms import CALLS, CHANNEL, GEMMA, HARMONY, Tools, as_json, call_form
+from spd.cli.serve.forms import CHANNEL, GEMMA, HARMONY, Tools, as_json, call_form
 from spd.cli.serve.replies import ChatReply, CompletionReply, Reply
 from spd.cli.text.job import check_ids
 from spd.cli.text.prompt import RESERVED_ARGS, SWITCH, Asked
@@ -268,18 +268,22 @@ def _shown(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def for_template(message: Mapping[str, Any], template: str) -> dict[str, Any]:
-    """A message for gpt-oss, whose thinking has another name, or for DeepSeek, whose arguments are texts."""
+    """A message with its thinking by both names that templates know, and with texts for what they join."""
     message = dict(message)
     calls = message.get("tool_calls", ())
-    if CHANNEL in template and "reasoning_content" in message:
-        message["thinking"] = message.pop("reasoning_content")
-        if calls and message["content"]:  # it takes one of them beside a call
+    if (thought := message.get("reasoning_content")) is not None:
+        message["thinking"] = thought
+        if CHANNEL in template and calls and message["content"]:  # it takes one of them beside a call
             message["thinking"] += "\n" + message.pop("content")
-    for call in calls if CALLS[0] in template else ():
+    for call in calls if _JOINED.match(template) else ():
         arguments = call["function"]["arguments"]
         text = arguments if isinstance(arguments, str) else as_json(arguments)
         call["function"] = {**call["function"], "arguments": text}
     return message
+
+
+_JOINED = re.compile(r"""(?s)(?!.*arguments['"\]]*\s*\|\s*tojson).*\+\s*[\w.'"\[\]]*arguments\b""")
+"""A template that puts arguments into its text as they are, as DeepSeek's own do."""
 
 
 def without_lines(wish: Wish, beginnings: tuple[str, ...]) -> Wish:

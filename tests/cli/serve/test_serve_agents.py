@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spd.cli.serve import http
-from spd.cli.serve.forms import HARMONY, Tools
+from spd.cli.serve.forms import COMMENTARY, HARMONY, Tools
 from spd.cli.serve.http import CHANGING, READERS
 from spd.cli.serve.messages import read_messages
 from spd.cli.serve.responses import read_response
@@ -55,6 +55,7 @@ def test_messages_tell_a_reply(served: Served) -> None:
     assert whole["content"][2]["name"] == "read" and whole["content"][2]["input"] == CALL
 
     assert [event["type"] for event in events[:2]] == ["message_start", "ping"]
+    assert events[0]["message"]["usage"]["cache_read_input_tokens"] == 4
     assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
     blocks: list[Any] = []
     for event in events[2:-2]:
@@ -127,6 +128,11 @@ def test_the_demo_answers_both(served: Served) -> None:
     plain = {"max_tokens": 24, "temperature": 0, "messages": [{"role": "user", "content": QUESTION}]}
     _, said = served.send("POST", "/v1/messages", plain)
     assert said["content"] == [{"type": "text", "text": text}] and said["stop_reason"] == "max_tokens"
+    long = {**plain, "messages": [{"role": "user", "content": "word " * 200}]}
+    served.send("POST", "/v1/messages", long)
+    start, *_, end, _ = served.named_events("/v1/messages", **long)
+    known = [usage["cache_read_input_tokens"] for usage in (start["message"]["usage"], end["usage"])]
+    assert known[0] == known[1] > 0, "how much is cached is told when the stream begins"
     _, said = served.send("POST", "/v1/responses", response(tools=[], temperature=0, max_output_tokens=24))
     assert said["output"][0]["content"][0]["text"] == text and said["status"] == "incomplete"
     stops = {**plain, "max_tokens": 32000, "stop_sequences": ["zzz", text[10:16]]}
@@ -186,10 +192,11 @@ def test_what_agents_send_is_one_conversation(served: Served) -> None:
         client_metadata={"x": "y"},
     )
     called = {"id": "c1", "type": "function", "function": {"name": "read", "arguments": CALL}}
+    thought = {"reasoning_content": "Hm.", "thinking": "Hm."}
     expected = [
         {"role": "system", "content": "Be exact."},
         {"role": "user", "content": "Read a.\n\nAgents: none."},
-        {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm.", "tool_calls": [called]},
+        {"role": "assistant", "content": "Yes.", **thought, "tool_calls": [called]},
         {"role": "tool", "content": "A", "tool_call_id": "c1"},
         {"role": "user", "content": "Go on."},
     ]
@@ -281,7 +288,11 @@ ASKED = [
             "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Well",
             '"thinking": "Hm.\\nYes."',
         ),
-        ("<｜tool▁calls▁begin｜>", "Hm.</think>Well", '"arguments": "{\\"path\\": \\"a\\"}"'),
+        (
+            "<｜tool▁calls▁begin｜> + call.arguments",
+            "Hm.</think>Well",
+            '"arguments": "{\\"path\\": \\"a\\"}"',
+        ),
     ],
 )
 @pytest.mark.parametrize("tools", [0, 1])
@@ -515,7 +526,7 @@ def test_a_subset_of_the_tools_is_allowed(served: Served, path: str, mode: str) 
 
 
 def test_gpt_oss_answers_in_a_format_through_its_channels(served: Served, model: Path) -> None:
-    """It may think first; the answer stands in its own channel and follows the schema."""
+    """It may think first; an answer stands in its own channel, and it or a call follows the schema."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     body = response(tools=[], reasoning={}, text={"format": {"type": "json_schema", "schema": schema}})
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
@@ -527,15 +538,20 @@ def test_gpt_oss_answers_in_a_format_through_its_channels(served: Served, model:
     tokenizer, asked = ModelFolder.of(model).tokenizer, script.requests[0].grammar
     compiler = GrammarCompiler(model, 264)
     assert asked.kind == "lark" and "final" in asked.text
-    shape = Tools({}, HARMONY, special=tokenizer.special_tokens).answer(
-        GrammarText("schema", json.dumps(schema))
-    )
-    for said, is_allowed in (
-        (thought + final, True),
-        (final, True),
-        (final.replace("3", '"x"'), False),
-        ('{"a": 3}', False),
-        (thought, False),
+    tools = Tools({"read": schema}, HARMONY, strict=True, special=tokenizer.special_tokens)
+    answer, free = tools.answer(GrammarText("schema", json.dumps(schema))), tools.grammar
+    call = f'{COMMENTARY[0]}read{COMMENTARY[1]}{{"a": 3}}'
+    words = thought.replace("analysis", "commentary")
+    for shape, said, is_allowed in (
+        (answer, thought + final, True),
+        (answer, final, True),
+        (answer, final.replace("3", '"x"'), False),
+        (answer, '{"a": 3}', False),
+        (answer, thought, False),
+        (free, thought + final.replace("3", '"x"'), True),
+        (free, thought + words + call, True),
+        (free, thought + words + call.replace("3", '"x"'), False),
+        (free, call.replace("read", "write"), False),
     ):
         matcher, ended = compiler.compile(shape, ()), False
         with suppress(GrammarError):

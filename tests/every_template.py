@@ -1,0 +1,160 @@
+"""Prompts of chat templates in a folder against those of `transformers`, byte for byte.
+
+By hand: `python -m tests.every_template FOLDER…` with `*.jinja` files. Each conversation goes the way of a
+request to the server; the library gets the same messages, with arguments as objects or, for templates that
+write them as they are, as texts. Calls as a template writes them are read back, cut at every place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from spd.cli.serve.forms import FORMS, HARMONY, CallParser, ChannelParser, Tools, call_form
+from spd.cli.serve.wishes import CHAT, for_template
+from spd.errors import SpdError
+from spd.formats.chat_template import ChatTemplate
+
+SPECIAL = {"bos_token": "<B>", "eos_token": "<E>", "pad_token": "<P>", "unk_token": "<U>"}
+PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}, "n": {"type": "integer"}}}
+READ = {"name": "read", "description": "Läse <a> & b", "parameters": {**PARAMETERS, "required": ["path"]}}
+NOW = {"name": "now", "description": "The time", "parameters": {"type": "object", "properties": {}}}
+TOOLS = [{"type": "function", "function": one} for one in (READ, NOW)]
+ARGUMENTS = {"path": 'ä"b\\ <x>', "n": 3, "deep": {"a": [1, None, True, 0.5], "b": "x\ny"}}
+
+Message = dict[str, Any]
+
+
+def call(name: str, arguments: dict[str, Any], number: int) -> Message:
+    """A call as a client sends it back."""
+    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {"id": f"abcd{number:05}", "type": "function", "function": function}
+
+
+def result(number: int, text: str, name: str) -> Message:
+    return {"role": "tool", "tool_call_id": f"abcd{number:05}", "name": name, "content": text}
+
+
+PLAIN = [call("read", {"path": ARGUMENTS["path"], "n": 3}, 0), call("now", {}, 1)]
+SYSTEM, ASKED = {"role": "system", "content": "Be exact.\n"}, {"role": "user", "content": "Read a & b <x>"}
+ONE = [
+    {"role": "assistant", "content": "", "tool_calls": [call("read", ARGUMENTS, 0)]},
+    result(0, "A\n", "read"),
+]
+TWO = [
+    {"role": "assistant", "content": "Yes.", "tool_calls": [call("read", ARGUMENTS, 0), call("now", {}, 1)]},
+    result(0, '{"a": "ä"}', "read"),
+    result(1, "B", "now"),
+]
+THOUGHT = {"role": "assistant", "reasoning_content": "Hm.\nSo", "content": "Well"}
+THINKS = [{**message, "reasoning_content": "Hm"} if "tool_calls" in message else message for message in ONE]
+SAID = {"role": "assistant", "content": "Well ä"}
+CONVERSATIONS: dict[str, Sequence[Message]] = {
+    "question": [ASKED],
+    "instructions": [SYSTEM, ASKED],
+    "a reply": [SYSTEM, ASKED, SAID, ASKED],
+    "a thought": [SYSTEM, ASKED, THOUGHT, ASKED],
+    "a call": [ASKED, *ONE],
+    "calls": [SYSTEM, ASKED, *TWO],
+    "calls, then a turn": [SYSTEM, ASKED, *TWO, SAID, ASKED],
+    "a thought, a call": [ASKED, *THINKS],
+    "a thought, a call, then a turn": [ASKED, *THINKS, THOUGHT, ASKED],
+    "call after call": [ASKED, *THINKS, *ONE, *TWO],
+}
+
+
+def own(template: ChatTemplate, messages: Sequence[Message], **variables: Any) -> str | None:
+    """What a request's messages become; None where the template refuses them."""
+    shown = [for_template(message, template.default) for message in CHAT["messages"](messages, "messages")]
+    try:
+        return template.render(shown, **variables)
+    except SpdError as error:
+        return None if "faulty" not in error.message else error.message
+
+
+def theirs(template: str, messages: Sequence[Message], **variables: Any) -> list[str]:
+    """The library's prompts: with arguments as objects, and as texts."""
+    found = []
+    for written in (json.loads, str):
+        said = json.loads(json.dumps(messages))
+        for one in (one for message in said for one in message.get("tool_calls", ())):
+            one["function"]["arguments"] = written(one["function"]["arguments"])
+        asked = {"conversations": [said], "chat_template": template, "add_generation_prompt": True}
+        try:
+            found += render_jinja_template(**asked, **SPECIAL, **variables)[0]
+        except Exception:  # whatever a template may raise
+            continue
+    return found
+
+
+def cells(template: str) -> Iterator[tuple[str, str, str | None, list[str]]]:
+    """Each conversation with each set of tools and switch of thinking: names, own prompt, the library's."""
+    one, switches = ChatTemplate("", {"default": template}, SPECIAL), list[dict[str, Any]]([{}])
+    switches += [{"enable_thinking": on} for on in (True, False) if "enable_thinking" in template]
+    for (name, messages), tools, switch in itertools.product(CONVERSATIONS.items(), (None, TOOLS), switches):
+        shown = {"tools": tools, **switch}
+        what = " ".join(["with tools" if tools else "without", *map(str, switch.values())])
+        yield name, what, own(one, messages, **shown), theirs(template, messages, **shown)
+
+
+def read_back(template: str) -> str:
+    """What is found in a reply as the template writes it: as many calls as there were, or else."""
+    one, form = ChatTemplate("", {"default": template}, SPECIAL), call_form(template)
+    for said in ({"role": "assistant", "content": "Yes.", "tool_calls": PLAIN[:size]} for size in (2, 1)):
+        asked = (
+            own(one, [ASKED], tools=TOOLS),
+            own(one, [ASKED, said], tools=TOOLS, add_generation_prompt=False),
+        )
+        if None in asked:
+            continue
+        pairs = enumerate(zip(*map(str, asked), strict=False))
+        same = str(asked[1])[: next((at for at, (a, b) in pairs if a != b), len(str(asked[0])))]
+        same = same[: same.rfind("<")] if same.rfind("<") > same.rfind(">") else same
+        if "read" not in (reply := str(asked[1])[len(same) :]):
+            continue
+        told = (each["function"] for each in said["tool_calls"] if each["function"]["name"] in reply)
+        wanted = [(each["name"], json.loads(each["arguments"])) for each in told]
+        cuts = [[reply[:cut], reply[cut:]] for cut in range(len(reply))]
+        for pieces in [list(reply), *cuts]:
+            tools = Tools({"read": PARAMETERS, "now": {}}, form)
+            parser = ChannelParser() if form is HARMONY else CallParser(tools)
+            found = [
+                piece for text in [*pieces, None] for piece in parser.feed(text or "", final=text is None)
+            ]
+            calls = [(piece.name, json.loads(piece.text)) for piece in found if piece.kind == "call"]
+            if calls != wanted:
+                return f"NOT READ: {reply!r}"
+        return f"{len(wanted)} calls read"
+    return "no calls written"
+
+
+def main() -> None:
+    """Compare all, print what differs, and exit with 1 where something does."""
+    total: Counter[str] = Counter()
+    names = {id(form): name for name, form in FORMS.items()}
+    for path in sorted(path for folder in sys.argv[1:] for path in Path(folder).glob("**/*.jinja")):
+        template, found = path.read_text("utf-8"), Counter[str]()
+        for name, what, mine, other in cells(template):
+            kind = (
+                "equal" if mine in other else "refused by both" if mine is None and not other else "DIFFERS"
+            )
+            found[kind] += 1
+            if kind == "DIFFERS":
+                print(f"  {name}, {what}:\n    spd    {mine!r}\n    theirs {other[:1]!r}")
+        print(
+            f"{path.stem}: {names[id(call_form(template))]}: {dict(found)}, {read_back(template)}", flush=True
+        )
+        total += found
+    print(dict(total))
+    sys.exit(total["DIFFERS"] > 0)
+
+
+if __name__ == "__main__":
+    main()
