@@ -87,7 +87,7 @@ def test_what_is_refused(spd_run: Callable, tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "file").write_text("mine")
-    refused(spd_run("quantize", "demo", taken), 2, "is there")
+    refused(spd_run("quantize", "demo", taken), 2, "exists already")
     assert (taken / "file").read_text() == "mine"
     spd_run("quantize", "demo", tmp_path / "once")
     refused(spd_run("quantize", tmp_path / "once", tmp_path / "twice"), 4, "quantized already")
