@@ -20,6 +20,7 @@ import typer
 from typer.main import get_command
 
 from spd.cli.commands import COMMANDS, build_app, complete
+from spd.cli.parser import ELSEWHERE
 from spd.cli.signals import Interrupted, SignalGuard, die_by, end_when_lost
 from spd.cli.text.output import (
     DISK_FULL,
@@ -155,9 +156,11 @@ def _explain(error: Exception, console: Console) -> SpdError:
         return error
     if isinstance(error, typer.TyperException):
         message = " ".join(error.format_message().split())
-        unquoted = "unexpected extra" in message and console.help == "spd generate --help"
-        fix = ['quote the prompt: spd generate "several words"', console.help] if unquoted else []
-        return UsageError(message[:1].lower() + message[1:].rstrip("."), fix=fix)
+        message = message[:1].lower() + message[1:].rstrip(".")
+        fix = [words for name, words in ELSEWHERE.items() if message == f"no such command '{name}'"]
+        if "unexpected extra" in message and console.help == "spd generate --help":
+            fix = ['quote the prompt: spd generate "several words"']
+        return UsageError(message, fix=[*fix, console.help])
     if os.strerror(errno.EMFILE) in str(error):  # torch's errors have no number
         return ResourceError("too many open files", fix=["ulimit -n 1024"])
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":

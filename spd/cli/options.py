@@ -155,13 +155,13 @@ class EngineOptions(ModelOptions):
     draft_model: str | None = first(
         None, "MODEL", "A smaller model of the same vocabulary, an EAGLE-3 head or an assistant."
     )
-    draft_max: int | None = first(None, "K", "Draft tokens a round at most.")
+    draft_max: int | None = first(None, "K", "Most draft tokens in a round.")
     mtp: str | None = _model(None, "HEAD", "A folder with an MTP head.")
     adaptive: bool | None = _model(
-        None, None, "Fit K to what is accepted, down to 0.", "--adaptive/--no-adaptive"
+        None, None, "Adapt K to what is accepted, down to 0.", "--adaptive/--no-adaptive"
     )
     verify: Literal["coupled", "rejection", "block"] = _model(
-        "coupled", "RULE", "coupled: the same text; rejection, block: as likely a text."
+        "coupled", "RULE", "coupled: the same text; rejection, block: a text as likely."
     )
     graphs: Literal["auto", "on", "off"] = advanced("auto", "MODE", "CUDA graphs: auto, on or off.")
     lag: Literal["auto", "0", "1", "2"] = advanced(
@@ -192,7 +192,7 @@ class SamplingOptions:
 
     temperature: float | None = first(None, "T", "0 is greedy. Default: the model's, else 0.7.")
     max_tokens: int | None = first(None, "N", "Stop after N tokens. Default: the context.", "-n")
-    seed: int | None = inputs(None, "N", "Repeat a reply. Default: a new one, see -v.")
+    seed: int | None = inputs(None, "N", "Repeats a reply. Default: random; -v shows it.")
     top_p: float | None = inputs(None, "P", "Default: the model's, else 1.")
     stop: list[str] | None = inputs(None, "TEXT", "Stop before TEXT; \\n is a newline. Repeatable.")
     set: list[str] | None = inputs(
@@ -217,36 +217,36 @@ class ReplyOptions(SamplingOptions, RunOptions):
     think: str = first(
         "auto",
         "on|off|hide|N",
-        "Thinking or none; hide: do not show it; N tokens at most.",
+        "Think or not; hide: think unseen; N: think N tokens at most.",
         parser=parse_think,
         autocompletion=lambda: ["on", "off", "hide"],
     )
     system: str | None = first(None, "TEXT|@FILE", "System message.", "-s")
-    no_server: bool = printed(False, None, "Load the model here, though a server has it.")
+    no_server: bool = printed(False, None, "Do not use a running spd serve.")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class GenerateOptions(ReplyOptions):
     """Everything `spd generate` takes."""
 
-    prompt: str | None = argument("PROMPT", "Text; it follows stdin and files.", None)
+    prompt: str | None = argument("PROMPT", "The prompt. Stdin and files come before it.", None)
     file: list[str] | None = first(None, "FILE", "Text from a file, - is stdin. Repeatable.", "-f")
-    messages: str | None = inputs(None, "FILE", "A chat as JSON: role and content each.")
+    messages: str | None = inputs(None, "FILE", "A chat as JSON: a list of role and content.")
     raw: bool = inputs(False, None, "No chat template: continue the text.")
     prompt_ids: str | None = inputs(None, "1,2,3", "Token ids instead of text.")
     dry_run: bool = inputs(False, None, "Show the prompt and its tokens; load no weights.")
     ignore_eos: bool = inputs(False, None, "Do not stop at the end of text.")
-    jsonl: bool = inputs(False, None, "A prompt a line on stdin or in -f FILE, a JSON line each back.")
+    jsonl: bool = inputs(False, None, "One prompt a line on stdin or in -f FILE, one JSON line out for each.")
     json: bool = first(False, None, "One JSON object: text, tokens, timings, acceptance.")
     stats: bool = first(False, None, "Speed and acceptance on stderr at the end; of --jsonl, the speed.")
     output: Path | None = printed(None, "FILE", "Write there, not to stdout.", "-o")
     schema: str | None = printed(None, "FILE|JSON", "The reply is JSON that follows this JSON schema.")
     grammar: str | None = printed(
-        None, "LARK|/REGEX/", "The whole reply follows a Lark grammar (or its file), or matches."
+        None, "LARK|/REGEX/", "The reply follows a Lark grammar (or its file), or matches REGEX."
     )
     logprobs: int | None = printed(None, "N", "With --json: log-probabilities, the N likeliest tokens.")
-    trace: Path | None = printed(None, "FILE", "One JSON line a round, for spd explain.")
-    resume: bool = printed(False, None, "With --jsonl -o FILE: go on behind what FILE holds.")
+    trace: Path | None = printed(None, "FILE", "One JSON line for each round, for spd explain.")
+    resume: bool = printed(False, None, "With --jsonl -o FILE: continue after the answers in FILE.")
     concurrency: int | None = advanced(
         None, "N", "Lines of --jsonl that decode together. Default: 8.", min=1, max=1024
     )
@@ -279,23 +279,17 @@ def _setting(name: str, text: str, flag: str) -> Any:
 
 def parse_as(what: str, kind: str, text: str) -> Any:
     """Text as a field whose annotation is `kind`; `auto` is None where that may be. Raises UsageError."""
+    match = re.search(r"\b(bool|float|int)\b", kind)
     if "None" in kind and text == "auto":
         return None
-    match = re.search(r"\b(bool|float|int)\b", kind)
     if match is None:
         return text
     if match[1] == "bool":
-        return parse_switch(what, text)
+        if text not in (known := {"on": True, "off": False, "true": True, "false": False}):
+            words = f"{text} is not on or off" if text else "on or off?"
+            raise UsageError(f"{what}: {words}", fix=[f"{what} on|off"])
+        return known[text]
     try:
         return float(text) if match[1] == "float" else int(text)
     except ValueError:
         raise UsageError(f"{what}: {text} is not a number", fix=[f"{what} 1"]) from None
-
-
-def parse_switch(what: str, text: str) -> bool:
-    """`on` or `off`. Raises UsageError."""
-    known = {"on": True, "off": False, "true": True, "false": False}
-    if text not in known:
-        words = f"{text} is not on or off" if text else "on or off?"
-        raise UsageError(f"{what}: {words}", fix=[f"{what} on|off"])
-    return known[text]

@@ -78,6 +78,16 @@ CUT: Mapping[str, str] = MappingProxyType(
     }
 )
 """What to type now in the place of an option that some command had."""
+ELSEWHERE: Mapping[str, str] = MappingProxyType(
+    {
+        "config": "write options into ~/.config/spd/config.toml: docs/guide.md",
+        "download": "spd pull",
+        "remove": "spd rm",
+        "run": "spd chat",
+        "show": "spd inspect",
+    }
+)
+"""What to type for a command that other tools have; of `help`, the help is offered anyway."""
 BEAM = frozenset({"--num-beams", "--beam", "--beams", "--beam-size", "--beam-width", "--beam-search"})
 
 

@@ -197,5 +197,5 @@ def _refusal(name: str, error: Exception) -> errors.SpdError:
     elif isinstance(error, (AttributeError, LookupError, RecursionError, TypeError, ValueError)):
         why = f"the hub gave a wrong answer: {why}"
     reason = [f"The hub is {constants.ENDPOINT}. Finished files are kept."]
-    fix = [f"spd pull {name} goes on where it stopped, file by file"]
+    fix = ["check the network, HTTPS_PROXY and HF_ENDPOINT", f"spd pull {name} goes on, file by file"]
     return NetworkError(f"cannot download {name}: {why}", reason=reason, fix=fix)

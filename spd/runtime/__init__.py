@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from spd.runtime.engine.request import Completion as Completion
     from spd.runtime.engine.request import Event as Event
     from spd.runtime.engine.request import Request as Request
-    from spd.runtime.engine.request import TokenLogprob as TokenLogprob
     from spd.runtime.load.progress import LoadProgress as LoadProgress
     from spd.runtime.load.progress import Progress as Progress
     from spd.runtime.load.quantize import quantization_config as quantization_config
@@ -27,9 +26,7 @@ if TYPE_CHECKING:
     from spd.runtime.models.weights import check_weights as check_weights
     from spd.runtime.plan.config import EngineConfig as EngineConfig
     from spd.runtime.plan.drafter_choice import Drafter as Drafter
-    from spd.runtime.plan.drafter_choice import check_target as check_target
     from spd.runtime.plan.drafter_choice import choose_drafter as choose_drafter
-    from spd.runtime.plan.kernel_choice import AS_STORED as AS_STORED
     from spd.runtime.plan.machine import foreseen_machine as foreseen_machine
     from spd.runtime.plan.plan import EnginePlan as EnginePlan
     from spd.runtime.plan.plan import drafts_up_to as drafts_up_to
@@ -42,7 +39,7 @@ _HOMES = {
     "engine.engine": ("Engine",),
     "engine.grammar": ("GrammarCompiler",),
     "engine.metrics": ("RequestMetrics", "RoundRecord"),
-    "engine.request": ("Completion", "Event", "Request", "TokenLogprob"),
+    "engine.request": ("Completion", "Event", "Request"),
     "load.progress": ("LoadProgress", "Progress"),
     "load.quantize": ("quantization_config", "rounded_names", "rounded_outputs"),
     "models": ("family_layout",),
@@ -51,8 +48,7 @@ _HOMES = {
     "models.mtp_weights": ("check_source", "module_position_size"),
     "models.weights": ("check_weights",),
     "plan.config": ("EngineConfig",),
-    "plan.drafter_choice": ("Drafter", "check_target", "choose_drafter"),
-    "plan.kernel_choice": ("AS_STORED",),
+    "plan.drafter_choice": ("Drafter", "choose_drafter"),
     "plan.machine": ("foreseen_machine",),
     "plan.plan": ("EnginePlan", "drafts_up_to", "make_plan", "outline"),
     "ranks.crew": ("start_rank",),

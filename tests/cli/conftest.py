@@ -88,6 +88,7 @@ class FakePlan:
     spec: str = "draft"
     adaptive: bool = True
     device: str = "cpu"
+    kernels_reason: str = "asked for"
     drafter: Any = field(default_factory=lambda: SimpleNamespace(reason="asked for"))
     need: Any = field(default_factory=lambda: SimpleNamespace(weights=2**20, draft_weights=0, caches=2**19))
 

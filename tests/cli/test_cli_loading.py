@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +21,11 @@ from spd.cli.chat.loop import ChatModel
 from spd.cli.commands.chat import ChatOptions
 from spd.cli.text import output as module
 from spd.cli.text.output import Console, Ticker, loading
+from spd.kernels.native import build
 from spd.runtime import EngineConfig, Request, SamplingParams
 from spd.runtime.engine.driver import EngineThread
 from spd.runtime.load.progress import LoadProgress, Phase
+from tests.cli import conftest
 from tests.cli.conftest import program, refused
 from tests.cli.test_cli_terminal import on_terminal
 
@@ -58,8 +61,23 @@ def test_a_bar_names_phase_and_amount_and_goes_away(terminal: Terminal) -> None:
     load(terminal, Console(), *STEPS)
     lines = terminal.getvalue().split("\r")
     assert lines[1] == "loading some/model …" and lines[-2].strip() == "" and "\n" not in terminal.getvalue()
-    for words in (r"reading weights \[#{5}\.{15}\] 0.25", r"packing weights \[#{10}\.{10}\] 0.50"):
-        assert any(re.match(rf"{words} GiB of 1.00 GiB · \d+\.\d\d GiB/s", line) for line in lines), lines
+    for words, done in (("reading weights 25%", "0.25"), ("packing weights 50%", "0.50")):
+        shown = rf"{words} (\[#+\.+\] )?\d+:\d\d left · {done} GiB of 1.00 GiB · \d+\.\d\d GiB/s"
+        assert any(re.match(shown, line) for line in lines), lines
+
+
+@pytest.mark.parametrize(("columns", "bar"), [(40, ""), (80, "[#......] "), (120, f"[{5 * '#'}{15 * '.'}] ")])
+def test_the_time_left_is_seen_at_every_width(
+    columns: int, bar: str, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "columns_of", lambda stream: columns)
+    monkeypatch.setattr(time, "perf_counter", iter((0.0, 10.0, 10.0)).__next__)
+    with redirect_stderr(terminal):
+        ticker = Ticker(Console())
+        for done in (0, 1024):
+            ticker.count("reading the prompt", done, 4096, "{:,} tok".format)
+    assert terminal.getvalue().startswith(f"\rreading the prompt 25% {bar}0:30 left · 1,0")
+    assert len(terminal.getvalue()) <= columns
 
 
 def test_nothing_is_shown_to_the_quiet_and_to_files(terminal: Terminal) -> None:
@@ -257,3 +275,17 @@ def test_a_batch_that_fills_all_slots_is_captured_for(
     assert [(params[0].temperature, together) for params, together in asked] == (
         [] if together is None else [(0.7, together)]
     )
+
+
+def test_a_missing_compiler_is_said(
+    spd_run: Callable, model: Path, script: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = "not the C kernels: no C compiler is installed"
+    monkeypatch.setattr(conftest, "FakePlan", partial(conftest.FakePlan, kernels_reason=why))
+    assert f"note: this is slow: {why}" in spd_run("generate", "-m", model, "Hi").err
+
+
+def test_a_first_compile_is_named(terminal: Terminal) -> None:
+    with redirect_stderr(terminal), loading("loading some/model", Console()):
+        build.logger.getChild("compiling").info("compiling C kernels")
+    assert "\rcompiling C kernels …" in terminal.getvalue()

@@ -95,7 +95,7 @@ def test_what_is_refused(spd_run: Callable, tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "file").write_text("mine")
-    refused(spd_run("quantize", "demo", taken), 2, "is there")
+    refused(spd_run("quantize", "demo", taken), 2, "exists already")
     assert (taken / "file").read_text() == "mine"
     spd_run("quantize", "demo", tmp_path / "once")
     refused(spd_run("quantize", tmp_path / "once", tmp_path / "twice"), 4, "quantized already")
@@ -224,9 +224,9 @@ def test_nothing_is_overwritten_by_accident(spd_run: Callable, original: Path, t
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     for destination in (original, tmp_path, tmp_path / "link"):
-        refused(spd_run("convert-mtp", original, destination), 2, "is there")
+        refused(spd_run("convert-mtp", original, destination), 2, "exists already")
     assert spd_run("convert-mtp", original, tmp_path / "empty").code == 0
-    refused(spd_run("convert-mtp", original, tmp_path / "empty"), 2, "is there", "a new folder")
+    refused(spd_run("convert-mtp", original, tmp_path / "empty"), 2, "exists already", "a new folder")
     assert before == {path: path.read_bytes() for path in original.iterdir()}
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 

@@ -124,9 +124,10 @@ def test_a_second_signal_ends_at_once(model: Path) -> None:
 
 
 def test_a_signal_swallowed_inside_the_engine_still_stops_the_run(model: Path, script) -> None:
+    from spd.cli.options import GenerateOptions
     from spd.cli.signals import Interrupted, SignalGuard
-    from spd.cli.text.output import Console
-    from spd.cli.text.reply import Delivery, Thoughts
+    from spd.cli.text.output import Console, Session
+    from spd.cli.text.reply import Delivery
     from spd.runtime import Engine, EngineConfig, Request, SamplingParams
 
     guard, order = SignalGuard(), Request("0", (1,), SamplingParams())
@@ -141,10 +142,11 @@ def test_a_signal_swallowed_inside_the_engine_still_stops_the_run(model: Path, s
         lambda step: swallow(step) if step == 1 else None,
     )
     sink, engine = Sink(os.open(os.devnull, os.O_WRONLY)), Engine(EngineConfig(model))
-    delivery = Delivery(sink, engine, order, None, Thoughts(Console(), hidden=True), streaming=True)
+    session = Session(Console(), guard, model, model)
+    delivery = Delivery(session, GenerateOptions(), sink, engine, order, None)
     try:
         with pytest.raises(Interrupted):
-            delivery.run(guard)
+            delivery.decode()
     finally:
         guard.uninstall()
     assert delivery.reply.text == "Hello"

@@ -21,6 +21,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spd.cli.serve.body import TEXT, ApiError, listed, some, whole
 from spd.cli.text.output import to_json
 from spd.cli.text.prompt import check_messages, check_text
 from spd.errors import IncompatibleError, NotFoundError, ResourceError, UsageError
@@ -181,17 +182,17 @@ def shared_spans(before: Encoded | None, ids: Sequence[int]) -> Spans:
 SCHEMA = "spd.chat/1"
 SUFFIX = ".jsonl"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
-_HEADER: Mapping[str, Any] = {
-    "schema": str,
-    "model": str,
-    "seed": int,
-    "system": str | None,
-    "vocabulary": str | None,
-    "draws": int,
-}
-_TURN = {"user": str, "reply": str | None, "reply_ids": list, "finish": str | None, "seed": int | None}
-_TURN |= {"answered": list}
-"""Fields of a file's lines. Others are ignored: a later version may add some."""
+_integer = whole(-(2**64), 2**64)
+_header = some(
+    {"schema": TEXT, "model": TEXT, "seed": _integer, "system": TEXT, "vocabulary": TEXT, "draws": _integer},
+    *("model", "seed"),
+)
+_turn = some(
+    {"user": TEXT, "reply": TEXT, "finish": TEXT, "seed": _integer}
+    | {"reply_ids": listed(whole(0, 2**31 - 1), 1 << 31), "answered": listed(TEXT, 1 << 20)},
+    "user",
+)
+"""A file's lines. Other fields are ignored: a later version may add some."""
 
 
 class SessionStore:
@@ -225,26 +226,22 @@ class SessionStore:
             if path.exists() and not path.is_file():  # a FIFO would be waited for
                 raise OSError("it is not a file")
             first, *others = path.read_text(encoding="utf-8").split("\n")
-            header = _fields(first, _HEADER)
+            header = _header(json.loads(first), "")
             if (schema := header.pop("schema", None)) != SCHEMA:
                 raise ValueError(f"schema {schema!r} is not {SCHEMA!r}: of another version of spd?")
             for line in others:
                 number += 1
                 if line:
-                    turn = _fields(line, _TURN)
-                    ids = turn["reply_ids"] = tuple(turn.get("reply_ids", ()))
-                    if not all(type(token) is int and 0 <= token < 2**31 for token in ids):
-                        raise ValueError("reply_ids are not token ids")
-                    if answered := turn.get("answered"):
-                        check_messages([json.loads(message) for message in answered], "answered")
-                    turns.append(Turn(**{**turn, "answered": tuple(answered or ())}))
+                    turns.append(turn := Turn(**_turn(json.loads(line), "")))
+                    if turn.answered:
+                        check_messages([json.loads(message) for message in turn.answered], "answered")
             return Conversation(**header, turns=tuple(turns))
         except FileNotFoundError:
             close = [f"there is: {other}" for other in self.names()[:5]]
             raise NotFoundError(
                 f"no chat {name!r} is saved", reason=close, fix=["/load lists them"]
             ) from None
-        except (OSError, ValueError, TypeError, RecursionError, UsageError) as error:
+        except (OSError, ValueError, RecursionError, UsageError, ApiError) as error:
             raise IncompatibleError(
                 f"{path}: line {number}: {error}",
                 fix=["edit the file or move it away; -c NAME begins another chat"],
@@ -305,14 +302,3 @@ class SessionStore:
 
     def _make_folder(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-
-
-def _fields(line: str, kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """The known fields of a line, each of its type. Raises ValueError."""
-    found = json.loads(line or "null")
-    if not isinstance(found, dict):
-        raise ValueError("is not an object of JSON")
-    fields = {name: found[name] for name in kinds if name in found}
-    if wrong := [name for name in fields if not isinstance(fields[name], kinds[name])]:
-        raise ValueError(f"{wrong[0]} has a wrong type")
-    return fields

@@ -25,6 +25,7 @@ from spd.cli.text.output import (
     Size,
     as_line,
     columns_of,
+    compiling,
     fact_lines,
     fit_lines,
     is_terminal,
@@ -46,8 +47,9 @@ from spd.cli.text.prompt import (
     template_variables,
     thinking_budget,
 )
-from spd.cli.text.reply import DraftedText, ReplyView, Thoughts, stats_line
+from spd.cli.text.reply import DraftedText, ReplyView, stats_line
 from spd.errors import EngineError, IncompatibleError, SpdError, UsageError
+from spd.formats.demo import DEMOS
 from spd.formats.files import INPUT_LIMIT
 from spd.runtime.engine.driver import EngineThread
 from spd.runtime.engine.request import Gathered, derived_seed
@@ -56,7 +58,6 @@ from spd.runtime.plan.config import METHODS, WEIGHT_WISHES, split_spec
 if TYPE_CHECKING:
     from spd.cli.chat.editor import Editor
     from spd.cli.commands.chat import ChatOptions
-    from spd.cli.text.output import Session
     from spd.formats.folder import ModelFolder
     from spd.runtime import EnginePlan, Progress, Request, RequestMetrics, SamplingParams
 
@@ -115,8 +116,10 @@ class ChatModel:
                 return served
             from spd.runtime import Engine
 
-            return Engine(config, progress=progress)
+            with compiling(lambda words: setattr(self, "_doing", words)):
+                return Engine(config, progress=progress)
 
+        self._doing = f"loading {as_line(self.name)}"
         self.thread = EngineThread(build, lambda: [self.params(seed=0)])
         self.thread.start()
 
@@ -157,7 +160,7 @@ class ChatModel:
         """Show how far loading is until it has ended, or `go_on` says no."""
         if self.thread.ready.is_set():
             return
-        with loading(f"loading {self.name}", self._console) as display:
+        with loading(self._doing, self._console) as display:
             while not self.thread.ready.wait(0.1) and go_on():
                 if self.thread.progress is not None:
                     display(self.thread.progress)
@@ -180,10 +183,10 @@ class ChatModel:
         if self.thread.ready.is_set():
             self.thread.engine()
             return ""
-        progress, words = self.thread.progress, f"loading {as_line(self.name)}"
-        if progress is None or not progress.total:
-            return words
-        return f"{words} · {WORDS[progress.phase]} {100 * progress.done // progress.total}%"
+        if (progress := self.thread.progress) is not None and progress.total:
+            done = f"{WORDS[progress.phase]} {100 * progress.done // progress.total}%"
+            self._doing = f"loading {as_line(self.name)} · {done}"
+        return self._doing
 
     def last_stats(self) -> Iterator[str]:
         """What was counted for the last reply, as `spd generate --json` calls it. Raises UsageError."""
@@ -267,6 +270,8 @@ class Chat:
             )
         if interactive:
             self.tell(f"spd {__version__} · {self.model.name}" + f" · {self.name}" * bool(self._saving))
+            if self.model.name in DEMOS:
+                self.tell("The demo is a toy: spd pull Qwen/Qwen3-0.6B downloads a model that can talk.")
             self.tell("Type a message, /help for commands, Ctrl-D to quit.")
         self.go_on_with(self.conversation)
         self.model.start()
@@ -296,8 +301,10 @@ class Chat:
 
     def _status(self) -> str:
         """The line at the bottom."""
-        loading = self.model.loading_words()
-        return f" {loading or ' · '.join((self._used(), as_line(self.model.name), self.model.spec_words()))}"
+        if loading := self.model.loading_words():
+            return f" {loading}"
+        slow = ["slow: no C compiler"] * ("no C compiler" in self.model.plan.kernels_reason)
+        return " " + " · ".join((self._used(), as_line(self.model.name), self.model.spec_words(), *slow))
 
     # -- turns -------------------------------------------------------------------------------------
 
@@ -437,9 +444,8 @@ def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
         splitter = ThinkingSplitter(opens_thinking(model.encoder.encode(conversation).text))
         splitter.feed(turn.reply or "")
         request = _request(model, conversation, splitter.thinking)
-        thoughts = Thoughts(chat.session.console, hidden=model.options.think == "hide")
-        view = _view(chat, splitter, thoughts)
-        model.thread.engine().prefilling = thoughts.reading
+        view = _view(chat, splitter)
+        model.thread.engine().prefilling = view.reading
         try:
             for event in model.thread.run(request):
                 gathered.take(event)
@@ -488,16 +494,16 @@ def _request(model: ChatModel, conversation: Conversation, inside: bool) -> Requ
     return Request(REQUEST_ID, ids, model.params(seed), spans, thinking=thinking)
 
 
-def _view(chat: Chat, splitter: ThinkingSplitter, thoughts: Thoughts) -> ReplyView:
+def _view(chat: Chat, splitter: ThinkingSplitter) -> ReplyView:
     """How this terminal, or a pipe, shows a reply."""
-    drafted, markdown = None, None
+    drafted, markdown, console, hidden = None, None, chat.session.console, chat.model.options.think == "hide"
     if chat.styled and chat.model.options.show_drafts:
         drafted = DraftedText(chat.model.settings.vocabulary.need_tokenizer().token_bytes)
     elif chat.styled and chat.model.options.markdown != "off":
         from spd.cli.chat.markdown import MarkdownStream
 
-        markdown = MarkdownStream(terminal_size, color=thoughts.color)
-    return ReplyView(chat.sink, splitter, thoughts, drafted, markdown)
+        markdown = MarkdownStream(terminal_size, color=console.color)
+    return ReplyView(console, chat.sink, splitter, hidden=hidden, drafted=drafted, markdown=markdown)
 
 
 class PlainLines:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spd.cli.chat.conversation import Turn
-from spd.cli.options import in_order, model_names, parse_switch, parse_think, read_settings, spec_names
+from spd.cli.options import in_order, model_names, parse_as, parse_think, read_settings, spec_names
 from spd.cli.text.output import shortened
 from spd.cli.text.prompt import read_text
 from spd.errors import SpdError, UsageError
@@ -130,7 +130,7 @@ class Commands:
     def do_stats(self, rest: str) -> None:
         """a line of figures after each reply: /stats on|off; alone: all of the last"""
         if rest:
-            self._chat.stats = parse_switch("/stats", rest)
+            self._chat.stats = parse_as("/stats", "bool", rest)
         else:
             self._chat.tell(*self._chat.model.last_stats())
 

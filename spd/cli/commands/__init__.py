@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, cleandoc
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_type_hints
 
@@ -24,104 +24,37 @@ if TYPE_CHECKING:
 
 ROOT_HELP = """Run a language model from its Hugging Face folder, faster, without changing a token.
 
-Standard output carries the answer, standard error everything else. `demo` and `demo-hybrid` are built in.
---json, -q and -v may stand before the command too.
+Standard output carries the answer, standard error everything else. `demo` and `demo-hybrid` are built in:
+toys to try things with. --json, -q and -v may stand before the command too.
 """
 
-ROOT_EXAMPLES = (
-    "spd chat",
-    'spd generate "What does os.path.join do?"',
-    'git diff | spd generate -m Qwen/Qwen3-4B "Write a commit message"',
-    "spd inspect Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B",
-)
+ROOT_EXAMPLES = """\b
+Examples:
+  spd chat
+  spd generate "What does os.path.join do?"
+  git diff | spd generate -m Qwen/Qwen3-4B "Write a commit message"
+  spd inspect Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B"""
 
-COMMAND_TABLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
+COMMAND_TABLE: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "chat": (
-            "chat",
-            "Talk with a model; what is said is saved, and -c continues it.",
-            'spd chat Qwen/Qwen3-4B -s "Be terse"',
-            "spd chat demo < messages.txt",
-        ),
-        "generate": (
-            "generate",
-            "Answer one prompt, for pipes and scripts; the text is the same with and without speculation.",
-            'spd generate --stats "What does os.path.join do?"',
-            'cat notes.md | spd generate -s "Be terse" "Summarise"',
-        ),
-        "serve": (
-            "serve",
-            "Serve a model over HTTP on this machine, and keep it warm for spd generate and chat.",
-            "spd serve Qwen/Qwen3-4B --detach --idle 15m",
-            "spd serve --status",
-        ),
-        "bench": (
-            "bench",
-            "Measure speculation against plain decoding; exits 6 if texts differ.",
-            "spd bench -m FOLDER --spec draft,ngram --draft-max 2,4,8 --temperature 0 -o today.json",
-            "spd bench --concurrency 1,4,16 --category code",
-        ),
-        "compare": (
-            "bench",
-            "Compare results of spd bench with the first of them; exits 6 if a row became slower.",
-            "spd compare yesterday.json today.json",
-        ),
-        "explain": (
-            "explain",
-            "Say in words what a trace shows: costs, acceptance, the best K, and what to try next.",
-            'spd generate -n 256 --trace run.jsonl "Write a poem" && spd explain run.jsonl',
-        ),
-        "verify": (
-            "verify",
-            "Replay prompts with two settings and compare every token; exits 6 if speculation changed one.",
-            "spd verify -m FOLDER --spec draft --draft-model FOLDER --lag 2 --json > certificate.json",
-            "spd verify --against lag=0 --lag 2 --tokens 50000 --concurrency 8",
-        ),
-        "inspect": (
-            "inspect",
-            "Show what a model is and needs, and whether a draft model fits it; loads no weights.",
-            "spd inspect Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --json",
-        ),
-        "convert-mtp": (
-            "convert",
-            "Cut a checkpoint's MTP head into a small folder, for targets that lost theirs.",
-            "spd convert-mtp deepseek-ai/DeepSeek-V3.1 v31-mtp",
-            'spd generate -m my/DeepSeek-V3.1-AWQ --spec mtp --mtp v31-mtp "Hello"',
-        ),
-        "quantize": (
-            "convert",
-            "Write a model in four bits (compressed-tensors) as --quantize int4 rounds it; the text changes.",
-            "spd quantize Qwen/Qwen3-8B qwen3-8b-int4",
-        ),
-        "pull": (
-            "models",
-            "Download a model's safetensors, configuration and tokenizer into the Hugging Face cache.",
-            "spd pull Qwen/Qwen3-8B --dry-run",
-        ),
-        "ls": (
-            "models",
-            "List the models in the Hugging Face cache: size, type, architecture, and whether they run.",
-            "spd ls",
-        ),
-        "rm": (
-            "models",
-            "Remove models from the Hugging Face cache, every revision of each, after asking.",
-            "spd rm -y org/one org/two",
-        ),
-        "doctor": (
-            "doctor",
-            "Check this machine and try it out: compile, generate, compare; exits 1 if a check failed.",
-            "spd doctor --quick --json",
-        ),
-        "completions": (
-            "doctor",
-            "Print the completion script of a shell.",
-            'eval "$(spd completions bash)"',
-            "spd completions fish > ~/.config/fish/completions/spd.fish",
-        ),
+        "chat": ("chat", "Talk with a model; -c continues the last chat."),
+        "generate": ("generate", "Answer one prompt, or a file of them, for pipes and scripts."),
+        "serve": ("serve", "Serve a model over HTTP, and keep it warm for spd itself."),
+        "bench": ("bench", "Measure speculation against plain decoding."),
+        "compare": ("bench", "Compare results of spd bench."),
+        "explain": ("explain", "Say in words what a trace shows, and what to try next."),
+        "verify": ("verify", "Check that speculation changes no token."),
+        "inspect": ("inspect", "Show what a model is and needs; loads no weights."),
+        "convert-mtp": ("convert", "Copy a checkpoint's MTP head into a small folder."),
+        "quantize": ("convert", "Write a model in four bits (compressed-tensors)."),
+        "pull": ("models", "Download a model into the Hugging Face cache."),
+        "ls": ("models", "List the models in the Hugging Face cache."),
+        "rm": ("models", "Remove models from the Hugging Face cache, after asking."),
+        "doctor": ("doctor", "Check this machine, and try it out with the demo."),
+        "completions": ("doctor", "Print the completion script of a shell."),
     }
 )
-"""Of each command: its module, the docstring of its body, and examples."""
+"""Of each command: its module, and what the list of commands says; its own help is its docstring."""
 COMMANDS = tuple(COMMAND_TABLE)
 
 
@@ -130,7 +63,7 @@ def build_app(loaded: Collection[str] = COMMANDS) -> typer.Typer:
     app = typer.Typer(
         name="spd",
         help=ROOT_HELP,
-        epilog=_examples(ROOT_EXAMPLES),
+        epilog=ROOT_EXAMPLES,
         add_completion=False,  # its installer edits people's start-up files
         rich_markup_mode=None,
         no_args_is_help=True,
@@ -138,9 +71,10 @@ def build_app(loaded: Collection[str] = COMMANDS) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     )
     app.callback()(root)
-    for name, (_, help, *examples) in COMMAND_TABLE.items():
+    for name, (_, short) in COMMAND_TABLE.items():
         body = load_command(name) if name in loaded else lambda: None
-        app.command(name, cls=Command, help=help, short_help=help, epilog=_examples(examples))(body)
+        help, _, examples = (cleandoc(body.__doc__ or "")).partition("\n\n")
+        app.command(name, cls=Command, help=help, short_help=short, epilog=f"\b\n{examples}")(body)
     return app
 
 
@@ -156,11 +90,6 @@ def complete(app: typer.Typer, variable: str) -> int:
     except Exception:  # a broken answer must never spill into a shell's prompt
         return 1
     return 1
-
-
-def _examples(lines: Collection[str]) -> str:
-    """Below the help, each on a line of its own."""
-    return "\b\n" + "\n".join(["Examples:", *(f"  {line}" for line in lines)])
 
 
 def load_command(name: str) -> Callable[..., int | None]:

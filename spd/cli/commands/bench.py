@@ -85,12 +85,12 @@ class BenchOptions(ModelArgument, ModelOptions):
     draft_model: str | None = first(None, "MODEL", "A smaller model, an EAGLE-3 head or an assistant.")
     draft_max: str = first("auto", "K,…", "Draft tokens a round; a list of them is held fixed.")
     temperature: str = first("0,0.8", "T,…", "Sampling temperatures. Default: 0,0.8.")
-    max_tokens: int = first(64, "N", "Tokens a reply at most. Default: 64.", "-n", min=2)
-    concurrency: str = first("1", "N,…", "Requests at a time; with --rate, slots at most. Default: 1.")
+    max_tokens: int = first(64, "N", "Most tokens in a reply. Default: 64.", "-n", min=2)
+    concurrency: str = first("1", "N,…", "Requests at a time; with --rate, most slots. Default: 1.")
     json: bool = first(False, None, "One JSON object with every sample.")
     mtp: str | None = _sweep(None, "HEAD", "A folder with an MTP head.")
     adaptive: bool | None = _sweep(
-        None, None, "Fit K to what is accepted, or hold it.", "--adaptive/--no-adaptive"
+        None, None, "Adapt K to what is accepted, or hold it.", "--adaptive/--no-adaptive"
     )
     verify: str = _sweep("coupled", "RULES", "coupled, rejection, block.")
     synthetic_acceptance: float | None = _sweep(
@@ -105,7 +105,7 @@ class BenchOptions(ModelArgument, ModelOptions):
     prompts: Path | None = _work(None, "FILE", 'Your own: lines of text, or {"prompt": …} in a .jsonl.')
     prompt_tokens: str | None = _work(None, "N,…", "Lengthen or cut prompts to N tokens, such as 1k.")
     ignore_eos: bool = _work(False, None, "Do not stop at the end of the text.")
-    rate: str | None = _work(None, "R,…", "Requests a second as they come by chance (open loop).")
+    rate: str | None = _work(None, "R,…", "Requests a second, Poisson arrivals (open loop).")
     repetitions: int | None = _work(None, "N", "Default: as many as fit into 80 s, 3 to 20.", "-r", min=1)
     output: Path | None = printed(None, "FILE", "Write the JSON object there too.", "-o")
     lag: str = advanced("auto", "N,…", "Rounds the host may run behind: auto, 0, 1, 2.")
@@ -116,7 +116,12 @@ class BenchOptions(ModelArgument, ModelOptions):
 
 
 def bench(session: Session, options: BenchOptions) -> None:
-    """Measure speculation against plain decoding; exits 6 if texts differ."""
+    """Measure speculation against plain decoding; the exit code is 6 if texts differ.
+
+    Examples:
+      spd bench -m FOLDER --spec draft,ngram --draft-max 2,4,8 -o today.json
+      spd bench --concurrency 1,4,16 --category code
+    """
     from spd.runtime.lab import Sweep, encode_questions
 
     if options.output is not None:
@@ -415,11 +420,15 @@ class CompareOptions(JsonOptions):
 
 
 def compare(session: Session, options: CompareOptions) -> None:
-    """Compare results of spd bench with the first of them; exits 6 if a row became slower."""
+    """Compare results of spd bench with the first; the exit code is 6 if a row became slower.
+
+    Examples:
+      spd compare yesterday.json today.json
+    """
     from spd.runtime.lab import compare_results
 
     if len(options.files) < 2:
-        raise UsageError("one result has nothing to be compared with", fix=["spd compare A.json B.json"])
+        raise UsageError("a comparison needs two results or more", fix=["spd compare A.json B.json"])
     if not 0 <= options.threshold < 1:
         why = f"--threshold {options.threshold:g}: is not a share below 1"
         raise UsageError(why, fix=["--threshold 0.03 for 3 per cent"])
@@ -467,16 +476,10 @@ def read_result(path: Path) -> dict[str, Any]:
     fix = ["spd bench -o FILE writes one"]
     try:
         value = json.loads(read_input(path, fix[0]))
-    except (ValueError, RecursionError):
-        raise UsageError(f"cannot read {path}: it is not JSON", fix=fix) from None
-    schema = value.get("schema") if isinstance(value, dict) else None
-    if schema != SCHEMA:
-        reason = [f"schema {schema!r}, expected {SCHEMA}"]
-        raise UsageError(f"{path} is not a result of spd bench", reason=reason, fix=fix)
-    assert isinstance(value, dict)
-    try:
+        if (schema := value["schema"]) != SCHEMA:
+            raise ValueError(f"schema {schema!r}, expected {SCHEMA}")
         compare_results(value, value, 0.0)  # reads all that is read of one
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
         why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise UsageError(f"{path} is a damaged result of spd bench", reason=[why]) from None
-    return value
+        raise UsageError(f"{path} is not a result of spd bench", reason=[why], fix=fix) from None
+    return dict(value)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from spd.cli.options import ModelArgument, ReplyOptions, first, option
-from spd.cli.text.job import check_shared
 from spd.cli.text.output import Session, Sink, is_terminal
 from spd.errors import NotFoundError, UsageError
 
@@ -23,10 +22,10 @@ class ChatOptions(ModelArgument, ReplyOptions):
 
     file: list[str] | None = first(None, "FILE", "Goes with the first message. Repeatable.", "-f")
     continue_: str | None = first(
-        None, "[NAME]", "Continue the latest chat, or the one of this name.", "-c", "--continue"
+        None, "[NAME]", "Continue the latest chat, or the one called NAME.", "-c", "--continue"
     )
     tools: str | None = option(
-        PANEL, None, "FILE", "Functions that the model may call: commands, each run after a yes only."
+        PANEL, None, "FILE", "Commands that the model may call; each runs only after your yes."
     )
     no_save: bool = option(PANEL, False, None, "Keep this chat in memory only.")
     markdown: Literal["on", "off"] = option(PANEL, "on", "MODE", "on, or off: the text as it is.")
@@ -39,7 +38,14 @@ class ChatOptions(ModelArgument, ReplyOptions):
 
 
 def chat(session: Session, options: ChatOptions) -> int:
-    """Talk with a model; what is said is saved, and -c continues it."""
+    """Talk with a model; what is said is saved, and -c continues it.
+
+    Examples:
+      spd chat Qwen/Qwen3-4B -s "Be terse"
+      spd chat demo < messages.txt
+    """
+    from spd.cli.text.job import check_shared
+
     check_shared(options)
     sink = Sink.stdout()
     interactive = is_terminal(sys.stdin)

@@ -31,7 +31,12 @@ class ConvertOptions(JsonOptions):
 
 
 def convert_mtp(session: Session, options: ConvertOptions) -> None:
-    """Cut a checkpoint's MTP head into a small folder, for targets that lost theirs."""
+    """Copy a checkpoint's MTP head into a small folder, for models that lost theirs.
+
+    Examples:
+      spd convert-mtp deepseek-ai/DeepSeek-V3.1 v31-mtp
+      spd generate -m my/DeepSeek-V3.1-AWQ --spec mtp --mtp v31-mtp "Hello"
+    """
     from spd.formats.folder import ModelFolder
     from spd.formats.mtp import plan_head
     from spd.runtime import check_source
@@ -106,7 +111,11 @@ class QuantizeOptions(JsonOptions):
 
 
 def quantize(session: Session, options: QuantizeOptions) -> None:
-    """Write a model in four bits (compressed-tensors) as --quantize int4 rounds it; the text changes."""
+    """Write a model in four bits (compressed-tensors) as --quantize int4 rounds it; the text changes.
+
+    Examples:
+      spd quantize Qwen/Qwen3-8B qwen3-8b-int4
+    """
     from spd.formats.folder import ModelFolder
     from spd.formats.writer import open_stage, write_json, write_tensors
     from spd.runtime import quantization_config, rounded_names, rounded_outputs

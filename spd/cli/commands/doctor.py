@@ -23,7 +23,11 @@ class DoctorOptions(JsonOptions):
 
 
 def doctor(session: Session, options: DoctorOptions) -> int:
-    """Check this machine and try it out: compile, generate, compare; exits 1 if a check failed."""
+    """Check this machine and try it out: compile, generate, compare; the exit code is 1 if a check failed.
+
+    Examples:
+      spd doctor --quick --json
+    """
     from spd.runtime.lab import steps
 
     sink = Sink.stdout()
@@ -56,6 +60,11 @@ class CompletionOptions(CommonOptions):
 
 
 def completions(session: Session, options: CompletionOptions) -> None:
-    """Print the completion script of a shell."""
+    """Print the completion script of a shell.
+
+    Examples:
+      eval "$(spd completions bash)"
+      spd completions fish > ~/.config/fish/completions/spd.fish
+    """
     script = Path(__file__).parent.with_name("completions") / FILES[options.shell]
     Sink.stdout().write(script.read_text(encoding="utf-8"))

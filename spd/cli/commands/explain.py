@@ -23,7 +23,12 @@ class ExplainOptions(JsonOptions):
 
 
 def explain(session: Session, options: ExplainOptions) -> None:
-    """Say in words what a trace shows: costs, acceptance, the best K, and what to try next."""
+    """Say in words what a trace shows: costs, acceptance, the best K, and what to try next.
+
+    Examples:
+      spd generate -n 256 --trace run.jsonl "Write a poem"
+      spd explain run.jsonl
+    """
     from spd.runtime.lab import explain_traces, read_trace
 
     sink = Sink.stdout()

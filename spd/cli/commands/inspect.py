@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from spd.formats.checkpoint import Checkpoint
     from spd.formats.folder import ModelFolder
     from spd.formats.model_config import ModelConfig
-    from spd.runtime import Drafter
+    from spd.runtime import Drafter, EnginePlan
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 PROBE = ({"role": "user", "content": "Hello"},)
@@ -34,16 +34,20 @@ Facts = dict[str, Any]
 class InspectOptions(ModelArgument, JsonOptions):
     """Everything `spd inspect` takes."""
 
-    model: str = printed("demo", "MODEL", "As the argument.", "-m", envvar="SPD_MODEL")
+    model: str = printed("demo", "MODEL", "The same as the argument.", "-m", envvar="SPD_MODEL")
     draft: str | None = printed(None, "MODEL", "Check it as a draft model.", "--draft", "--draft-model")
     quantize: Literal["none", "int8", "int4"] = printed(
         "none", "FORM", "Count what it needs with --quantize int8 or int4."
     )
-    tp: int = printed(1, "N", "Tell the memory of one of N ranks.")
+    tp: int = printed(1, "N", "Show the memory of one of N ranks.")
 
 
 def inspect(session: Session, options: InspectOptions) -> None:
-    """Show what a model is and needs, and whether a draft model fits it; loads no weights."""
+    """Show what a model is and needs, and whether a draft model fits it; loads no weights.
+
+    Examples:
+      spd inspect Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --json
+    """
     from spd.formats.folder import ModelFolder
 
     sink, draft, name = Sink.stdout(), None, options.model
@@ -199,15 +203,16 @@ def speculation(choice: Drafter | SpdError, folder: ModelFolder, draft: ModelFol
     return found
 
 
-def forms(config: EngineConfig, usable: int) -> list[Facts]:
+def forms(config: EngineConfig, plan: EnginePlan) -> list[Facts]:
     """For weights as they are stored, and rounded at load: their bytes, and the longest context that fits."""
     from spd.runtime import foreseen_machine, outline
     from spd.runtime.plan.memory import longest_context, measure
 
-    found = []
+    found, usable = [], plan.memory_budget_bytes
     for name in QUANTIZE:
         with suppress(SpdError):  # such weights, or such a drafter, cannot be rounded
-            shape = outline(replace(config, quantize=name), foreseen_machine()).shape
+            other = replace(config, quantize=name)
+            shape = (plan if name == config.quantize else outline(other, foreseen_machine())).shape
             found.append(
                 {
                     "quantize": name,
@@ -256,6 +261,6 @@ def needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
         "draft_tp_reason": plan.draft_tp_reason,
         "usable": Size(usable),
         "fits": fits,
-        "forms": forms(config, usable),
+        "forms": forms(config, plan),
         "contexts": [{"ctx": n, "total": Size(size), "fits": size <= usable} for n, size in totals.items()],
     }

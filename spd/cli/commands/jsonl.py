@@ -74,9 +74,10 @@ def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> in
         messages = ({"role": "system", "content": system},)
     shared = Asked(messages=messages, variables=template_variables(options))
     lines = read_lines(options.file[0] if options.file else "-")
-    done = Done() if options.output is None or not options.resume else resume(options.output, lines, sink)
-    began, rest = time.perf_counter(), lines[done.lines :]
-    if rest:
+    done = failed = 0
+    if options.resume and options.output is not None:
+        done, failed = resume(options.output, lines, sink)
+    if rest := lines[done:]:
         served = served_engine(session, options, settings.config.slots)
         engine = served or load(session.console, options.model, settings.config)
         if len(rest) > (slots := engine.plan.shape.slots):
@@ -84,20 +85,21 @@ def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> in
         say_plan(session.console, options, engine, settings)
         settings = dataclasses.replace(settings, context=engine.plan.shape.ctx)
         began = time.perf_counter()
+        batch = Batch(session, settings, shared, options.raw, engine, sink, done, failed)
         try:
-            Batch(session, settings, shared, options.raw, engine, sink, done).run(rest)
+            batch.run(rest)
         except Interrupted:
             how = "--resume goes on" + (" from here" if options.output else ", with -o FILE")
-            session.console.note(f"stopped after {done.lines:,} of {len(lines):,} lines; {how}")
+            session.console.note(f"stopped after {batch.done:,} of {len(lines):,} lines; {how}")
             raise
         engine.close()
-    if options.stats and rest:
-        seconds = time.perf_counter() - began
-        rate = f"{done.tokens / seconds:.1f} tok/s"
-        tell(f"{done.lines:,} lines · {done.tokens:,} tok · {clock(seconds)} · {rate}")
-    if done.failed:
+        done, failed, seconds = batch.done, batch.failed, time.perf_counter() - began
+        if options.stats:
+            rate = f"{batch.tokens / seconds:.1f} tok/s"
+            tell(f"{done:,} lines · {batch.tokens:,} tok · {clock(seconds)} · {rate}")
+    if failed:
         raise PartialError(
-            f"{done.failed:,} of {done.lines:,} lines failed",
+            f"{failed:,} of {done:,} lines failed",
             reason=["Each says why in its `error`; the others are complete."],
             fix=["""jq -c 'select(.error)' shows them"""],
         )
@@ -211,17 +213,8 @@ def _asked(line: Mapping[str, Any], shared: Asked, raw: bool) -> Asked:
 # -- what has been answered ----------------------------------------------------------------------
 
 
-@dataclass
-class Done:
-    """Lines delivered so far, in order; `tokens` of this run only."""
-
-    lines: int = 0
-    failed: int = 0
-    tokens: int = 0
-
-
-def resume(path: Path, lines: Sequence[Line], sink: Sink) -> Done:
-    """What a file holds of an earlier run; the beginning of one more answer is cut off.
+def resume(path: Path, lines: Sequence[Line], sink: Sink) -> tuple[int, int]:
+    """How many answers a file holds, and how many failed; the beginning of one more answer is cut off.
 
     Raises UsageError for a file that was not made from these lines, or is being written; it stays as it is.
     """
@@ -245,7 +238,7 @@ def resume(path: Path, lines: Sequence[Line], sink: Sink) -> Done:
         os.truncate(path, path.stat().st_size - len(rest))
     except OSError as error:
         raise cannot_write(path, error) from error
-    return Done(len(entries), sum("error" in entry for entry in entries))
+    return len(entries), sum("error" in entry for entry in entries)
 
 
 @dataclass
@@ -258,7 +251,10 @@ class Batch:
     raw: bool
     engine: Engine
     sink: Sink
-    done: Done
+    done: int
+    """Lines answered so far, those of an earlier run too, and how many of them failed."""
+    failed: int
+    tokens: int = 0
     begun: deque[Line] = field(default_factory=deque)
     """In the order of the input, without those that were written."""
     open: dict[str, Line] = field(default_factory=dict)
@@ -266,7 +262,7 @@ class Batch:
 
     def run(self, lines: Sequence[Line]) -> None:
         """Answer all lines. Raises Interrupted between writes, never inside one."""
-        before, total = self.done.lines, self.done.lines + len(lines)
+        before, total = self.done, self.done + len(lines)
         rest, guard = iter(lines), self.session.guard
 
         def short(error: SpdError) -> None:
@@ -281,7 +277,7 @@ class Batch:
                 with guard.hold():
                     self._flush()
                 guard.check()
-                ticker.count("answering", self.done.lines - before, total - before, "{:,} lines".format)
+                ticker.count("answering", self.done - before, total - before, "{:,} lines".format)
 
     def _fill(self, rest: Iterator[Line]) -> bool:
         """Begin lines while there is room; False when all are answered."""
@@ -317,7 +313,7 @@ class Batch:
         if event.finish_reason is None:
             return
         del self.open[event.request_id]
-        self.done.tokens += len(parts.token_ids)
+        self.tokens += len(parts.token_ids)
         fields = reply_fields(parts, self.engine.metrics(request.id), self.engine, request, line.inside)
         line.answer = {"schema": SCHEMA, "id": line.id, "line": line.number, **fields}
         if parts.finish_reason == "error":
@@ -329,8 +325,8 @@ class Batch:
         while self.begun and (answer := self.begun[0].answer) is not None:
             self.sink.write(to_json(answer) + "\n")
             self.begun.popleft()
-            self.done.lines += 1
-            self.done.failed += "error" in answer
+            self.done += 1
+            self.failed += "error" in answer
 
 
 def _refusal(line: Line, error: SpdError) -> dict[str, Any]:

@@ -38,7 +38,11 @@ class RemoveOptions(CommonOptions):
 
 
 def pull(session: Session, options: PullOptions) -> None:
-    """Download a model's safetensors, configuration and tokenizer into the Hugging Face cache."""
+    """Download a model's safetensors, configuration and tokenizer into the Hugging Face cache.
+
+    Examples:
+      spd pull Qwen/Qwen3-8B --dry-run
+    """
     sink = Sink.stdout()
     model = _look_up(session, options.name, options.revision)
     shown: dict[str, Any] = {
@@ -103,7 +107,11 @@ def _download(session: Session, model: RemoteModel) -> Path:
 
 
 def ls(session: Session, options: JsonOptions) -> None:
-    """List the models in the Hugging Face cache: size, type, architecture, and whether they run."""
+    """List the models in the Hugging Face cache: size, type, architecture, and whether they run.
+
+    Examples:
+      spd ls
+    """
     from spd.formats.hub import list_cached_models
 
     sink = Sink.stdout()
@@ -149,7 +157,11 @@ def cached_facts(name: str) -> dict[str, Any]:
 
 
 def rm(session: Session, options: RemoveOptions) -> None:
-    """Remove models from the Hugging Face cache, every revision of each, after asking."""
+    """Remove models from the Hugging Face cache, every revision of each, after asking.
+
+    Examples:
+      spd rm -y org/one org/two
+    """
     from spd.formats.hub import cache_folder, cached_folder, check_repository_name
 
     folders: dict[str, Path] = {}

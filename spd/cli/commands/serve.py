@@ -28,8 +28,8 @@ def parse_seconds(text: str) -> float:
 class ServeOptions(ModelArgument, RunOptions):
     """Everything `spd serve` takes."""
 
-    host: str = first("127.0.0.1", "HOST", "Listen there; beyond this machine with a key only.")
-    port: int = first(PORT, "PORT", f"0: a free one. Default: {PORT}.")
+    host: str = first("127.0.0.1", "HOST", "Address to listen on; beyond this machine only with a key.")
+    port: int = first(PORT, "PORT", f"Default: {PORT}. 0: a free one.")
     api_key: str | None = first(
         None, "KEY", "Clients have to send it. Better in SPD_API_KEY.", envvar="SPD_API_KEY"
     )
@@ -38,9 +38,9 @@ class ServeOptions(ModelArgument, RunOptions):
     )
     detach: bool = _server(False, None, "Serve in the background; return when ready.")
     idle: float | None = _server(
-        None, "TIME", "End after such a time without requests: 15m.", parser=parse_seconds
+        None, "TIME", "Exit after this time without requests: 15m.", parser=parse_seconds
     )
-    status: bool = _server(False, None, "Tell which servers run, and end.")
+    status: bool = _server(False, None, "List the servers that run, and exit.")
     stop: bool = _server(False, None, "Stop servers: of MODEL, or all of yours.")
     typed: frozenset[str] = frozenset()
     """Names of these fields that stood on the command line."""
@@ -53,7 +53,12 @@ class ServeOptions(ModelArgument, RunOptions):
 
 
 def serve(session: Session, options: ServeOptions) -> int:
-    """Serve a model over HTTP on this machine, and keep it warm for spd generate and chat."""
+    """Serve a model over HTTP on this machine, and keep it warm for spd generate and chat.
+
+    Examples:
+      spd serve Qwen/Qwen3-4B --detach --idle 15m
+      spd serve --status
+    """
     if options.status or options.stop or options.detach:
         from spd.cli.serve import local
 

@@ -36,19 +36,26 @@ class VerifyOptions(EngineOptions):
     """Everything `spd verify` takes."""
 
     adaptive: bool = option(
-        MODEL, False, None, "Fit K to what is accepted; held fixed by default.", "--adaptive/--no-adaptive"
+        MODEL, False, None, "Adapt K to what is accepted. Default: fixed.", "--adaptive/--no-adaptive"
     )
-    against: str = first("spec=off", "SETTING=…", "The other side: spec=off, lag=0, kernels=torch, slots=1 …")
+    against: str = first(
+        "spec=off", "SETTING=…", "Compare with this: spec=off, lag=0, kernels=torch, slots=1 …"
+    )
     temperature: str = first("0,0.8", "T,…", "Sampling temperatures. Default: 0,0.8.")
-    max_tokens: int = first(64, "N", "Tokens a reply at most. Default: 64.", "-n", min=2)
-    tokens: int = first(0, "N", "Ask with new seeds until replies could hold N.", min=0)
+    max_tokens: int = first(64, "N", "Most tokens in a reply. Default: 64.", "-n", min=2)
+    tokens: int = first(0, "N", "Repeat with new seeds until replies could hold N tokens.", min=0)
     concurrency: int = first(1, "N", "Requests at a time. Default: 1.", min=1)
-    json: bool = first(False, None, "The certificate on standard output.")
+    json: bool = first(False, None, "Print the certificate as JSON.")
     prompts: Path | None = option(MODEL, None, "FILE", "Your own, as for spd bench.")
 
 
 def verify(session: Session, options: VerifyOptions) -> None:
-    """Replay prompts with two settings and compare every token; exits 6 if speculation changed one."""
+    """Run prompts with and without speculation, compare every token; the exit code is 6 if one differs.
+
+    Examples:
+      spd verify -m FOLDER --lag 2 --json > certificate.json
+      spd verify --against lag=0 --lag 2 --tokens 50000 --concurrency 8
+    """
     from spd.formats.folder import ModelFolder
 
     temperatures = numbers(options.temperature, "--temperature", "float", 0, 100)
@@ -74,7 +81,7 @@ def verify(session: Session, options: VerifyOptions) -> None:
     if not certificate["passed"]:
         raise CheckFailedError(
             "; ".join(certificate["faults"]),
-            reason=["The text is not the one that was promised."],
+            reason=["spd promises that the texts are the same."],
             fix=["--against with one setting at a time shows which one is at fault; please report it"],
         )
 

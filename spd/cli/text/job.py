@@ -20,7 +20,7 @@ from spd.errors import IncompatibleError, UsageError
 from spd.formats.hub import is_repository_name
 
 if TYPE_CHECKING:
-    from spd.cli.options import EngineOptions, ReplyOptions
+    from spd.cli.options import EngineOptions
     from spd.formats.chat_template import ChatTemplate
     from spd.formats.folder import ModelFolder
     from spd.formats.model_config import GenerationConfig, ModelConfig

@@ -264,11 +264,6 @@ class Sink:
         encoding = (stream.encoding or "utf-8") if terminal else "utf-8"
         return cls(stream.fileno(), encoding=encoding, terminal=terminal)
 
-    @property
-    def columns(self) -> int | None:
-        """The current width of its terminal; None if it is not a terminal."""
-        return columns_of(sys.stdout) if self.is_terminal else None
-
     def open(self) -> int:
         """The descriptor; a file is opened and locked the first time. Raises UsageError and ResourceError."""
         if self._descriptor is None:
@@ -292,7 +287,8 @@ class Sink:
 
     def write_lines(self, lines: Iterable[str]) -> None:
         """Write lines for people, broken between words where a terminal is too narrow for them."""
-        self.write_styled("".join(fit_lines(as_line(line), self.columns) + "\n" for line in lines))
+        columns = columns_of(sys.stdout) if self.is_terminal else None
+        self.write_styled("".join(fit_lines(as_line(line), columns) + "\n" for line in lines))
 
     def answer(self, as_json: bool, shown: Mapping[str, Any], lines: Iterable[str] | None = None) -> None:
         """Write what a command found: as one JSON object, or as lines for people, else all its facts."""
@@ -343,14 +339,11 @@ def check_writable(path: Path) -> None:
 
 
 def check_new_folder(path: Path) -> None:
-    """Refuse early a folder that holds something, or that cannot be made. Raises UsageError."""
+    """Refuse early a folder that holds something, or that cannot be had. Raises UsageError."""
     try:
         with suppress(FileNotFoundError):
             if path.is_symlink() or any(path.iterdir()):
-                raise UsageError(f"{path}: is there", fix=["name a new folder"])
-        existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-        if not os.access(existing, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+                raise UsageError(f"{path} exists already", fix=["name a new folder"])
     except OSError as error:
         raise cannot_write(path, error) from None
 
@@ -426,8 +419,6 @@ class Size(int):
     """Bytes: a number in JSON, and in the unit that suits them for people."""
 
     def __str__(self) -> str:
-        from spd.runtime.plan.config import show_size
-
         return show_size(int(self))
 
 
@@ -503,7 +494,7 @@ class Ticker:
         self.write("")
 
     def count(self, what: str, done: int, total: int, amount: Callable[[int], str]) -> None:
-        """A bar: `reading the prompt [####......] 8,192 tok of 20,000 tok · 4,100 tok/s · 0:03 left`."""
+        """A bar where the row has room: `reading 40% [##..] 0:03 left · 8 tok of 20 tok · 4 tok/s`."""
         now = time.perf_counter()
         if what != self._counted:
             self._counted, self._began, self._first = what, now, done
@@ -513,9 +504,11 @@ class Ticker:
             self.write("")
             return
         rate = (done - self._first) / passed
-        words = f"{amount(done)} of {amount(total)} · {amount(round(rate))}/s"
-        bar = "#" * (BAR * done // total)
-        self.write(f"{what} [{bar:.<{BAR}}] {words} · {clock((total - done) / rate)} left")
+        begin, left = f"{what} {100 * done // total}%", f"{clock((total - done) / rate)} left"
+        words = f"{left} · {amount(done)} of {amount(total)} · {amount(round(rate))}/s"
+        width = min(BAR, (columns_of(sys.stderr) or 80) - len(begin) - len(words) - 5)
+        bar = f"[{'#' * (width * done // total):.<{width}}] " if width > 3 else ""
+        self.write(f"{begin} {bar}{words}")
 
     def write(self, text: str) -> None:
         """Put a text in the line's place; an empty one clears it."""
@@ -528,12 +521,27 @@ class Ticker:
 
 
 @contextmanager
+def compiling(say: Callable[[str], None]) -> Iterator[None]:
+    """Let `say` hear that kernels are compiled, which happens inside at a first run."""
+    import logging
+
+    logger, handler = logging.getLogger("spd.kernels.native.build.compiling"), logging.Handler()
+    handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+@contextmanager
 def loading(text: str, console: Console) -> Iterator[Callable[[LoadProgress], None]]:
     """Say on a terminal what takes its time, and take it back when it is done.
 
     Yields what is to be told of the progress.
     """
-    with Ticker(console) as ticker:
+    with Ticker(console) as ticker, compiling(lambda words: ticker.write(f"{words} …")):
         ticker.write(f"{text} …")
         yield lambda progress: ticker.count(WORDS[progress.phase], progress.done, progress.total, show_size)
 

@@ -7,26 +7,42 @@ reply never reach a terminal.
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import importlib.metadata
 import itertools
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.signals import SignalGuard
-from spd.cli.text.output import CONTROL, Console, Sink, Ticker, is_terminal, paint, printable, write_stderr
+from spd.cli.signals import Interrupted
+from spd.cli.text.output import (
+    CONTROL,
+    Console,
+    Session,
+    Sink,
+    Ticker,
+    is_terminal,
+    paint,
+    printable,
+    tell,
+    to_json,
+    write_error,
+    write_stderr,
+)
 from spd.cli.text.prompt import ThinkingSplitter, parted
+from spd.errors import EngineError
 from spd.runtime.engine.driver import drive
 from spd.runtime.engine.request import Gathered
 
 if TYPE_CHECKING:
     from spd.cli.chat.markdown import MarkdownStream
+    from spd.cli.options import GenerateOptions
     from spd.formats.tokenizer import Tokenizer
     from spd.runtime import Engine, Event, Request, RequestMetrics
-    from spd.runtime.engine.request import Gathered, TokenLogprob
+    from spd.runtime.engine.request import TokenLogprob
 
 DIM, GREEN, UNDERLINE = "2", "32", "4"
 
@@ -50,51 +66,30 @@ class DraftedText:
         del self._known[: len(event.text)]
 
 
-class Thoughts:
-    """Thinking on a terminal's standard error, dimmed and apart from the answer; nothing elsewhere.
-
-    `ticker` says meanwhile what there is to wait for: what comes next takes it away.
-    """
-
-    def __init__(self, console: Console, *, hidden: bool) -> None:
-        self._shows, self.color = is_terminal(sys.stderr) and not console.quiet, console.color
-        self._hidden, self.ticker = hidden, Ticker(console)
-        self.reading = partial(self.ticker.count, "reading the prompt", amount="{:,} tok".format)
-        """What hears how far a prompt is read, of how many tokens."""
-        self._last = ""
-
-    def write(self, text: str) -> None:
-        """Show what was thought next, or that there is thinking."""
-        if self._hidden:
-            self.ticker.write("thinking…")
-        elif self._shows and text:
-            self.ticker.write("")
-            write_stderr(_styled_lines(printable(text), DIM if self.color else ""), styled=True)
-            self._last = text[-1]
-
-    def end(self) -> None:
-        """Leave a blank line before the answer, once."""
-        self.ticker.write("")
-        write_stderr("\n" * (bool(self._last) + (self._last not in ("", "\n"))))
-        self._last = ""
-
-
 class ReplyView:
     """Writes one reply, of which `splitter` may have taken a beginning that was shown before.
 
-    `drafted` colours drafts on a terminal, `markdown` draws it there; without both the text stays plain.
+    Thinking goes to a terminal's standard error, dimmed, unless `hidden`; nowhere else. `drafted` colours
+    drafts on a terminal, `markdown` draws the answer there; without both it stays plain.
     """
 
     def __init__(
         self,
+        console: Console,
         sink: Sink,
         splitter: ThinkingSplitter,
-        thoughts: Thoughts,
+        *,
+        hidden: bool,
         drafted: DraftedText | None = None,
         markdown: MarkdownStream | None = None,
     ) -> None:
-        self._sink, self._splitter, self._thoughts = sink, splitter, thoughts
+        self._sink, self._splitter, self._color, self._hidden = sink, splitter, console.color, hidden
         self._drafted, self._markdown = drafted, markdown
+        self._shows, self._ticker = is_terminal(sys.stderr) and not console.quiet, Ticker(console)
+        self.reading = partial(self._ticker.count, "reading the prompt", amount="{:,} tok".format)
+        """What hears how far a prompt is read, of how many tokens."""
+        self._thought = ""
+        """The last letter of thinking that was shown."""
         self.at_row_start = True
 
     def take(self, event: Event) -> None:
@@ -105,7 +100,7 @@ class ReplyView:
     def finish(self) -> None:
         """Show what is still held back, and leave the cursor at the beginning of a row."""
         self.show("", final=True)
-        self._thoughts.end()
+        self._end_thinking()
         if self._markdown is not None:
             self._sink.write_styled(self._markdown.finish())
         elif not self.at_row_start:
@@ -114,18 +109,28 @@ class ReplyView:
     def show(self, text: str, drafted: bool = False, *, final: bool = False) -> None:
         """Show what comes next, thinking apart."""
         for thinking, part in self._splitter.feed(text, final=final):
-            if thinking:
-                self._thoughts.write(part)
-            elif part:
-                self._thoughts.end()
+            if thinking and self._hidden:
+                self._ticker.write("thinking…")
+            elif thinking and self._shows and part:
+                self._ticker.write("")
+                write_stderr(_styled_lines(printable(part), DIM if self._color else ""), styled=True)
+                self._thought = part[-1]
+            elif part and not thinking:
+                self._end_thinking()
                 self.at_row_start = part.endswith("\n")
                 self._write(part, drafted)
+
+    def _end_thinking(self) -> None:
+        """Leave a blank line before the answer, once."""
+        self._ticker.write("")
+        write_stderr("\n" * (bool(self._thought) + (self._thought not in ("", "\n"))))
+        self._thought = ""
 
     def _write(self, text: str, drafted: bool) -> None:
         if self._markdown is not None:
             self._sink.write_styled(self._markdown.feed(printable(text.replace("\r\n", "\n"), CONTROL)))
         elif drafted:
-            style = GREEN if self._thoughts.color else UNDERLINE
+            style = GREEN if self._color else UNDERLINE
             self._sink.write_styled(_styled_lines(printable(text, CONTROL), style))
         else:
             self._sink.write(text)
@@ -137,35 +142,69 @@ def _styled_lines(text: str, style: str) -> str:
 
 
 class Delivery:
-    """Runs one request and writes its answer, as it comes or at the end; `inside` as in `ThinkingSplitter`.
+    """Runs the request of `spd generate` and writes its answer, as it comes or at the end.
 
     A model without a tokenizer has no text: its token ids are written instead, separated by commas.
     """
 
     def __init__(
         self,
+        session: Session,
+        options: GenerateOptions,
         sink: Sink,
         engine: Engine,
         request: Request,
         inside: bool | None,
-        thoughts: Thoughts,
-        *,
-        streaming: bool,
     ) -> None:
-        self.sink, self.engine, self.request, self.inside = sink, engine, request, inside
+        self.session, self.options, self.sink = session, options, sink
+        self.engine, self.request, self.inside = engine, request, inside
         self.reply = Gathered()
-        self._view = ReplyView(sink, ThinkingSplitter(inside), thoughts)
+        splitter, hidden = ThinkingSplitter(inside), options.think == "hide"
+        self._view = ReplyView(session.console, sink, splitter, hidden=hidden)
+        engine.prefilling = self._view.reading
         self._view.at_row_start = False  # an empty reply is a line, too
-        self._streaming = streaming and engine.tokenizer is not None
+        self._streaming = engine.tokenizer is not None and not options.json
 
-    def run(self, guard: SignalGuard) -> None:
-        """Decode to the end. Raises Interrupted between writes, never inside one."""
+    def run(self) -> int:
+        """Decode and deliver; returns the exit status. Raises Interrupted between writes only."""
+        trace = None if self.options.trace is None else Sink(self.options.trace)
+        with closing(trace or self.sink):
+            if trace is not None:
+                self._record(trace)
+            try:
+                self.decode()
+            except Interrupted:
+                self._give_up()
+                self._finish()
+                raise
+            except Exception:
+                if not self.options.json and (self.reply.text or self.reply.token_ids):
+                    self._finish_text()
+                raise
+            with self.session.guard.hold():
+                self._finish()
+        self.engine.close()
+        return self._outcome()
+
+    def _record(self, trace: Sink) -> None:
+        """Write a line for each round from now on, behind one about the run."""
+        from spd.runtime.lab import TraceHeader
+
+        def record(what: Any) -> None:
+            trace.write(to_json(dataclasses.asdict(what)) + "\n")
+
+        plan, request = self.engine.plan.as_dict(), self.request
+        record(TraceHeader(self.options.model, request.params.temperature, plan, request.prompt_ids))
+        self.engine.trace = record
+
+    def decode(self) -> None:
+        """Run the request to its end. Raises Interrupted."""
         self.engine.add(self.request)
         for events in drive(self.engine.step, lambda: self.engine.has_work):
             for event in events:
-                with guard.hold():
+                with self.session.guard.hold():
                     self._take(event)
-            guard.check()
+            self.session.guard.check()
 
     def _take(self, event: Event) -> None:
         self.reply.take(event)
@@ -173,7 +212,7 @@ class Delivery:
             self._view.take(event)
         self.sink.check_reader()
 
-    def give_up(self) -> None:
+    def _give_up(self) -> None:
         """Stop early; text that the engine still held back is taken if it can be had."""
         with suppress(Exception):  # the signal may have come anywhere inside the engine
             self.engine.abort(self.request.id)
@@ -181,7 +220,7 @@ class Delivery:
                 self._take(event)
         self.reply.finish_reason = "abort"
 
-    def finish_text(self) -> None:
+    def _finish_text(self) -> None:
         """Write what streaming has not, and end the text with one newline."""
         if self.engine.tokenizer is None:
             self._view.show(",".join(map(str, self.reply.token_ids)))
@@ -189,15 +228,38 @@ class Delivery:
             self._view.show(self.reply.text)
         self._view.finish()
 
-    @property
-    def metrics(self) -> RequestMetrics:
-        """The request's counters; all zero if it never began."""
+    def _finish(self) -> None:
+        """Print what remains to be printed: the end of the text or the object, and what is said about it."""
         from spd.runtime import RequestMetrics
 
-        try:
-            return self.engine.metrics(self.request.id)
-        except KeyError:
-            return RequestMetrics()
+        metrics, options, request = RequestMetrics(), self.options, self.request
+        with suppress(KeyError):  # it never began
+            metrics = self.engine.metrics(request.id)
+        fields = reply_fields(self.reply, metrics, self.engine, request, self.inside)
+        if options.json:
+            shown = {"schema": "spd.generate/1", "model": options.model, **fields}
+            shown |= {"params": vars(request.params), "plan": self.engine.plan.as_dict()}
+            self.sink.write(to_json({**shown, "versions": versions()}) + "\n")
+        else:
+            self._finish_text()
+        if early := early_end(fields, self.reply.error, request):
+            self.session.console.note(early)
+        if options.stats:
+            tell(stats_line(metrics))
+
+    def _outcome(self) -> int:
+        """The exit status for a reply that has ended. Raises EngineError."""
+        if self.reply.finish_reason != "error":
+            return 0
+        fix = "--dtype float32, or run it again with -vv and report what it prints"
+        if self.request.grammar is not None:
+            fix = "a grammar that always allows a next token, or a larger -n"
+        message = self.reply.error or "the model failed while generating"
+        failure = EngineError(message, reason=["What came before the fault was printed."], fix=[fix])
+        if not self.options.json:
+            raise failure
+        write_error(failure, self.session.console)  # the one object on stdout is the reply
+        return failure.exit_code
 
 
 def reply_fields(

@@ -113,7 +113,7 @@ def library_path(folder: Callable[[], Path], chosen: str | None = None, *, dtype
         try:
             return _in_memory(_read(folder() / name))
         except FileNotFoundError:
-            pass
+            logger.getChild("compiling").info("compiling C kernels, at the first run")
         except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no home folder is known
             logger.warning("the C kernels are compiled anew: %s", error)
         made = _compile(compiler, flags)

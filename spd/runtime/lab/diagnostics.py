@@ -54,8 +54,7 @@ class Step:
         try:
             return self.ask()
         except Exception as error:
-            words = str(error).strip().splitlines()
-            text = f"{type(error).__name__}: {words[0]}" if words else type(error).__name__
+            text = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
             fix = tuple(getattr(error, "fix", ())) or (REPORT,)
             return Finding(FAILED, text, fix, {"traceback": "".join(traceback.format_exception(error))})
 
@@ -150,7 +149,7 @@ def processor() -> Finding:
     """The CPU, whether the C kernels can run on it, and the threads."""
     import torch
 
-    from spd.kernels.native.build import obstacle
+    from spd.kernels.native.build import instructions, obstacle
     from spd.runtime.lab.machine import describe_machine
 
     load, why = OtherLoad(), obstacle()
@@ -159,9 +158,10 @@ def processor() -> Finding:
     threads = f"{facts['threads']} threads of {facts['cores']} cores"
     if facts["other_load"] > SLIGHT:
         threads += f", of which other programs keep {facts['other_load']:.1f} busy"
-    kernels = "C kernels" if why is None else f"torch's kernels, for {why}"
+    kernels = "C kernels" if why is None else f"torch's slower kernels: {why}"
     line = " · ".join([facts["cpu"], " ".join(facts["cpu_features"]), kernels, threads])
-    return Finding(OK, line, (), facts)
+    fix = ("install gcc, or pip install 'spd[compiler]'",) if why and instructions() else ()
+    return Finding(WARNING if fix else OK, line, fix, facts)
 
 
 def cuda_devices() -> Finding:
