@@ -73,6 +73,8 @@ class ModelConfig:
     query_scalar: float | None = field(default=None, metadata=keyed("query_pre_attn_scalar", 1e-6, 1e9))
     """Scores are divided by its square root; None: by that of the head's size."""
     query_growth: tuple[float, int] | None = None  # see `read_growth`
+    post_norm_eps: float | None = field(default=None, metadata=keyed("post_norm_eps", 1e-12, 0.1))
+    """Of norms behind blocks, where it is another."""
     attention_softcap: float | None = field(default=None, metadata=keyed("attn_logit_softcapping", 1e-3, 1e6))
     logit_softcap: float | None = field(default=None, metadata=keyed("final_logit_softcapping", 1e-3, 1e6))
     still: tuple[bool, ...] = ()
@@ -119,6 +121,7 @@ _SLIDES, _LOCAL = {"sliding_window": 4096}, "rope_local_base_freq"
 _SWITCHED = {**_QWEN, **_SLIDES, "use_sliding_window": False, "max_window_layers": 28}
 _FOURTH = {**_SLIDES, "sliding_window_pattern": 4}  # of so many layers the last one sees everything
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "tie_word_embeddings": True}
+_TANH = {"hidden_act": "gelu_pytorch_tanh"}
 _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _UNCAPPED = {**_GEMMA, **dict.fromkeys(_CAPS)}
 _GEMMA3 = {**_UNCAPPED, **_LONG, "rope_theta": 1e6, _LOCAL: 1e4, "sliding_window_pattern": 6}
@@ -126,6 +129,7 @@ _UNSAID = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, 
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _GRANITE, _ERNIE = {**_SHORT, **dict.fromkeys(_MULTIPLIERS, 1.0)}, {**_LONG, **_EPS, "rope_theta": 5e5}
 _PHI3 = {**_EPS, "max_position_embeddings": 4096, "partial_rotary_factor": 1.0, "sliding_window": None}
+_COHERE = {**_EPS, "max_position_embeddings": 8192, "tie_word_embeddings": True, "logit_scale": 0.0625}
 _STILL = {"no_rope_layers": None, "no_rope_layer_interval": 4}
 _SMOLLM3 = {**_QWEN, **_STILL, "rope_theta": 2e6, "tie_word_embeddings": True}
 _MIXTRAL = {**_LONG, **_EPS, "rope_theta": 1e6, "sliding_window": None}
@@ -135,6 +139,7 @@ _DEEPSEEK2 = {**_SHORT, **_GROUPS, "topk_method": "greedy", "norm_topk_prob": Fa
 _DEEPSEEK2["first_k_dense_replace"] = 0
 _DEEPSEEK3 = {**_GROUPS, "max_position_embeddings": 4096, "first_k_dense_replace": 3}
 _PARTLY = {**_LONG, **_EPS, "partial_rotary_factor": 0.5}
+_GLM4 = {**_PARTLY, "rms_norm_eps": 1.5625e-7, "attention_bias": True, "head_dim": 128}
 _GLM4_MOE = {**_PARTLY, **_GROUPS, "first_k_dense_replace": 1}
 _GLM4_LITE = {**_EPS, **_GROUPS, "max_position_embeddings": 202752, "first_k_dense_replace": 1}
 _GLM4_LITE["routed_scaling_factor"] = 1.8
@@ -152,9 +157,19 @@ _FAMILIES = {
     "LlamaForCausalLM": _Family("llama", _SHORT),
     "MistralForCausalLM": _Family("mistral", {**_LONG, **_SLIDES}),
     "Phi3ForCausalLM": _Family("phi3", _PHI3),
-    "Qwen2ForCausalLM": _Family("qwen2", _SWITCHED),
-    "Qwen3ForCausalLM": _Family("qwen3", _SWITCHED),
+    "Qwen2ForCausalLM": _Family("qwen2", _SWITCHED, also=("qwen2_5_vl", "qwen2_5_vl_text")),
+    "Qwen3ForCausalLM": _Family("qwen3", _SWITCHED, also=("qwen3_vl_text",)),
     "Qwen3MoeForCausalLM": _Family("qwen3_moe", {**_QWEN, "norm_topk_prob": False}, blocks.ROUTED),
+    "ArceeForCausalLM": _Family(
+        "arcee",
+        {**_EPS, "max_position_embeddings": 4096, "hidden_act": "relu2"},
+        only={"hidden_act": ("relu2",)},
+    ),
+    "GemmaForCausalLM": _Family(
+        "gemma",
+        {"max_position_embeddings": 8192, "tie_word_embeddings": True, "head_dim": 256, **_TANH},
+        only={"hidden_act": ("gelu_pytorch_tanh",)},
+    ),
     "Gemma2ForCausalLM": _Family(
         "gemma2", {**_GEMMA, **_CAPS, **_SLIDES, "max_position_embeddings": 8192, "sliding_window_pattern": 2}
     ),
@@ -187,6 +202,7 @@ _FAMILIES = {
         own=("moe_k",),
     ),
     "SmolLM3ForCausalLM": _Family("smollm3", _SMOLLM3),
+    "Olmo2ForCausalLM": _Family("olmo2", {**_SHORT, **_EPS}),
     "Olmo3ForCausalLM": _Family(
         "olmo3", {**_SHORT, **_EPS, **_FOURTH, "rope_theta": 5e5}, local_base="rope_theta"
     ),
@@ -213,19 +229,22 @@ _FAMILIES = {
     "SeedOssForCausalLM": _Family(
         "seed_oss", {"max_position_embeddings": 524288, "attention_bias": True, "head_dim": 128}
     ),
+    "MinistralForCausalLM": _Family("ministral", {**_LONG, **_SLIDES, "sliding_window_pattern": 1024}),
     "Ministral3ForCausalLM": _Family(
         "ministral3", {**_EPS, "max_position_embeddings": 262144, "sliding_window": None, "head_dim": 128}
     ),
-    "Glm4ForCausalLM": _Family(
-        "glm4", {**_PARTLY, "rms_norm_eps": 1.5625e-7, "attention_bias": True, "head_dim": 128}
-    ),
+    "GlmForCausalLM": _Family("glm", _GLM4),
+    "Glm4ForCausalLM": _Family("glm4", _GLM4),
     "Exaone4ForCausalLM": _Family("exaone4", {**_SHORT, **_EPS, **_FOURTH}, global_still=True),
+    "CohereForCausalLM": _Family(
+        "cohere",
+        {**_COHERE, "rope_theta": 5e5},
+        own=("layer_norm_eps",),
+        only={"use_qk_norm": (False,)},
+    ),
     "Cohere2ForCausalLM": _Family(
         "cohere2",
-        {
-            **{**_FOURTH, **_EPS, "max_position_embeddings": 8192, "tie_word_embeddings": True},
-            "logit_scale": 0.0625,
-        },
+        {**_COHERE, **_FOURTH},
         own=("layer_norm_eps",),
         global_still=True,
     ),
@@ -239,6 +258,20 @@ _FAMILIES = {
         also=("gemma4_unified_text",),
         own=("top_k_experts",),
     ),
+    "MuseGlimmerForCausalLM": _Family(
+        "muse_glimmer_text",
+        {
+            **{**_LONG, **_EPS, **_FOURTH, "head_dim": 128, "sliding_window": 2048, "post_norm_eps": 1e-8},
+            **{
+                "hidden_activation": "silu",
+                "final_logit_softcapping": 20.0,
+                "logit_scale": 0.19611613513818404,
+            },
+        },
+        spelled=blocks.muse_keys,
+        own=("output_multiplier",),
+        only={"hidden_activation": ("silu",), "attention_bias": (False,)},
+    ),
     "GptOssForCausalLM": _Family(
         "gpt_oss",
         {
@@ -248,6 +281,13 @@ _FAMILIES = {
         blocks.GPT_OSS,
     ),
     "HunYuanDenseV1ForCausalLM": _Family("hunyuan_v1_dense", {**_SHORT, **_EPS, "alpha": None}),
+    "HunYuanMoEV1ForCausalLM": _Family(
+        "hunyuan_v1_moe",
+        {**_SHORT, **_EPS, "alpha": None, "num_experts_per_tok": 1, _SHARED: None},
+        blocks.ROUTED,
+        spelled=blocks.hunyuan_keys,
+        only={"use_qk_norm": (True,), "use_mixed_mlp_moe": (True,), "moe_layer_num_skipped": (0,)},
+    ),
     "MixtralForCausalLM": _Family("mixtral", _MIXTRAL, blocks.ROUTED),
     "MiniMaxM2ForCausalLM": _Family(
         "minimax_m2",
@@ -316,7 +356,7 @@ _OTHER_NAMES = {
     "rms_norm_eps": ("norm_eps", "layer_norm_epsilon", "layer_norm_eps", "layernorm_epsilon"),
     "num_key_value_heads": ("num_attention_groups",),
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "num_experts_per_tok": ("top_k_experts", "moe_k", "moe_top_k"),
+    "num_experts_per_tok": ("top_k_experts", "moe_k", "moe_top_k", "moe_topk"),
     "routed_scaling_factor": ("moe_router_scaling_factor",),
     "n_shared_experts": ("moe_num_shared_experts",),
     _SHARED: ("shared_intermediate_size", "moe_shared_expert_intermediate_size", "share_expert_dim"),
@@ -329,6 +369,7 @@ _OTHER_NAMES = {
     "linear_value_head_dim": ("mamba_d_head", "mamba_head_dim"),
     "mamba_conv_bias": ("use_conv_bias",),
     "layer_types": ("layers_block_type",),
+    "logit_scale": ("output_multiplier",),
     "dtype": ("torch_dtype",),
 }
 """What families call a key that is read here, where it is not there under its own name."""
@@ -342,7 +383,7 @@ _SUPPORTED: dict[str, tuple[object, ...]] = {
     "time_step_limit": ([0.0, inf], [0.0, {"__float__": "Infinity"}]),
     **dict.fromkeys(("attn_output_gate", "use_expert_bias"), (True,)),
     **dict.fromkeys(("attention_out_bias", "conv_bias", "mamba_proj_bias", "use_cla"), (False,)),
-    **dict.fromkeys(("compression_config", "mamba_dt_limit", "moe_latent_size"), ()),
+    **dict.fromkeys(("compression_config", "mamba_dt_limit"), ()),
 }
 """What keys that change the forward pass may say, whatever the family is."""
 _NULL_IS_NONE = ("sliding_window", "attention_value_scale", *_CAPS)
@@ -350,15 +391,24 @@ _NULL_IS_NONE = ("sliding_window", "attention_value_scale", *_CAPS)
 WRAPPERS = {
     "Qwen3_5ForConditionalGeneration": ("qwen3_5", "Qwen3_5ForCausalLM"),
     "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "Qwen3_5MoeForCausalLM"),
+    "Qwen3VLForConditionalGeneration": ("qwen3_vl", "Qwen3ForCausalLM"),
+    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl", "Qwen2ForCausalLM"),
+    "InternVLForConditionalGeneration": ("internvl", "Qwen2ForCausalLM"),
     "Mistral3ForConditionalGeneration": ("mistral3", "Ministral3ForCausalLM"),
     "Step3p7ForConditionalGeneration": ("step3p7", "Step3p5ForCausalLM"),
+    "MuseGlimmerForConditionalGeneration": ("muse_glimmer", "MuseGlimmerForCausalLM"),
     "Gemma3ForConditionalGeneration": ("gemma3", "Gemma3ForCausalLM"),
     "Gemma4ForConditionalGeneration": ("gemma4", "Gemma4ForCausalLM"),
     "Gemma4UnifiedForConditionalGeneration": ("gemma4_unified", "Gemma4ForCausalLM"),
 }
 """Architectures that see images too, their model types, and what their `text_config` is of."""
-_OTHER_TEXTS = {("Mistral3ForConditionalGeneration", "mistral"): "MistralForCausalLM"}
+_OTHER_TEXTS = {
+    ("Mistral3ForConditionalGeneration", "mistral"): "MistralForCausalLM",
+    ("InternVLForConditionalGeneration", "qwen3"): "Qwen3ForCausalLM",
+}
 """What it is of where it has another model type."""
+_FLAT = ("qwen2_5_vl",)
+"""Those that were published with the text's keys beside the others."""
 _OUTSIDE = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
 """What holds for the text's part too where it stands beside it."""
 SUPPORTED_ARCHITECTURES = (*_FAMILIES, *WRAPPERS)
@@ -410,7 +460,8 @@ def model_config_of(fields: Fields) -> ModelConfig:
     wrapper = WRAPPERS.get(outer)
     if wrapper is not None:
         fields.choice("model_type", wrapper[:1], wrapper[0])
-        inner = fields.nested("text_config")
+        flat = wrapper[0] in _FLAT and "text_config" not in fields
+        inner = fields if flat else fields.nested("text_config")
         around = {key: fields.values[key] for key in _OUTSIDE if key in fields}
         text = _OTHER_TEXTS.get((outer, str(inner.get("model_type"))), wrapper[1])
         fields = Fields(inner.where, {**inner.values, **around, "architectures": [text]})
