@@ -80,8 +80,11 @@ SMALL: dict[str, Any] = {
     **{"shared_expert_intermediate_size": 48, "moe_shared_expert_intermediate_size": 48},
     **{"global_head_dim": 16, "vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 8},
     **{"shared_intermediate_size": 48, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2},
+    "time_step_min": 1e-9,
 }
-"""Sizes of a model that takes no time."""
+"""Sizes of a model that takes no time.
+
+The library bounds Mamba-2's steps of prompts from below, and no others."""
 KINDS_SAID = ("layer_types", "layers_block_type")
 
 
@@ -94,11 +97,14 @@ def spoken(name: str, folder: Path) -> str:
     try:
         usual = made.config_class(**SAID.get(name, {}))
         text = usual.get_text_config()
-        small = {key: value for key, value in SMALL.items() if getattr(text, key, None) is not None}
+        said = {key for key in SMALL if getattr(text, key, None) is not None}
+        latent = "kv_lora_rank" in said
+        said = said - {"head_dim"} if latent or not hasattr(text, "head_dim") else said | {"head_dim"}
+        small = {key: SMALL[key] for key in said}
         kinds = {key: each[-4:] for key, each in SAID.get(name, {}).items() if key in KINDS_SAID}
         if text is not usual:
             return ""  # what sees images has sizes of its own besides
-        if "kv_lora_rank" in small:
+        if latent:
             small["num_key_value_heads"] = small["num_attention_heads"]
         torch.manual_seed(0)
         model = made(made.config_class(**{**SAID.get(name, {}), **small, **kinds})).float().eval()
