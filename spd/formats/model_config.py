@@ -121,7 +121,6 @@ _SLIDES, _LOCAL = {"sliding_window": 4096}, "rope_local_base_freq"
 _SWITCHED = {**_QWEN, **_SLIDES, "use_sliding_window": False, "max_window_layers": 28}
 _FOURTH = {**_SLIDES, "sliding_window_pattern": 4}  # of so many layers the last one sees everything
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "tie_word_embeddings": True}
-_TANH = {"hidden_act": "gelu_pytorch_tanh"}
 _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _UNCAPPED = {**_GEMMA, **dict.fromkeys(_CAPS)}
 _GEMMA3 = {**_UNCAPPED, **_LONG, "rope_theta": 1e6, _LOCAL: 1e4, "sliding_window_pattern": 6}
@@ -129,7 +128,11 @@ _UNSAID = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, 
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _GRANITE, _ERNIE = {**_SHORT, **dict.fromkeys(_MULTIPLIERS, 1.0)}, {**_LONG, **_EPS, "rope_theta": 5e5}
 _PHI3 = {**_EPS, "max_position_embeddings": 4096, "partial_rotary_factor": 1.0, "sliding_window": None}
-_COHERE = {**_EPS, "max_position_embeddings": 8192, "tie_word_embeddings": True, "logit_scale": 0.0625}
+_TIED: dict[str, object] = {"max_position_embeddings": 8192, "tie_word_embeddings": True}
+_COHERE = {**_TIED, **_EPS, "logit_scale": 0.0625}
+_MUSE: dict[str, object] = {**_LONG, **_EPS, **_FOURTH, "head_dim": 128, "sliding_window": 2048}
+_MUSE |= {"post_norm_eps": 1e-8, "hidden_activation": "silu", "final_logit_softcapping": 20.0}
+_MUSE["logit_scale"] = 0.19611613513818404
 _STILL = {"no_rope_layers": None, "no_rope_layer_interval": 4}
 _SMOLLM3 = {**_QWEN, **_STILL, "rope_theta": 2e6, "tie_word_embeddings": True}
 _MIXTRAL = {**_LONG, **_EPS, "rope_theta": 1e6, "sliding_window": None}
@@ -167,7 +170,7 @@ _FAMILIES = {
     ),
     "GemmaForCausalLM": _Family(
         "gemma",
-        {"max_position_embeddings": 8192, "tie_word_embeddings": True, "head_dim": 256, **_TANH},
+        {**_TIED, "hidden_act": "gelu_pytorch_tanh", "head_dim": 256},
         only={"hidden_act": ("gelu_pytorch_tanh",)},
     ),
     "Gemma2ForCausalLM": _Family(
@@ -260,14 +263,7 @@ _FAMILIES = {
     ),
     "MuseGlimmerForCausalLM": _Family(
         "muse_glimmer_text",
-        {
-            **{**_LONG, **_EPS, **_FOURTH, "head_dim": 128, "sliding_window": 2048, "post_norm_eps": 1e-8},
-            **{
-                "hidden_activation": "silu",
-                "final_logit_softcapping": 20.0,
-                "logit_scale": 0.19611613513818404,
-            },
-        },
+        _MUSE,
         spelled=blocks.muse_keys,
         own=("output_multiplier",),
         only={"hidden_activation": ("silu",), "attention_bias": (False,)},
@@ -306,11 +302,8 @@ _FAMILIES = {
         {
             **{**_GROUPS, **_LONG, **_EPS, "rope_theta": 5e6, "swa_rope_theta": 1e4, "head_dim": 192},
             **{"partial_rotary_factor": 0.334, "sliding_window": 129, "v_head_dim": 128},
-            **{
-                "sliding_window_pattern": 6,
-                "attention_value_scale": 0.707,
-                **dict.fromkeys(blocks.SLIDING_HEADS),
-            },
+            **{"sliding_window_pattern": 6, "attention_value_scale": 0.707},
+            **dict.fromkeys(blocks.SLIDING_HEADS),
         },
         blocks.SIGMOID,
         spelled=blocks.mimo_keys,
