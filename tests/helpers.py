@@ -207,16 +207,21 @@ def logits_of(engine: Engine, prompt: Sequence[int], chunk: int = 64) -> torch.T
     return torch.cat(found)
 
 
-def speaks_as(reference: Any, engine: Engine, prompt: tuple[int, ...], count: int = 24) -> Run:
-    """Assert that logits and greedy text are those of a model of `transformers`; the engine's run."""
-    ids = torch.tensor([prompt])
+def speaks_as(
+    reference: Any, engine: Engine, prompt: tuple[int, ...], count: int = 64, *, ends: bool = False
+) -> Run:
+    """Assert that logits and greedy text are those of a model of `transformers`; the engine's run.
+
+    The model reads the text once, and would have said each of its tokens. ends: before `count` where it may.
+    """
+    params = SamplingParams(max_tokens=count, ignore_eos=not ends)
+    run = run_all(engine, [prompt], [params])[0]
     with torch.inference_mode():
-        assert (logits_of(engine, prompt) - reference(input_ids=ids).logits[0]).abs().max() < 1e-4
-        # The mask is given, or it would be guessed from padding ids.
-        how = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
-        whole = reference.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **how)
-    run = run_all(engine, [prompt], [SamplingParams(max_tokens=count)])[0]
-    assert run.tokens == whole[0, len(prompt) :].tolist()
+        whole = reference(input_ids=torch.tensor([[*prompt, *run.tokens]])).logits[0]
+    first = len(prompt)
+    assert (logits_of(engine, prompt) - whole[:first]).abs().max() < 1e-4
+    assert run.tokens == whole[first - 1 : -1].argmax(-1).tolist()
+    assert len(run.tokens) == count or ends
     return run
 
 

@@ -31,6 +31,10 @@ HEADS: dict[str, dict[str, Any]] = {
 MTP_OF: dict[str, dict[str, Any]] = {
     "mimo_v2": {"family": "mimo_v2", "variant": "mimo_v2", "modules": 2},
     "step3": {"family": "step3", "variant": "step3", "modules": 3},
+    "nemotron_h": {
+        **{"family": "nemotron_h", "variant": "nemotron_h_latent"},
+        "residual_gain": lambda layer: 0.06 if layer % 2 else 0.012,  # its module is as the odd layers
+    },
 }
 """Families that ship layers of their own kind."""
 EAGLES: dict[str, dict[str, Any]] = {

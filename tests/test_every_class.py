@@ -2,8 +2,9 @@
 
 By hand, to write the table that `docs/supported_models.py` links to: `python -m tests.test_every_class`.
 A class is opened or refused by the configuration that it has where nothing is asked for, as the library saves
-it; that opened ones speak as the library's do is shown by `tests/runtime/test_runtime_golden.py`,
-`test_runtime_hybrid.py` and `test_runtime_wrappers.py`.
+it. One that opens is also built with small sizes in that configuration, saved, opened and compared, where the
+sizes fit together; `tests/runtime/test_runtime_golden.py`, `test_runtime_hybrid.py` and
+`test_runtime_wrappers.py` do so for every one, with sizes of its own.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import pytest
 from spd.errors import SpdError
 from spd.formats.folder import ModelFolder
 from spd.formats.model_config import SUPPORTED_ARCHITECTURES
+from tests.helpers import logits_of, make_engine, random_prompts
+from tests.recipes.tiny import write_tokenizer
 
 TABLE = Path(__file__).parents[1] / "docs" / "every-class.md"
 DRAFTERS = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
-ELSEWHERE = {"MiMoForCausalLM", "Step3p5ForCausalLM"}
+ELSEWHERE = {"MiMoForCausalLM", "Step3p5ForCausalLM", "MuseGlimmerForCausalLM"}
 """What only code beside published checkpoints defines."""
 SAID: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
@@ -64,10 +67,69 @@ def verdict(name: str, folder: Path) -> tuple[str, str]:
     return ("drafts" if read.head_kind else "opens"), ""
 
 
+SMALL: dict[str, Any] = {
+    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 320},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512},
+    **{"moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts": 8, "num_experts_per_tok": 2},
+    **{"num_local_experts": 8, "moe_num_experts": 8, "moe_k": 2, "moe_topk": 2, "sliding_window": 24},
+    **{"n_group": 1, "topk_group": 1, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16},
+    **{"qk_rope_head_dim": 8, "v_head_dim": 16, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    **{"mamba_n_heads": 8, "mamba_num_heads": 8, "mamba_d_head": 16, "mamba_head_dim": 16, "n_groups": 4},
+    **{"mamba_n_groups": 4, "mamba_d_state": 16, "ssm_state_size": 16, "linear_num_key_heads": 2},
+    **{"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    **{"shared_expert_intermediate_size": 48, "moe_shared_expert_intermediate_size": 48},
+    **{"global_head_dim": 16, "vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 8},
+    **{"shared_intermediate_size": 48, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2},
+    "time_step_min": 1e-9,
+}
+"""Sizes of a model that takes no time.
+
+The library bounds Mamba-2's steps of prompts from below, and no others."""
+KINDS_SAID = ("layer_types", "layers_block_type")
+
+
+def spoken(name: str, folder: Path) -> str:
+    """How far logits of a small model of a class are from the library's; empty where none can be built."""
+    import torch
+    import transformers
+
+    made: Any = getattr(transformers, name)
+    try:
+        usual = made.config_class(**SAID.get(name, {}))
+        text = usual.get_text_config()
+        said = {key for key in SMALL if getattr(text, key, None) is not None}
+        latent = "kv_lora_rank" in said
+        said = said - {"head_dim"} if latent or not hasattr(text, "head_dim") else said | {"head_dim"}
+        small = {key: SMALL[key] for key in said}
+        kinds = {key: each[-4:] for key, each in SAID.get(name, {}).items() if key in KINDS_SAID}
+        if text is not usual:
+            return ""  # what sees images has sizes of its own besides
+        if latent:
+            small["num_key_value_heads"] = small["num_attention_heads"]
+        torch.manual_seed(0)
+        model = made(made.config_class(**{**SAID.get(name, {}), **small, **kinds})).float().eval()
+        prompt = random_prompts(1, 40, 300)[0]
+        with torch.no_grad():
+            for weight in model.parameters():
+                std = 0.1 if weight.dim() < 2 else weight.shape[-1] ** -0.5
+                weight.add_(torch.randn_like(weight) * std)
+            wanted = model(torch.tensor([prompt])).logits[0]
+        model.save_pretrained(folder)
+        write_tokenizer(folder, 320, 512)
+    except Exception as error:  # sizes that do not fit together, or whatever else the library refuses
+        return f"not built small ({type(error).__name__})"
+    try:
+        far = float((logits_of(make_engine(folder), prompt) - wanted).abs().max())
+    except SpdError as error:  # such as a part of a head that is too small to turn
+        return f"not opened small ({type(error).__name__})"
+    return "logits equal" if far < 1e-3 else f"logits differ by {far:.2g}"
+
+
 def rows() -> Iterator[tuple[str, str, str]]:
     with tempfile.TemporaryDirectory() as parent:
         for name in classes():
-            yield name, *verdict(name, Path(parent, name))
+            state, why = verdict(name, Path(parent, name))
+            yield name, state, spoken(name, Path(parent, f"{name}-small")) if state == "opens" else why
 
 
 def table() -> str:
@@ -91,6 +153,8 @@ def test_every_class_opens_or_is_refused_by_name(say: Any) -> None:
     assert set(SUPPORTED_ARCHITECTURES) - ELSEWHERE <= opened | {
         name for name, state in states.items() if state == "not built"
     }
+    spoke = [why for _, state, why in found if state == "opens" and why]
+    assert not any("differ" in why for why in spoke) and spoke.count("logits equal") > 20, spoke
     drafters = {name for name, state in states.items() if state == "drafts"}
     assert drafters and drafters <= set(DRAFTERS)
     refused = [why for _, state, why in found if state == "refused"]

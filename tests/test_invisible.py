@@ -152,7 +152,8 @@ SPARSE = ("deepseek_v3", "deepseek_v2_lite", "glm4_moe", "glm4_moe_lite", "qwen3
 LOOKED_UP = (
     *("olmo3", "ministral3", "exaone4", "cohere2", "hunyuan", "granite_moe"),
     *("gpt_oss", "gemma4", "gemma4_moe", "lfm2", "lfm2_moe", "granite_hybrid"),
-    *("nemotron_h", "nemotron_h_moe", "minimax_m2", "mimo_v2", "step3"),
+    *("nemotron_h", "nemotron_h_moe", "nemotron_h_latent", "minimax_m2", "mimo_v2", "step3"),
+    *("hunyuan_moe", "muse_glimmer"),
 )
 """Families whose attention, norms or caches are their own."""
 RECURRENT = tuple(f"hybrid/{method}" for method in ("ngram", "draft", "mtp", "mtp+ngram"))

@@ -31,6 +31,7 @@ TORCH_ALONE = {
     "mimo_v2": "attention with sinks is torch's alone",
     "step3": "experts with clamped gates are torch's alone",
     "nemotron_h_moe": "experts without gates are torch's alone",
+    "nemotron_h_latent": "experts without gates are torch's alone",
 }
 """Families without C kernels, and what the plan says."""
 SHAPES = [

@@ -137,6 +137,8 @@ class ExpertsConfig:
     """(limit, alpha) of gates that are clamped; such experts have biases, and so has their router."""
     plain: bool = False  # no gates: down(relu(up(x)) ** 2)
     shared_gated: bool = False  # what the shared one gives is scaled by the sigmoid of a gate of its own
+    latent: int | None = None
+    """Width that routed experts work in, between two projections; None: the stream's own."""
 
 
 _SOFTMAX = RouterConfig(0, sigmoid=False, corrected=False, normalised=True)
@@ -263,6 +265,7 @@ def read_experts(fields: Fields, num_layers: int, made: ExpertsConfig) -> Expert
         num_experts=count,
         intermediate_size=width,
         shared_size=fields.integer("shared_expert_intermediate_size", 0, MAX_WIDTH, shared),
+        latent=fields.optional_integer("moe_latent_size", 1, MAX_WIDTH),
         sparse_layers=tuple(_sparse_layers(fields, num_layers)),
         router=router,
         clamped=made.clamped and limits,
@@ -318,6 +321,19 @@ def minimax_keys(fields: Fields) -> dict[str, object]:
     """What `minimax_m2` says of rotation: how many dimensions of a head turn."""
     size, turned = fields.even("head_dim", 1024), fields.optional_integer("rotary_dim", 2, 1024)
     return {} if turned is None else {"partial_rotary_factor": turned / size}
+
+
+def hunyuan_keys(fields: Fields) -> dict[str, object]:
+    """What `hunyuan_v1_moe` says layer by layer, the same of all; a shared expert is as wide as an MLP."""
+    found: dict[str, object] = {}
+    for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_shared_expert"):
+        each = fields.get(key)
+        if isinstance(each, list) and each:
+            fields.require(all(one == each[0] for one in each), key, "differs among layers")
+            found[key] = each[0]
+    one = fields.having(found)
+    inner, shared = one.integer("intermediate_size", 1, MAX_WIDTH), one.integer("num_shared_expert", 0, 64, 1)
+    return {**found, "shared_expert_intermediate_size": inner * shared}
 
 
 def mimo_keys(fields: Fields) -> dict[str, object]:
@@ -376,6 +392,18 @@ def read_limits(fields: Fields, layers: int) -> tuple[tuple[float | None, float 
     usual = (0.0,) * layers
     both = [fields.numbers(key, layers, 0.0, 1e6) if key in fields else usual for key in LIMITS]
     return tuple((routed or None, other or None) for routed, other in zip(*both, strict=True))
+
+
+def muse_keys(fields: Fields) -> dict[str, object]:
+    """What `muse_glimmer_text` says in its own way: of scores, and layer by layer of bases, 0 without."""
+    layers, theta = fields.integer("num_hidden_layers", 1, MAX_PERIOD), "layer_rope_theta"
+    slides = [bool((layers - 1 - layer) % 4) for layer in range(layers)]
+    bases = fields.numbers(theta, layers, 0.0, 1e12) if theta in fields else slides
+    alike = len({base for base in bases if base}) <= 1
+    fields.require(alike, theta, "differs among layers that turn, which is not supported")
+    scale = fields.number("qk_scale_factor", 1e-6, 1e6, 3.87) * fields.even("head_dim", 1024) ** -0.5
+    found = {"layer_types": [KINDS[slide] for slide in slides]} if "layer_types" not in fields else {}
+    return {**found, "attention_multiplier": scale, "no_rope_layers": [int(base > 0) for base in bases]}
 
 
 def nemotron_keys(fields: Fields) -> dict[str, object]:

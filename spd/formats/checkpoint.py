@@ -95,9 +95,13 @@ _RENAMED = {
         "moe": "mlp",
         "share_expert": "mlp.shared_experts",
     },
+    **{"mlp.shared_mlp": "mlp.shared_experts", "gate.wg": "gate"},
     **{"attention_sink_bias": "sinks", "pre_mlp_layernorm": "post_attention_layernorm"},
 }
 """Parts of names in checkpoints of several families, and what others call the same."""
+_SECOND = {"norm": "post_attention_layernorm", "mixer": "mlp", "final_layernorm": "final_layernorm"}
+_SECOND_BLOCK = re.compile(rf"^mtp\.layers\.1\.({'|'.join(_SECOND)})(?=\.)")
+"""Nemotron's MTP layer has its blocks in two layers: parts of the second one's names, and the same in one."""
 _RENAMED_PART = re.compile(rf"\.({'|'.join(map(re.escape, _RENAMED))})(?=\.|$)")
 
 
@@ -105,6 +109,7 @@ def text_name(name: str) -> str:
     """A tensor's name as a checkpoint of the text model alone has it."""
     wrapped = next(filter(name.startswith, _WRAPPED), "")
     name = _WRAPPED.get(wrapped, "") + name.removeprefix(wrapped)
+    name = _SECOND_BLOCK.sub(lambda found: f"mtp.layers.0.{_SECOND[found[1]]}", name)
     return _RENAMED_PART.sub(lambda found: f".{_RENAMED[found[1]]}", name)
 
 

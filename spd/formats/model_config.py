@@ -73,6 +73,8 @@ class ModelConfig:
     query_scalar: float | None = field(default=None, metadata=keyed("query_pre_attn_scalar", 1e-6, 1e9))
     """Scores are divided by its square root; None: by that of the head's size."""
     query_growth: tuple[float, int] | None = None  # see `read_growth`
+    post_norm_eps: float | None = field(default=None, metadata=keyed("post_norm_eps", 1e-12, 0.1))
+    """Of norms behind blocks, where it is another."""
     attention_softcap: float | None = field(default=None, metadata=keyed("attn_logit_softcapping", 1e-3, 1e6))
     logit_softcap: float | None = field(default=None, metadata=keyed("final_logit_softcapping", 1e-3, 1e6))
     still: tuple[bool, ...] = ()
@@ -125,11 +127,16 @@ _GEMMA3 |= {_LOCAL: 1e4, "head_dim": 256}
 _UNSAID = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208}
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _GRANITE = dict.fromkeys(_MULTIPLIERS, 1.0)
+_COHERE: dict[str, object] = {"tie_word_embeddings": True, "logit_scale": 0.0625}
+_MUSE: dict[str, object] = {**_NESTED, **_FOURTH, "head_dim": 128, "sliding_window": 2048}
+_MUSE |= {"post_norm_eps": 1e-8, "hidden_activation": "silu", "final_logit_softcapping": 20.0}
+_MUSE["logit_scale"] = 0.19611613513818404
 _STILL = {"no_rope_layers": None, "no_rope_layer_interval": 4}
 _SHARED = "shared_expert_intermediate_size"
 _GROUPS = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True}
 _DENSE, _PARTLY = "first_k_dense_replace", "partial_rotary_factor"
 _DEEPSEEK2 = {**_GROUPS, "topk_method": "greedy", "norm_topk_prob": False, _DENSE: 0}
+_GLM4: dict[str, object] = {_PARTLY: 0.5, "attention_bias": True, "head_dim": 128}
 _LFM2 = {"rope_theta": 1e6, "conv_L_cache": 3, "tie_word_embeddings": True}
 _HYBRID = {**_NESTED, "max_position_embeddings": 32768, _PARTLY: 0.25}
 _HYBRID_MOE = {**_HYBRID, _SHARED: 512, "norm_topk_prob": True}
@@ -142,9 +149,15 @@ _FAMILIES = {
     "LlamaForCausalLM": _Family("llama"),
     "MistralForCausalLM": _Family("mistral", {**_NESTED, **_SLIDES}),
     "Phi3ForCausalLM": _Family("phi3", {_PARTLY: 1.0, "sliding_window": None}),
-    "Qwen2ForCausalLM": _Family("qwen2", _SWITCHED),
-    "Qwen3ForCausalLM": _Family("qwen3", _SWITCHED),
+    "Qwen2ForCausalLM": _Family("qwen2", _SWITCHED, also=("qwen2_5_vl", "qwen2_5_vl_text")),
+    "Qwen3ForCausalLM": _Family("qwen3", _SWITCHED, also=("qwen3_vl_text",)),
     "Qwen3MoeForCausalLM": _Family("qwen3_moe", {"norm_topk_prob": False}, blocks.ROUTED),
+    "ArceeForCausalLM": _Family("arcee", {"hidden_act": "relu2"}, only={"hidden_act": ("relu2",)}),
+    "GemmaForCausalLM": _Family(
+        "gemma",
+        {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "tie_word_embeddings": True},
+        only={"hidden_act": ("gelu_pytorch_tanh",)},
+    ),
     "Gemma2ForCausalLM": _Family("gemma2", {**_GEMMA, **_CAPS, **_SLIDES, "sliding_window_pattern": 2}),
     "Gemma3ForCausalLM": _Family("gemma3_text", {**_GEMMA3, **_SLIDES, **_UNSAID}, local_base=_LOCAL),
     "DeepseekV2ForCausalLM": _Family(
@@ -170,6 +183,7 @@ _FAMILIES = {
         "ernie4_5_moe", {"rope_theta": 5e5, _DENSE: 1}, blocks.ERNIE, only={"use_bias": (False,)}
     ),
     "SmolLM3ForCausalLM": _Family("smollm3", {**_STILL, "rope_theta": 2e6, "tie_word_embeddings": True}),
+    "Olmo2ForCausalLM": _Family("olmo2"),
     "Olmo3ForCausalLM": _Family("olmo3", {**_FOURTH, "rope_theta": 5e5}, local_base="rope_theta"),
     "GraniteForCausalLM": _Family("granite", _GRANITE),
     "GraniteMoeForCausalLM": _Family("granitemoe", _GRANITE, blocks.ROUTED),
@@ -191,15 +205,16 @@ _FAMILIES = {
         only={"use_bias": (False,), "mlp_bias": (False,)},
     ),
     "SeedOssForCausalLM": _Family("seed_oss", {"attention_bias": True, "head_dim": 128}),
+    "MinistralForCausalLM": _Family("ministral", {**_SLIDES, "sliding_window_pattern": 1024}),
     "Ministral3ForCausalLM": _Family(
         "ministral3",
         {"max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "sliding_window": None, "head_dim": 128},
     ),
-    "Glm4ForCausalLM": _Family("glm4", {_PARTLY: 0.5, "attention_bias": True, "head_dim": 128}),
+    "GlmForCausalLM": _Family("glm", _GLM4),
+    "Glm4ForCausalLM": _Family("glm4", _GLM4),
     "Exaone4ForCausalLM": _Family("exaone4", _FOURTH, global_still=True),
-    "Cohere2ForCausalLM": _Family(
-        "cohere2", {**_FOURTH, "tie_word_embeddings": True, "logit_scale": 0.0625}, global_still=True
-    ),
+    "CohereForCausalLM": _Family("cohere", {**_COHERE, "rope_theta": 5e5}, only={"use_qk_norm": (False,)}),
+    "Cohere2ForCausalLM": _Family("cohere2", {**_COHERE, **_FOURTH}, global_still=True),
     "Gemma4ForCausalLM": _Family(
         "gemma4_text",
         {**_GEMMA3, "sliding_window": 512, "num_kv_shared_layers": 0},
@@ -208,6 +223,12 @@ _FAMILIES = {
         local_base=_LOCAL,
         gemma4=True,
         also=("gemma4_unified_text",),
+    ),
+    "MuseGlimmerForCausalLM": _Family(
+        "muse_glimmer_text",
+        _MUSE,
+        spelled=blocks.muse_keys,
+        only={"hidden_activation": ("silu",), "attention_bias": (False,)},
     ),
     "GptOssForCausalLM": _Family(
         "gpt_oss",
@@ -218,6 +239,13 @@ _FAMILIES = {
         blocks.GPT_OSS,
     ),
     "HunYuanDenseV1ForCausalLM": _Family("hunyuan_v1_dense", {"alpha": None}),
+    "HunYuanMoEV1ForCausalLM": _Family(
+        "hunyuan_v1_moe",
+        {"alpha": None, "num_experts_per_tok": 1, _SHARED: None},
+        blocks.ROUTED,
+        spelled=blocks.hunyuan_keys,
+        only={"use_qk_norm": (True,), "use_mixed_mlp_moe": (True,), "moe_layer_num_skipped": (0,)},
+    ),
     "MixtralForCausalLM": _Family("mixtral", {"rope_theta": 1e6, "sliding_window": None}, blocks.ROUTED),
     "MiniMaxM2ForCausalLM": _Family(
         "minimax_m2",
@@ -274,7 +302,7 @@ _OTHER_NAMES = {
     "rms_norm_eps": ("norm_eps", "layer_norm_epsilon", "layer_norm_eps", "layernorm_epsilon"),
     "num_key_value_heads": ("num_attention_groups",),
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "num_experts_per_tok": ("top_k_experts", "moe_k", "moe_top_k"),
+    "num_experts_per_tok": ("top_k_experts", "moe_k", "moe_top_k", "moe_topk"),
     "routed_scaling_factor": ("moe_router_scaling_factor",),
     "n_shared_experts": ("moe_num_shared_experts",),
     _SHARED: ("shared_intermediate_size", "moe_shared_expert_intermediate_size", "share_expert_dim"),
@@ -287,6 +315,7 @@ _OTHER_NAMES = {
     "linear_value_head_dim": ("mamba_d_head", "mamba_head_dim"),
     "mamba_conv_bias": ("use_conv_bias",),
     "layer_types": ("layers_block_type",),
+    "logit_scale": ("output_multiplier",),
     "dtype": ("torch_dtype",),
 }
 """What families call a key that is read here; two of its names may not disagree."""
@@ -300,7 +329,7 @@ _SUPPORTED: dict[str, tuple[object, ...]] = {
     "time_step_limit": ([0.0, inf], [0.0, {"__float__": "Infinity"}]),
     **dict.fromkeys(("attn_output_gate", "use_expert_bias"), (True,)),
     **dict.fromkeys(("attention_out_bias", "conv_bias", "mamba_proj_bias", "use_cla"), (False,)),
-    **dict.fromkeys(("compression_config", "mamba_dt_limit", "moe_latent_size"), ()),
+    **dict.fromkeys(("compression_config", "mamba_dt_limit"), ()),
 }
 """What keys that change the forward pass may say, whatever the family is."""
 _NULL_IS_NONE = ("sliding_window", "attention_value_scale", *_CAPS)
@@ -308,15 +337,24 @@ _NULL_IS_NONE = ("sliding_window", "attention_value_scale", *_CAPS)
 WRAPPERS = {
     "Qwen3_5ForConditionalGeneration": ("qwen3_5", "Qwen3_5ForCausalLM"),
     "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "Qwen3_5MoeForCausalLM"),
+    "Qwen3VLForConditionalGeneration": ("qwen3_vl", "Qwen3ForCausalLM"),
+    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl", "Qwen2ForCausalLM"),
+    "InternVLForConditionalGeneration": ("internvl", "Qwen2ForCausalLM"),
     "Mistral3ForConditionalGeneration": ("mistral3", "Ministral3ForCausalLM"),
     "Step3p7ForConditionalGeneration": ("step3p7", "Step3p5ForCausalLM"),
+    "MuseGlimmerForConditionalGeneration": ("muse_glimmer", "MuseGlimmerForCausalLM"),
     "Gemma3ForConditionalGeneration": ("gemma3", "Gemma3ForCausalLM"),
     "Gemma4ForConditionalGeneration": ("gemma4", "Gemma4ForCausalLM"),
     "Gemma4UnifiedForConditionalGeneration": ("gemma4_unified", "Gemma4ForCausalLM"),
 }
 """Architectures that see images too, their model types, and what their `text_config` is of."""
-_OTHER_TEXTS = {("Mistral3ForConditionalGeneration", "mistral"): "MistralForCausalLM"}
+_OTHER_TEXTS = {
+    ("Mistral3ForConditionalGeneration", "mistral"): "MistralForCausalLM",
+    ("InternVLForConditionalGeneration", "qwen3"): "Qwen3ForCausalLM",
+}
 """What it is of where it has another model type."""
+_FLAT = ("qwen2_5_vl",)
+"""Those that were published with the text's keys beside the others."""
 _OUTSIDE = ("tie_word_embeddings", "quantization_config", "dtype")
 """What holds for the text's part too where it stands beside it."""
 SUPPORTED_ARCHITECTURES = (*_FAMILIES, *WRAPPERS)
@@ -368,7 +406,10 @@ def model_config_of(fields: Fields) -> ModelConfig:
     wrapper = WRAPPERS.get(outer)
     if wrapper is not None:
         fields.choice("model_type", wrapper[:1], wrapper[0])
-        inner, fields = (each.renamed(_OTHER_NAMES) for each in (fields.nested("text_config"), fields))
+        flat = wrapper[0] in _FLAT and "text_config" not in fields
+        inner, fields = (
+            each.renamed(_OTHER_NAMES) for each in (fields if flat else fields.nested("text_config"), fields)
+        )
         around = {key: fields.values[key] for key in _OUTSIDE if key in fields}
         text = _OTHER_TEXTS.get((outer, str(inner.get("model_type"))), wrapper[1])
         fields = inner.having({**around, "architectures": [text]})

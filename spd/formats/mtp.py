@@ -130,6 +130,13 @@ FAMILIES = (
     ),
     _MTP,
     replace(_MTP, name="qwen3_next", architectures=_QWEN3_NEXT, centred_norms=True),
+    MtpFamily(
+        "nemotron_h",
+        ("NemotronHForCausalLM",),
+        "mtp.layers.{i}.",
+        _glue("mtp.layers.{i}.", "enorm", "hnorm", "eh_proj", "final_layernorm"),
+        masks_first=False,
+    ),
 )
 """Families that write the same names differ in conventions: the target's architecture decides among them,
 and the first one stands for architectures that none lists. Source: the published checkpoints' indices and
@@ -203,11 +210,11 @@ def find_mtp(architecture: str, names: Collection[str], num_layers: int | None) 
     num_layers: the target's; None in a folder that holds nothing but a head, where modules may be
     numbered from any layer on.
     """
-    if architecture == "NemotronHForCausalLM":
-        return None  # its modules have two layers
     own = [family for family in FAMILIES if architecture in family.architectures]
-    by_names = {family.glue["projection"]: family for family in (*reversed(FAMILIES), *own)}
-    for family in reversed(by_names.values()):
+    by_names: dict[str, MtpFamily] = {}
+    for family in (*own, *FAMILIES):
+        by_names.setdefault(family.glue["projection"], family)
+    for family in by_names.values():
         # Without a target's layers beside the head any layer would do.
         stems = [*family.glue.values(), *(() if num_layers is None else (family.layer,))]
         pattern = re.compile("|".join(re.sub(r"\\\{[il]\\\}", r"(\\d+)", re.escape(stem)) for stem in stems))

@@ -136,9 +136,9 @@ def read_rope(rope: Fields, max_positions: int, head_dim: int, *, partly: bool =
 
 
 def _kind(rope: Fields) -> RopeKind | Literal["dynamic"]:
-    """Under its new key or its old one; "su" is what longrope was called first."""
+    """Under its new key or its old one; "su" was longrope's first name, "mrope" speaks of images alone."""
     names: dict[str, RopeKind | Literal["dynamic"]] = {name: name for name in _NUMBERS}
-    names["su"] = "longrope"
+    names |= {"su": "longrope", "mrope": "default"}
     if "alpha" in rope:
         names["dynamic"] = "dynamic"
     scaled = any(key in rope for key in _KNOWN_KEYS.difference(_BESIDE, ROTARY_OF_IMAGES))

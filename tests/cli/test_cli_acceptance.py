@@ -90,7 +90,7 @@ def test_every_family_answers_inspect(spd_run: Callable, tmp_path: Path, family:
 
 
 def test_images_are_refused_by_name(spd_run: Callable, tmp_path: Path) -> None:
-    keys = {"architectures": ["Qwen3VLForConditionalGeneration"], "vision_config": {"depth": 2}}
+    keys = {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "vision_config": {"depth": 2}}
     ran = spd_run("inspect", write_dense(tmp_path / "vision", "gemma3", config=keys))
     assert ran.code == 4 and ran.out == b""
     assert "missing: images and sound" in ran.err and "nearest supported: Gemma3ForCausalLM" in ran.err

@@ -139,7 +139,7 @@ def test_nemotron_as_published(tmp_path: Path) -> None:
         (NEMOTRON, {"mamba_dt_limit": [0.0, 1.0]}, "mamba_dt_limit"),
         (NEMOTRON, {"hybrid_override_pattern": "ME-"}, "no layer is full_attention"),
         (NEMOTRON, {"mlp_hidden_act": "silu"}, "mlp_hidden_act: 'silu' is not supported"),
-        (NEMOTRON, {"moe_latent_size": 1024}, "moe_latent_size"),
+        (NEMOTRON, {"moe_latent_size": 0}, "moe_latent_size"),
         (NEMOTRON, {"use_bias": True}, "use_bias: true is not supported"),
         (NEMOTRON, {"time_step_limit": [0.001, 0.1]}, "time_step_limit"),
         (GRANITE, {"layer_types": ["mamba"] * 4}, "layer_types: no layer is full_attention"),

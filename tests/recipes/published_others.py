@@ -140,30 +140,132 @@ def granite(c: Config) -> Iterator[Entry]:
 
 
 def nemotron(c: Config) -> Iterator[Entry]:
-    """Below `backbone.`, one block a layer."""
+    """Below `backbone.`, one block a layer; the MTP module is two more of them."""
     hidden, vocab = c["hidden_size"], c["vocab_size"]
     yield from entries("", backbone__embeddings__weight=(vocab, hidden), lm_head__weight=(vocab, hidden))
     yield from entries("backbone.", norm_f__weight=(hidden,))
     for layer, kind in enumerate(c["hybrid_override_pattern"]):
-        stem = f"backbone.layers.{layer}."
-        yield f"{stem}norm.weight", "BF16", (hidden,)
-        if kind == "M":
-            sizes = (c["mamba_num_heads"], c["mamba_head_dim"], c["n_groups"], c["ssm_state_size"])
-            yield from mamba(f"{stem}mixer.", hidden, *sizes)
-        elif kind == "*":
-            heads, keys = c["num_attention_heads"], c["num_key_value_heads"]
-            yield from attention(f"{stem}mixer.", hidden, heads, keys, c["head_dim"])
-        else:
-            blocks = {"": c["intermediate_size"]}
-            if kind == "E":
-                count = c["n_routed_experts"]
-                yield from entries(f"{stem}mixer.gate.", weight=(count, hidden))
-                yield f"{stem}mixer.gate.e_score_correction_bias", "F32", (count,)
-                blocks = {f"experts.{e}.": c["moe_intermediate_size"] for e in range(count)}
-                blocks["shared_experts."] = c["moe_shared_expert_intermediate_size"]
-            for block, inner in blocks.items():
-                own = f"{stem}mixer.{block}"
-                yield from entries(own, up_proj__weight=(inner, hidden), down_proj__weight=(hidden, inner))
+        yield from nemotron_block(c, f"backbone.layers.{layer}.", kind)
+    if drafts := c.get("mtp_hybrid_override_pattern", ""):
+        for layer, kind in enumerate(drafts):
+            yield from nemotron_block(c, f"mtp.layers.{layer}.", kind)
+        shapes = {"enorm__weight": (hidden,), "hnorm__weight": (hidden,)}
+        yield from entries("mtp.layers.0.", **shapes, eh_proj__weight=(hidden, 2 * hidden))
+        yield f"mtp.layers.{len(drafts) - 1}.final_layernorm.weight", "BF16", (hidden,)
+
+
+def nemotron_block(c: Config, stem: str, kind: str) -> Iterator[Entry]:
+    """A layer of a kind; routed experts may stand between two projections."""
+    hidden, own = c["hidden_size"], f"{stem}mixer."
+    yield f"{stem}norm.weight", "BF16", (hidden,)
+    if kind == "M":
+        sizes = (c["mamba_num_heads"], c["mamba_head_dim"], c["n_groups"], c["ssm_state_size"])
+        yield from mamba(own, hidden, *sizes)
+    elif kind == "*":
+        heads, keys = c["num_attention_heads"], c["num_key_value_heads"]
+        yield from attention(own, hidden, heads, keys, c["head_dim"])
+    else:
+        blocks = {"": (c["intermediate_size"], hidden)}
+        if kind == "E":
+            count, latent = c["n_routed_experts"], c.get("moe_latent_size")
+            yield f"{own}gate.weight", "BF16", (count, hidden)
+            yield f"{own}gate.e_score_correction_bias", "F32", (count,)
+            sizes = c["moe_intermediate_size"], latent or hidden
+            blocks = {f"experts.{e}.": sizes for e in range(count)}
+            blocks["shared_experts."] = c["moe_shared_expert_intermediate_size"], hidden
+            if latent:
+                shapes = {"fc1_latent_proj__weight": (latent, hidden)}
+                yield from entries(own, **shapes, fc2_latent_proj__weight=(hidden, latent))
+        for block, (inner, wide) in blocks.items():
+            yield from entries(own + block, up_proj__weight=(inner, wide), down_proj__weight=(wide, inner))
+
+
+NEMOTRON_SUPER: Config = {
+    **{"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_size": 4096},
+    **{"hybrid_override_pattern": "MEM*E", "num_hidden_layers": 5, "vocab_size": 131072, "head_dim": 128},
+    **{"num_attention_heads": 32, "num_key_value_heads": 2, "mamba_num_heads": 128, "mamba_head_dim": 64},
+    **{"n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "use_conv_bias": True, "n_group": 1},
+    **{"n_routed_experts": 512, "num_experts_per_tok": 22, "moe_intermediate_size": 2688, "topk_group": 1},
+    **{"moe_latent_size": 1024, "moe_shared_expert_intermediate_size": 5376, "n_shared_experts": 1},
+    **{"routed_scaling_factor": 5.0, "norm_topk_prob": True, "mlp_hidden_act": "relu2", "use_bias": False},
+    **{"layer_norm_epsilon": 1e-5, "max_position_embeddings": 262144, "tie_word_embeddings": False},
+    **{"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E", "intermediate_size": 2688},
+}
+"""NVIDIA-Nemotron-3-Super-120B-A12B's, as readers of several public loaders check it; of 88 layers five."""
+NEMOTRON_ULTRA: Config = {
+    **{**NEMOTRON_SUPER, "hybrid_override_pattern": "M" * 48 + "*" * 12 + "E" * 48, "num_hidden_layers": 108},
+    **{"hidden_size": 8192, "moe_latent_size": 2048, "moe_intermediate_size": 5120},
+    "moe_shared_expert_intermediate_size": 10240,
+}
+"""Nemotron-3-Ultra's numbers of layers of each kind, in another order."""
+
+
+def hunyuan(c: Config) -> Iterator[Entry]:
+    """The head is the embedding; every layer has a shared expert."""
+    hidden, heads, keys, size = c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"], 128
+    yield from entries("model.", embed_tokens__weight=(c["vocab_size"], hidden), norm__weight=(hidden,))
+    for layer in range(c["num_hidden_layers"]):
+        stem = f"model.layers.{layer}."
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{stem}{name}.weight", "BF16", (hidden,)
+        yield from attention(f"{stem}self_attn.", hidden, heads, keys, size)
+        yield from entries(
+            f"{stem}self_attn.", query_layernorm__weight=(size,), key_layernorm__weight=(size,)
+        )
+        yield f"{stem}mlp.gate.wg.weight", "F32", (c["num_experts"], hidden)
+        for block in (*(f"experts.{e}" for e in range(c["num_experts"])), "shared_mlp"):
+            yield from gated(f"{stem}mlp.{block}.", hidden, c["intermediate_size"])
+
+
+HUNYUAN: Config = {
+    **{"architectures": ["HunYuanMoEV1ForCausalLM"], "model_type": "hunyuan_v1_moe", "hidden_size": 4096},
+    **{"num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
+    **{"attention_head_dim": 128, "intermediate_size": 3072, "vocab_size": 128167, "num_experts": 64},
+    **{"moe_intermediate_size": [3072] * 2, "moe_topk": [8] * 2, "num_shared_expert": [1] * 2},
+    **{"use_mixed_mlp_moe": True, "use_qk_norm": True, "use_cla": False, "moe_layer_num_skipped": 0},
+    **{"rope_theta": 10000.0, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "hidden_act": "silu"},
+    **{"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True},
+    "rope_scaling": {
+        **{"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0},
+        **{"mscale_all_dim": 1.0, "type": "dynamic"},
+    },
+}
+"""Hunyuan-A13B-Instruct's; of 32 layers two."""
+
+
+def muse_glimmer(config: Config) -> Iterator[Entry]:
+    """The text inside of what sees images, with one tensor of that."""
+    c = config["text_config"]
+    hidden, size = c["hidden_size"], c["head_dim"]
+    heads, keys, stem = c["num_attention_heads"], c["num_key_value_heads"], "model.language_model."
+    yield from entries(stem, embed_tokens__weight=(c["vocab_size"], hidden), norm__weight=(hidden,))
+    yield "lm_head.weight", "BF16", (c["vocab_size"], hidden)
+    yield "model.vision_tower.ln_pre.weight", "BF16", (1536,)
+    for layer in range(c["num_hidden_layers"]):
+        own = f"{stem}layers.{layer}."
+        norms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm")
+        for name in (*norms, "post_feedforward_layernorm"):
+            yield f"{own}{name}.weight", "BF16", (hidden,)
+        yield from attention(f"{own}self_attn.", hidden, heads, keys, size)
+        yield f"{own}self_attn.gate_proj.weight", "BF16", (heads * size, hidden)
+        yield from gated(f"{own}mlp.", hidden, c["intermediate_size"])
+
+
+MUSE: Config = {
+    **{"architectures": ["MuseGlimmerForConditionalGeneration"], "model_type": "muse_glimmer"},
+    **{"image_token_id": 200092, "tie_word_embeddings": False, "vision_config": {"hidden_size": 1536}},
+    "text_config": {
+        **{"model_type": "muse_glimmer_text", "hidden_size": 6656, "intermediate_size": 19968},
+        **{"num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128},
+        **{"vocab_size": 202048, "hidden_activation": "silu", "max_position_embeddings": 131072},
+        **{"rms_norm_eps": 1e-5, "sliding_window": 2048, "final_logit_softcapping": 20.0},
+        **{"qk_scale_factor": 3.87, "output_multiplier": 0.19611613513818404, "post_norm_eps": 1e-8},
+        **{"layer_types": [*["sliding_attention"] * 3, "full_attention"], "attention_bias": False},
+        **{"layer_rope_theta": [500000.0] * 3 + [0], "tie_word_embeddings": False},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
+}
+"""Muse-Glimmer-30B's; of 52 layers four."""
 
 
 def fp8(stem: str, **shapes: tuple[int, int]) -> Iterator[Entry]:

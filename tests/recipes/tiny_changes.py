@@ -24,6 +24,11 @@ def without_output_bias(tensors: Tensors) -> Tensors:
     return {name: tensor for name, tensor in tensors.items() if not name.endswith("o_proj.bias")}
 
 
+def with_centred_norms(tensors: Tensors) -> Tensors:
+    """Every scale stored as its distance from 1."""
+    return {name: t - 1 if name.endswith("norm.weight") else t for name, t in tensors.items()}
+
+
 def with_gemma_norms(tensors: Tensors) -> Tensors:
     """Four norms a layer, every scale stored as its distance from 1; those behind a block speak softly."""
     found: Tensors = {}
@@ -35,6 +40,16 @@ def with_gemma_norms(tensors: Tensors) -> Tensors:
                 found[f"{prefix}{behind}.weight"] = tensor.roll(number + 1) * 0.4 - 1
         else:
             found[name] = tensor - 1 if name.endswith("norm.weight") else tensor
+    return found
+
+
+def with_apart_gates(tensors: Tensors) -> Tensors:
+    """Muse-Glimmer: those norms but for the last one, and a matrix of gates beside queries."""
+    found = {**with_gemma_norms(tensors), "model.norm.weight": tensors["model.norm.weight"]}
+    for name, tensor in tensors.items():
+        if name.endswith("self_attn.q_proj.weight"):
+            own = name.replace("q_proj", "gate_proj")
+            found[own] = drawn(own, tuple(tensor.shape), 1.5 / tensor.shape[1] ** 0.5)
     return found
 
 
@@ -105,11 +120,17 @@ def with_routed_norms(tensors: Tensors) -> Tensors:
 
 def with_glm4_norms(tensors: Tensors) -> Tensors:
     """Four norms a layer; gate and up in one tensor."""
-    found = without_output_bias(tensors)
+    found = dict(tensors)
     for name, tensor in tensors.items():
         if name.endswith("input_layernorm.weight"):
             for number, behind in enumerate(("post_self_attn_layernorm", "post_mlp_layernorm")):
                 found[name.replace("input_layernorm", behind)] = tensor.roll(number + 1) * 0.4
+    return with_fused_mlp(found)
+
+
+def with_fused_mlp(tensors: Tensors) -> Tensors:
+    """Gate and up in one tensor; biases of queries, keys and values only."""
+    found = without_output_bias(tensors)
     both = fused({name: t for name, t in found.items() if "mlp" in name})
     return {**{name: t for name, t in found.items() if ".mlp." not in name}, **both}
 
@@ -122,6 +143,18 @@ def with_shared_expert(tensors: Tensors) -> Tensors:
         found[f"{stem}shared_expert_gate.weight"] = drawn(f"{stem}sg", (1, hidden), 0.2)
         for part, shape in (("gate", (48, hidden)), ("up", (48, hidden)), ("down", (hidden, 48))):
             own = f"{stem}shared_expert.{part}_proj.weight"
+            found[own] = drawn(own, shape, 1.2 / shape[1] ** 0.5)
+    return found
+
+
+def with_shared_mlp(tensors: Tensors) -> Tensors:
+    """HunYuan-MoE: its names of norms and of the router, and an expert for every row."""
+    found = renamed(q_norm="query_layernorm", k_norm="key_layernorm")(tensors)
+    for name in [name for name in found if name.endswith("mlp.gate.weight")]:
+        stem, hidden = name.removesuffix("gate.weight"), found[name].shape[1]
+        found[f"{stem}gate.wg.weight"] = found.pop(name)
+        for part, shape in (("gate", (32, hidden)), ("up", (32, hidden)), ("down", (hidden, 32))):
+            own = f"{stem}shared_mlp.{part}_proj.weight"
             found[own] = drawn(own, shape, 1.2 / shape[1] ** 0.5)
     return found
 
@@ -151,7 +184,7 @@ def with_narrow_values(tensors: Tensors, value: int = 10, kinds: str = "FSSS") -
 
 def with_head_gates(tensors: Tensors, kinds: str = "FSSF") -> Tensors:
     """Step-3.7: a gate a head; sliding layers have six heads in place of four; norms stored around 0."""
-    found = {n: t - 1 if n.endswith("norm.weight") else t for n, t in tensors.items()}
+    found = with_centred_norms(tensors)
     for name in [name for name in found if name.endswith("self_attn.q_proj.weight")]:
         stem, hidden = name.removesuffix("q_proj.weight"), found[name].shape[1]
         heads = 6 if kinds[int(name.split(".")[2])] == "S" else 4
@@ -315,8 +348,11 @@ def mamba(stem: str, hidden: int, heads: int, size: int, groups: int, state: int
     return {stem + name: drawn(stem + name, *how) for name, how in shapes.items()}
 
 
-def with_single_blocks(tensors: Tensors, kinds: str) -> Tensors:
-    """Nemotron-H: of each layer one block under its own names; matrices without gates."""
+def with_single_blocks(tensors: Tensors, kinds: str, latent: int = 0) -> Tensors:
+    """Nemotron-H: of each layer one block under its own names; matrices without gates.
+
+    latent: the width that routed experts work in, where it is another.
+    """
     found: Tensors = {}
     for name, tensor in tensors.items():
         if not name.startswith("model.layers."):
@@ -334,11 +370,18 @@ def with_single_blocks(tensors: Tensors, kinds: str) -> Tensors:
         elif kind == "*" and inside.startswith("self_attn.") and "norm" not in inside:
             found[f"{to}mixer.{inside.removeprefix('self_attn.')}"] = tensor
         elif kind in "-E" and inside.startswith("mlp.") and "gate_proj" not in inside:
-            found[f"{to}mixer.{inside.removeprefix('mlp.')}"] = tensor
+            own = f"{to}mixer.{inside.removeprefix('mlp.')}"
+            if latent and ".experts." in inside:
+                shape = (len(tensor), latent) if "up_proj" in inside else (latent, tensor.shape[1])
+                tensor = drawn(own, shape, float(tensor.std()) * (tensor.shape[1] / shape[1]) ** 0.5)
+            found[own] = tensor
             if inside == "mlp.gate.weight":
                 own = f"{to}mixer.gate.e_score_correction_bias"
                 found[own] = drawn(own, (8,), 0.1)
-                for part, shape in (("up", (48, 64)), ("down", (64, 48))):
-                    own = f"{to}mixer.shared_experts.{part}_proj.weight"
+                shapes = {"shared_experts.up_proj": (48, 64), "shared_experts.down_proj": (64, 48)}
+                if latent:
+                    shapes |= {"fc1_latent_proj": (latent, 64), "fc2_latent_proj": (64, latent)}
+                for part, shape in shapes.items():
+                    own = f"{to}mixer.{part}.weight"
                     found[own] = drawn(own, shape, 1.0 / shape[1] ** 0.5)
     return found

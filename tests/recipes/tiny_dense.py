@@ -23,7 +23,10 @@ from tests.recipes.tiny_changes import (
     packed_experts,
     renamed,
     unchanged,
+    with_apart_gates,
+    with_centred_norms,
     with_convolutions,
+    with_fused_mlp,
     with_gemma_norms,
     with_glm4_norms,
     with_head_gates,
@@ -32,6 +35,7 @@ from tests.recipes.tiny_changes import (
     with_post_norms_alone,
     with_routed_norms,
     with_shared_expert,
+    with_shared_mlp,
     with_sides,
     with_single_blocks,
     with_sinks,
@@ -148,6 +152,45 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Tensors], Te
         },
         with_gemma_norms,
     ),
+    "gemma": (
+        {"architecture": LLAMA, "kv_heads": 1},
+        {"architectures": ["GemmaForCausalLM"], "model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"},
+        with_centred_norms,
+    ),
+    "arcee": (
+        {"architecture": LLAMA, "tie": False, "rope": {"rope_theta": 1e4, **YARN}},
+        {"architectures": ["ArceeForCausalLM"], "model_type": "arcee", "hidden_act": "relu2"},
+        renamed(gate_proj="none"),
+    ),
+    "olmo2": (
+        {"architecture": LLAMA, "tie": False},
+        {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "pad_token_id": 0},
+        with_whole_norms,
+    ),
+    "glm": (
+        {"architecture": LLAMA, "attention_bias": True, "tie": False},
+        {
+            **{"architectures": ["GlmForCausalLM"], "model_type": "glm", "attention_bias": True},
+            **{"partial_rotary_factor": 0.5, "pad_token_id": 0},
+        },
+        with_fused_mlp,
+    ),
+    "cohere": (
+        {"architecture": LLAMA},
+        {
+            **{"architectures": ["CohereForCausalLM"], "model_type": "cohere", "layer_norm_eps": 1e-5},
+            **{"logit_scale": 0.7, "pad_token_id": 0},
+        },
+        renamed(post_attention_layernorm="none"),
+    ),
+    "ministral": (
+        {"architecture": LLAMA, "tie": False},
+        {
+            **{"architectures": ["MinistralForCausalLM"], "model_type": "ministral"},
+            **{"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        },
+        unchanged,
+    ),
     "smollm3": (
         {"architecture": LLAMA},
         {
@@ -249,6 +292,17 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Tensors], Te
         },
         partial(with_sides, sparse=True),
     ),
+    "muse_glimmer": (
+        {"architecture": LLAMA, "tie": False, "rope_style": "parameters"},
+        {
+            **{"architectures": ["MuseGlimmerForCausalLM"], "model_type": "muse_glimmer_text"},
+            **{"hidden_activation": "silu", "sliding_window": WINDOW, "layer_rope_theta": [0, 1e4, 1e4, 0]},
+            **{"layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"]},
+            **{"qk_scale_factor": 1.7, "output_multiplier": 0.7, "final_logit_softcapping": 8.0},
+            **{"post_norm_eps": 1e-3, "pad_token_id": 0},
+        },
+        with_apart_gates,
+    ),
     "gpt_oss": (
         {**SPARSE, "attention_bias": True, "heads": 4},
         {
@@ -270,6 +324,19 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Tensors], Te
         },
         {"architectures": ["HunYuanDenseV1ForCausalLM"], "model_type": "hunyuan_v1_dense"},
         renamed(q_norm="query_layernorm", k_norm="key_layernorm"),
+    ),
+    "hunyuan_moe": (
+        {
+            **SPARSE,
+            "extra": {"num_experts": 8, "moe_intermediate_size": 32},
+            "rope": {"rope_theta": 1e4, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0},
+        },
+        {
+            **{"architectures": ["HunYuanMoEV1ForCausalLM"], "model_type": "hunyuan_v1_moe"},
+            **{"moe_topk": [3] * 4, "moe_intermediate_size": [32] * 4, "num_shared_expert": [1] * 4},
+            **{"intermediate_size": 32, "pad_token_id": 0},
+        },
+        with_shared_mlp,
     ),
     "granite_hybrid": (
         {"architecture": LLAMA},
@@ -303,6 +370,18 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Tensors], Te
             **{"moe_shared_expert_intermediate_size": 48, "topk_group": 1, "routed_scaling_factor": 1.5},
         },
         partial(with_single_blocks, kinds="M*-E"),
+    ),
+    "nemotron_h_latent": (
+        {
+            **{"architecture": "Qwen3MoeForCausalLM", "tie": False},
+            "extra": {**EXPERTS, "mlp_only_layers": [0, 1, 2]},
+        },
+        {
+            **{**NEMOTRON, "hybrid_override_pattern": "M*-E", "n_routed_experts": 8, "n_group": 1},
+            **{"moe_shared_expert_intermediate_size": 48, "topk_group": 1, "routed_scaling_factor": 2.5},
+            **{"moe_latent_size": 24, "mtp_hybrid_override_pattern": "*E"},
+        },
+        partial(with_single_blocks, kinds="M*-E", latent=24),
     ),
     "lfm2": ({"architecture": QWEN3, "intermediate": 80}, LFM2, with_convolutions),
     "lfm2_moe": (

@@ -56,6 +56,12 @@ NAMES: dict[str, tuple[str, str, str, str | None, str, bool]] = {
         "model.mtp_block.{i}.",
         False,
     ),
+    "nemotron_h": (
+        *(f"mtp.layers.0.{name}" for name in ("enorm", "hnorm", "eh_proj")),
+        "mtp.layers.1.final_layernorm",
+        "mtp.layers.",
+        False,
+    ),
     "mtp": (
         "mtp.pre_fc_norm_embedding",
         "mtp.pre_fc_norm_hidden",
@@ -143,6 +149,14 @@ def module_tensors(
         inside = {n: t for n, t in inside.items() if not n.startswith(("mlp.", "moe.", "share_expert."))}
         first = "model.layers.0.mlp."
         inside |= {f"mlp.{n.removeprefix(first)}": t for n, t in target.items() if n.startswith(first)}
+    if family == "nemotron_h":  # a layer that attends and one of experts, behind each other
+        stems = "backbone.layers.1.", f"backbone.layers.{layers - 1}."
+        inside = {
+            f"{number}.{name.removeprefix(stem)}": t
+            for number, stem in enumerate(stems)
+            for name, t in target.items()
+            if name.startswith(stem)
+        }
     if family == "mimo_v2":
         inside["pre_mlp_layernorm.weight"] = inside.pop("post_attention_layernorm.weight")
     if kind == "random":
@@ -156,7 +170,7 @@ def module_tensors(
     else:
         noise = draw("hidden", (hidden, hidden), hidden_share * EMBEDDING_STD / math.sqrt(hidden))
         halves = [EMBEDDING_STD * torch.eye(hidden), noise]
-    final = target["model.norm.weight"]
+    final = target["backbone.norm_f.weight" if family == "nemotron_h" else "model.norm.weight"]
     found = {
         f"{token_norm}.weight": draw("enorm", (hidden,), 0.1 if kind == "random" else 0.0, 1.0),
         f"{hidden_norm}.weight": draw("hnorm", (hidden,), 0.1, 1.0),

@@ -35,6 +35,7 @@ CONVENTIONS = {
     "mimo_v2": Conventions(masks_first=False),
     "step3": Conventions(masks_first=False),
     "mtp": Conventions(masks_first=False),
+    "nemotron_h": Conventions(masks_first=False),
 }
 
 
@@ -244,3 +245,46 @@ class LibraryMtp(PlainMtp):
         )
         found: Tensor = out[0] if isinstance(out, tuple) else out
         return found[0] if found.dim() == 3 else found
+
+
+class NemotronMtp(PlainMtp):
+    """The same for Nemotron-H, whose module is two of the library's layers, which know no positions."""
+
+    def __init__(self, folder: Path, scratch: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.config = json.loads((folder / "config.json").read_text())
+        self.tensors = {name: t.double() for name, t in load_file(folder / "model.safetensors").items()}
+        self.epsilon = self.config["layer_norm_epsilon"]
+        self.family, self.modules, self.conventions = "nemotron_h", 1, CONVENTIONS["nemotron_h"]
+        self.embedding, self.head = self.tensors["backbone.embeddings.weight"], self.tensors["lm_head.weight"]
+        around = ("enorm", "hnorm", "eh_proj", "final_layernorm")
+        kept = {n: t for n, t in self.tensors.items() if not n.startswith(("backbone.layers.", "mtp."))}
+        kept |= {
+            name.replace("mtp.", "backbone."): tensor
+            for name, tensor in self.tensors.items()
+            if name.startswith("mtp.layers.") and name.split(".")[3] not in around
+        }
+        scratch.mkdir()
+        save_file(kept, scratch / "model.safetensors", metadata={"format": "pt"})
+        config = {**self.config, "hybrid_override_pattern": "*E", "num_hidden_layers": 2}
+        (scratch / "config.json").write_text(json.dumps(config))
+        how: dict[str, Any] = {"dtype": torch.float64, "attn_implementation": "eager"}
+        how["experts_implementation"] = "eager"
+        self.model = AutoModelForCausalLM.from_pretrained(folder, **how).eval().model
+        self.blocks = AutoModelForCausalLM.from_pretrained(scratch, **how).eval().model.layers
+
+    @torch.inference_mode()
+    def hidden(self, tokens: list[int]) -> Tensor:
+        """See `PlainTarget.hidden`."""
+        found: Tensor = self.model(torch.tensor([tokens])).last_hidden_state[0]
+        return found
+
+    @torch.inference_mode()
+    def layer(self, x: Tensor, prefix: str) -> Tensor:
+        """See `PlainMtp.layer`."""
+        mask = torch.full((1, 1, len(x), len(x)), -torch.inf, dtype=x.dtype).triu(1)
+        stream = x[None]
+        for block in self.blocks:
+            stream = block(stream, attention_mask=mask)
+        return stream[0]

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from spd.formats.checkpoint import Checkpoint
-from spd.formats.model_config import SUPPORTED_ARCHITECTURES
+from spd.formats.model_config import SUPPORTED_ARCHITECTURES, WRAPPERS
 from spd.runtime import SamplingParams
-from tests.helpers import make_engine, random_prompts, read_model_config, run_all, speaks_as
+from tests.helpers import edit_weights, make_engine, random_prompts, read_model_config, run_all, speaks_as
 from tests.recipes.tiny import LLAMA, VARIANTS
 from tests.recipes.tiny_dense import FAMILIES, LONG_ORIGINAL, write_dense
-from tests.runtime.test_runtime_wrappers import VISION, WRAPPED
+from tests.runtime.test_runtime_wrappers import WRAPPED
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("untried")
@@ -26,21 +26,36 @@ pytestmark = pytest.mark.usefixtures("untried")
 def as_known(folder: Path, elsewhere: Path) -> Path:
     """A copy under the architecture whose layers MiMo's are; `transformers` does not know MiMo itself.
 
-    And Step-3.5 only inside of what sees images.
+    And Step-3.5 and Muse-Glimmer only inside of what sees images.
     """
     shutil.copytree(folder, elsewhere / "known")
     path = elsewhere / "known" / "config.json"
     config = json.loads(path.read_text())
-    if config["model_type"] == "step3p5":
-        vision = {**VISION, "model_type": "step3p5_vision"}
-        names = {"architectures": ["Step3p7ForConditionalGeneration"], "model_type": "step3p7"}
+    if (wrapper := SEEING.get(config["model_type"])) is not None:
+        names = {"architectures": [wrapper], "model_type": WRAPPERS[wrapper][0]}
+        vision = WRAPPED[wrapper][0]["vision_config"]
         config = {"text_config": config, "vision_config": vision, "tie_word_embeddings": False}
+        if wrapper.startswith("Muse"):
+            config |= {"out_hidden_size": 64, "projector_hidden_size": 16}
+            edit_weights(path.parent, within)
     else:
         names = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
     path.write_text(json.dumps({**config, **names}))
     return path.parent
 
 
+def within(tensors: dict[str, torch.Tensor]) -> None:
+    """Names of a text model's tensors become those inside of what sees images too."""
+    for name in [name for name in tensors if name.startswith("model.")]:
+        tensors[name.replace("model.", "model.language_model.", 1)] = tensors.pop(name)
+
+
+SEEING = {
+    "step3p5": "Step3p7ForConditionalGeneration",
+    "muse_glimmer_text": "MuseGlimmerForConditionalGeneration",
+}
+ALONE = ("mimo", "step3", "muse_glimmer")
+"""Families of which the library has no class of text alone."""
 FEW = (
     *("llama2", "llama3", "biases", "yarn", "tied", "qwen3", "gqa8", "deepseek_v2", "deepseek_v3"),
     *("glm4_moe", "glm4_moe_lite", "qwen3_moe", "mimo", "ernie4_5", "ernie4_5_moe"),
@@ -62,20 +77,20 @@ def test_logits_and_greedy_text_equal_transformers(
     """A prompt several windows long, and for one family so long that whole blocks are left behind."""
     own = name in VARIANTS
     folder = tiny(name) if own else write_dense(tmp_path / "model", name, max_positions=2048)
-    known = as_known(folder, tmp_path) if name in ("mimo", "step3") else folder
-    kind = transformers.AutoModelForImageTextToText if name == "step3" else transformers.AutoModelForCausalLM
+    known = as_known(folder, tmp_path) if name in ALONE else folder
+    sees = name in ALONE[1:]
+    kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
     reference = kind.from_pretrained(known, dtype=torch.float32).eval()
     engine = make_engine(folder, ctx=LONG_ORIGINAL if name == "phi3_long" else 256 if own else 1024)
     prompt = random_prompts(1, 700 if name == "mistral" else 90, 256, seed=len(name))[0]
-    run = speaks_as(reference, engine, prompt, 12)
+    run = speaks_as(reference, engine, prompt)
     assert max(run.tokens) < engine.usable_vocab
     if own:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         assert run.text == tokenizer.decode(run.tokens, skip_special_tokens=True)
-    assert run.finish_reason == ("stop" if run.tokens[-1] in engine.eos_ids else "length")
 
 
-@pytest.mark.parametrize("variant", every("mimo", "step3"))
+@pytest.mark.parametrize("variant", every(*ALONE))
 def test_what_transformers_saves_is_read(tiny: Callable[..., Path], tmp_path: Path, variant: str) -> None:
     """Every class in the installed version's own spelling: the same model, tensor by tensor."""
     folder = tiny(variant) if variant in VARIANTS else write_dense(tmp_path / "published", variant)
@@ -119,7 +134,7 @@ def test_an_end_token_ends_both(tiny: Callable[..., Path]) -> None:
     end = next(t for t in free.tokens[4:] if free.tokens.index(t) >= 4)
     stopping = tiny("qwen3", eos=(end,))
     reference = transformers.AutoModelForCausalLM.from_pretrained(stopping, dtype=torch.float32).eval()
-    wanted = speaks_as(reference, make_engine(stopping), prompt).tokens
+    wanted = speaks_as(reference, make_engine(stopping), prompt, 24, ends=True).tokens
     for wishes in (
         {"spec": "ngram", "draft_max": 4},
         {"spec": "draft", "draft_model": stopping, "draft_max": 4},

@@ -17,7 +17,7 @@ from spd.runtime.models.decoder import Decoder, HeadModel
 from spd.runtime.proposers.head import HeadProposer
 from tests.helpers import Run, make_engine, quick_engine, random_prompts, run_all
 from tests.recipes.tiny_mtp import write_tiny_mtp
-from tests.runtime.mtp_reference import LibraryMtp, PlainDrafter, PlainMtp
+from tests.runtime.mtp_reference import LibraryMtp, NemotronMtp, PlainDrafter, PlainMtp
 
 VOCAB = 256
 TOO_NEAR = 1e-4
@@ -35,10 +35,11 @@ HEADS: dict[str, dict[str, Any]] = {
     "glm4_lite": {"family": "glm4", "variant": "glm4_moe_lite"},
     "mimo_v2": {"family": "mimo_v2", "variant": "mimo_v2", "modules": 2},
     "step3": {"family": "step3", "variant": "step3", "modules": 3},
+    "nemotron_h": {"family": "nemotron_h", "variant": "nemotron_h_latent"},
 }
 BY_LIBRARY = ("deepseek_v3", "deepseek_v3_2", "glm4", "glm4_lite", "mimo_v2", "step3")
 SHORT = {("deepseek", 1), ("mimo3", 4), ("ernie", 2), ("deepseek_v3", 3), ("glm4_lite", 2)}
-SHORT |= {("mimo_v2", 3), ("step3", 2)}
+SHORT |= {("mimo_v2", 3), ("step3", 2), ("nemotron_h", 3)}
 
 Shelf = Callable[..., Path]
 Texts = list[tuple[tuple[int, ...], Run]]
@@ -96,9 +97,13 @@ def test_drafts_are_the_reference_s(heads: Shelf, tmp_path: Path, name: str, k: 
     total, short = 0, (name, k) in SHORT
     for kind in ("copy",) if short else ("random", "copy"):
         folder = heads(name, kind)
-        plain = PlainMtp(folder, family, modules)
+        plain: PlainDrafter
         if name in BY_LIBRARY:
             plain = LibraryMtp(folder, family, modules, tmp_path / kind)
+        elif name == "nemotron_h":
+            plain = NemotronMtp(folder, tmp_path / kind)
+        else:
+            plain = PlainMtp(folder, family, modules)
         engine = make_engine(folder, spec="mtp", draft_max=k, kernels="torch" if k == 1 else "auto")
         wrong, seen, rejected = compared(plain, texts(engine, 24 if short else 60), 6 if short else 1000)
         assert wrong == 0, (kind, wrong, seen)

@@ -180,6 +180,9 @@ OTHERS = {
     "LFM2-1.2B": (LFM2, others.lfm2, "off"),
     "a Granite 4 of 4 layers": (GRANITE, others.granite, "off"),
     "a Nemotron 3 of 6 layers": (NEMOTRON, others.nemotron, "off"),
+    "a Nemotron 3 Super of 5 layers": (others.NEMOTRON_SUPER, others.nemotron, "mtp"),
+    "a Hunyuan-A13B of 2 layers": (others.HUNYUAN, others.hunyuan, "off"),
+    "a Muse-Glimmer of 4 layers": (others.MUSE, others.muse_glimmer, "off"),
     "gpt-oss-20b": (others.GPT_OSS, others.gpt_oss, "off"),
     "a MiniMax-M2 of 2 layers": (others.MINIMAX_M2, others.minimax_m2, "off"),
     "a Step-3.7-Flash of 5 layers": (others.STEP3, others.step3, "mtp"),
@@ -191,7 +194,7 @@ OTHERS = {
 def test_every_tensor_of_other_families_is_used(name: str, tmp_path: Path) -> None:
     config, tensors, spec = OTHERS[name]
     folder = ModelFolder(others.write_release(tmp_path, config, tensors))
-    seen = [name for name in folder.checkpoint.tensors if name.startswith("vision")]
+    seen = [name for name in folder.checkpoint.tensors if "vision" in name]
     assert check_weights(folder.checkpoint, folder.config, family_layout(folder.config)) == seen
     plan = planned(folder)
     assert plan.spec.split("+")[0] in (spec, "ngram")
@@ -206,3 +209,9 @@ def test_every_tensor_of_other_families_is_used(name: str, tmp_path: Path) -> No
     else:  # scales of FP8 blocks stand at every row
         most = 1.01 if folder.config.quantization is None else 1.04
         assert plan.need.weights + plan.need.draft_weights < most * stored
+
+
+def test_the_table_of_nemotron_makes_as_many_tensors_as_ultra_has() -> None:
+    """Its index was reported to have so many, of which these are MTP's."""
+    names = [name for name, _, _ in others.nemotron(others.NEMOTRON_ULTRA)]
+    assert (len(names), sum(name.startswith("mtp.") for name in names)) == (51_023, 1_040)

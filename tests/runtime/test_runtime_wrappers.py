@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import make_engine, random_prompts, speaks_as
-from tests.recipes.tiny import write_tokenizer
+from tests.helpers import make_engine, random_prompts, read_model_config, speaks_as
+from tests.recipes.tiny import write_json, write_tokenizer
 
 SMALL = {
     **{"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 320},
@@ -34,7 +34,34 @@ GEMMA4_VISION = {
     **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
     **{"num_key_value_heads": 2, "head_dim": 8},
 }
+QWEN_VISION = {
+    **{"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 48},
+    **{"deepstack_visual_indexes": [0], "fullatt_block_indexes": [0]},
+}
+BY_AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
 WRAPPED: dict[str, list[dict[str, Any]]] = {
+    "Qwen3VLForConditionalGeneration": [
+        {
+            "text_config": {**SMALL, "model_type": "qwen3_vl_text", "rope_parameters": BY_AXES},
+            "vision_config": QWEN_VISION,
+        }
+    ],
+    "Qwen2_5_VLForConditionalGeneration": [
+        {
+            "text_config": {**SMALL, "model_type": "qwen2_5_vl_text", "rope_parameters": BY_AXES},
+            "vision_config": QWEN_VISION,
+        }
+    ],
+    "InternVLForConditionalGeneration": [
+        {
+            "text_config": {**SMALL, "model_type": kind},
+            "vision_config": {
+                **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+                **{"num_attention_heads": 2, "image_size": [28, 28]},
+            },
+        }
+        for kind in ("qwen2", "qwen3")
+    ],
     "Mistral3ForConditionalGeneration": [
         {"text_config": {**SMALL, "model_type": "mistral"}, "vision_config": VISION},
         {
@@ -52,6 +79,19 @@ WRAPPED: dict[str, list[dict[str, Any]]] = {
                 **{"swiglu_limits": [0, 0.5, 0], "swiglu_limits_shared": [0.6, 0.4, None]},
             },
             "vision_config": {**VISION, "model_type": "step3p5_vision"},
+        }
+    ],
+    "MuseGlimmerForConditionalGeneration": [
+        {
+            "text_config": {
+                **{**SMALL, "model_type": "muse_glimmer_text", "sliding_window": 24, "num_hidden_layers": 5},
+                **{"qk_scale_factor": 2.5, "output_multiplier": 1.7, "post_norm_eps": 1e-3},
+            },
+            "vision_config": {
+                **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+                **{"num_attention_heads": 2, "model_type": "muse_glimmer_vision"},
+            },
+            **{"out_hidden_size": 64, "projector_hidden_size": 16},
         }
     ],
     "Gemma3ForConditionalGeneration": [
@@ -97,6 +137,20 @@ def shaken(model: Any) -> None:
         else:
             std = 0.05 if "embed_tokens" in name else 1.4 / weight.shape[-1] ** 0.5
             weight.copy_(std * torch.randn(weight.shape, generator=generator))
+
+
+def test_qwen2_5_vl_as_it_was_published(tmp_path: Path) -> None:
+    """The text's keys stand beside the others; the file of version 5 says the same."""
+    outer = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
+    text = {**SMALL, "rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 2]}}
+    found = []
+    for number, config in enumerate(({**outer, **text}, {**outer, "text_config": text})):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write_json(folder / "config.json", {**config, "vision_config": {"depth": 1}, "image_token_id": 300})
+        found.append(read_model_config(folder))
+    assert found[0] == found[1] and found[0].architecture == "Qwen2ForCausalLM"
+    assert found[0].rope.theta == 1e6
 
 
 @pytest.mark.parametrize(("name", "config"), CASES)

@@ -93,7 +93,7 @@ def _filled(space: WeightSpace, fill: Fill, layout: ModelLayout) -> None:
     fill(views)
     if layout.centred_norm:
         for name, view in views.items():
-            if "norm" in name and view.dim() == 1 and not name.endswith(weights.PLAIN_NORM):
+            if "norm" in name and view.dim() == 1 and not name.endswith(layout.plain_norm):
                 view.add_(1)
 
 

@@ -11,11 +11,12 @@ from spd.runtime.models import assistant, eagle3, families
 from spd.runtime.models.weights import ModelLayout
 
 _NAMES: dict[Callable[[ModelConfig], ModelLayout], str] = {
-    families.llama: "Llama Mistral SmolLM3 Granite GraniteMoe Ministral3 Mixtral",
+    families.llama: "Llama Mistral SmolLM3 Granite GraniteMoe Ministral Ministral3 Mixtral",
     families.phi3: "Phi3",
     families.qwen2: "Qwen2 MiMo Qwen2Moe",
     families.qwen3: "Qwen3 Qwen3Moe",
-    families.gemma: "Gemma2 Gemma3",
+    families.gemma: "Gemma Gemma2 Gemma3",
+    families.arcee: "Arcee",
     families.deepseek: "DeepseekV2 DeepseekV3 Glm4MoeLite",
     families.glm4_moe: "Glm4Moe SeedOss",
     families.lfm2: "Lfm2 Lfm2Moe",
@@ -23,14 +24,15 @@ _NAMES: dict[Callable[[ModelConfig], ModelLayout], str] = {
     families.step3: "Step3p5",
     families.mimo_v2: "MiMoV2Flash",
     families.ernie4_5: "Ernie4_5 Ernie4_5_Moe",
-    families.olmo3: "Olmo3 Exaone4",
+    families.olmo3: "Olmo2 Olmo3 Exaone4",
     families.gemma4: "Gemma4",
+    families.muse_glimmer: "MuseGlimmer",
     families.gpt_oss: "GptOss",
     families.granite_hybrid: "GraniteMoeHybrid",
     families.nemotron_h: "NemotronH",
-    families.glm4: "Glm4",
-    families.cohere2: "Cohere2",
-    families.hunyuan: "HunYuanDenseV1",
+    families.glm4: "Glm Glm4",
+    families.cohere2: "Cohere Cohere2",
+    families.hunyuan: "HunYuanDenseV1 HunYuanMoEV1",
     families.minimax_m2: "MiniMaxM2",
 }
 """Families, and the classes that they make layouts of, without ForCausalLM."""

@@ -30,7 +30,7 @@ class Attention:
         self.layout, self.epsilon, self.kernels = layout, build.epsilon, build.kernels
         scale = layout.head_dim**-0.5 if layout.scale is None else layout.scale
         self.scores = Scores(scale, layout.sliding, layout.softcap, tensors.get("sinks"))
-        if layout.gated:
+        if layout.gates_beside:
             build.reorder(tensors, "qkv", _gates_last(layout))
         if (order := layout.rotary.order) is not None:
             turned = slice((layout.num_heads + layout.num_kv_heads) * layout.head_dim)
@@ -38,7 +38,7 @@ class Attention:
                 build.reorder(tensors, name, order, turned)
         self.qkv = build.matrix(tensors, "qkv") if layout.reads_pairs else build.after_norm(tensors, "qkv")
         self.gates = build.after_norm(tensors, "gates") if layout.head_gates else None
-        self.output = build.summed(tensors, "output", centred=layout.centred_output)
+        self.output = build.summed(tensors, "output", layout.post_epsilon, centred=layout.centred_output)
         self.parts = [layout.widest, layout.num_heads * layout.head_dim]
         """Columns of queries, keys and values, and of gates behind them."""
         self.pair_norms = (tensors["norm"], tensors["state_norm"]) if layout.reads_pairs else None
@@ -48,6 +48,9 @@ class Attention:
             heads = [("q_norm", layout.num_heads), ("k_norm", layout.num_kv_heads)]
             heads = heads[: 1 if layout.reads is not None else 2]
             self.qk_weight = torch.cat([tensors[name].expand(count, -1) for name, count in heads])
+        if layout.bare_norms:
+            heads_alike = layout.num_heads + layout.num_kv_heads, layout.head_dim
+            self.qk_weight = torch.ones(heads_alike, dtype=build.dtype, device=build.place.device)
         self.query_factor: Tensor | None = None
         """Of norms behind the rotation: their scales [D] meet in products of queries and keys alone."""
         if layout.late_norms and self.qk_weight is not None:

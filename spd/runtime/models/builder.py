@@ -236,14 +236,18 @@ class LayerBuilder:
             if each_name in tensors and each_name not in tensors.grouped:
                 reorder_heads(tensors[each_name][part], order)
 
-    def summed(self, tensors: Tensors, name: str, *, centred: bool = False) -> AnyLinear:
+    def summed(
+        self, tensors: Tensors, name: str, epsilon: float | None = None, *, centred: bool = False
+    ) -> AnyLinear:
         """The matrix `name` at a block's end, of whose columns a rank has its own.
 
+        epsilon: of the norm behind it, where it is another than elsewhere.
         centred: what it makes of any row has a mean of 0.
         """
         if centred:
             self._centre(tensors, name)
-        around, bias = Around(self.epsilon, post_norm=tensors.get("post_norm")), tensors.get(f"{name}_bias")
+        around = Around(epsilon or self.epsilon, post_norm=tensors.get("post_norm"))
+        bias = tensors.get(f"{name}_bias")
         weight = self._kept(tensors, name, cut=True)
         if self.ranks is None:
             return self.linear(weight, bias, around)

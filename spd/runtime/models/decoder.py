@@ -29,6 +29,7 @@ from spd.runtime.layers.linear import (
     SummedLinear,
     normed,
     squared,
+    unscaled_norm,
 )
 from spd.runtime.layers.rotary import RotaryRows, RotaryTable
 from spd.runtime.models.attention import Attention, LatentAttention
@@ -223,9 +224,11 @@ class Decoder:
 
     def _embed(self, batch: ForwardBatch) -> Residual:
         ids, table = looked_up(self.embedding, batch.token_ids)
-        if self.layout.centred_stream:
+        if self.layout.centred_stream or self.layout.normed_embedding:
             wide = table[ids].float()
-            table = (wide - wide.mean(-1, keepdim=True)).to(table.dtype)
+            normed = self.layout.normed_embedding
+            wide = unscaled_norm(wide, self.epsilon) if normed else wide - wide.mean(-1, keepdim=True)
+            table = wide.to(table.dtype)
             ids = torch.arange(ids.shape[0], device=ids.device)
         if self.head.carries_squares and batch.chunk_start is None:
             return Residual(*self.kernels.embed(ids, table, self.embedding_scale))

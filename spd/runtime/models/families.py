@@ -24,7 +24,7 @@ from spd.runtime.models.layouts import (
     SideLayout,
 )
 from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout, ScanLayout
-from spd.runtime.models.weights import ModelLayout
+from spd.runtime.models.weights import FINAL_NORM, ModelLayout
 
 
 def usual_attention(config: ModelConfig) -> GqaLayout:
@@ -112,6 +112,7 @@ def _family(says: str, mlp: Mapping[str, Any] | None = None, **attention: Any) -
 
 
 _PROJECTIONS = {"fused_gate_up": True}
+_BETWEEN = {"pre_norm": "pre_feedforward_layernorm", "post_norm": "post_feedforward_layernorm"}
 llama = _family(
     "Llama (2, 3.x), Mistral, Ministral 3, Mixtral, SmolLM3, Granite: the shared blocks, as configured"
 )
@@ -133,12 +134,13 @@ granite_hybrid = _family(
     "Granite 4 hybrids, dense or with routed experts: Mamba-2 layers, and every few layers attention",
     {**_PROJECTIONS, "block": "mlp.shared_mlp"},
 )
+arcee = _family("Arcee's AFM: no gates in the MLP", {"gate": None})
 gpt_oss = _family(
     "gpt-oss: heads with sinks, every other layer slides, routed experts with biases and clamped gates",
     sinks=True,
 )
 hunyuan = _family(
-    "Hunyuan dense (0.5B to 7B): queries and keys are normalised per head after they are rotated",
+    "Hunyuan, dense or with routed experts: queries and keys are normalised per head after they are rotated",
     qk_norm=True,
     late_norms=True,
     head_norms=("query_layernorm", "key_layernorm"),
@@ -194,8 +196,8 @@ def _interleaved(config: ModelConfig) -> RotaryDims:
 
 
 def olmo3(config: ModelConfig) -> ModelLayout:
-    """Olmo 3 and EXAONE 4: norms behind the blocks only; one over all heads together, or one a head."""
-    whole = config.architecture == "Olmo3ForCausalLM"
+    """Olmo 2 and 3 and EXAONE 4: norms behind the blocks only; one over all heads together, or one a head."""
+    whole = config.architecture.startswith("Olmo")
     mlp = {"pre_norm": None, "post_norm": "post_feedforward_layernorm"}
     norms = {"pre_norm": None, "post_norm": "post_attention_layernorm"}
     return varied(config, mlp, whole_norms=whole, qk_norm=not whole, **norms)
@@ -215,13 +217,15 @@ def step3(config: ModelConfig) -> ModelLayout:
 
 
 def glm4(config: ModelConfig) -> ModelLayout:
-    """GLM-4 (0414, dense): half of each head rotates in interleaved pairs, norms behind the blocks too."""
-    mlp, norm = {"fused_gate_up": True, "post_norm": "post_mlp_layernorm"}, "post_self_attn_layernorm"
-    return varied(config, mlp, rotary=_interleaved(config), output_bias=False, post_norm=norm)
+    """GLM-4 (dense): half of each head rotates in interleaved pairs; since 0414 norms behind blocks too."""
+    behind = ("post_mlp_layernorm", "post_self_attn_layernorm")
+    mlp, norm = behind if config.architecture == "Glm4ForCausalLM" else (None, None)
+    own = {"rotary": _interleaved(config), "output_bias": False, "post_norm": norm}
+    return varied(config, {**_PROJECTIONS, "post_norm": mlp}, **own)
 
 
 def cohere2(config: ModelConfig) -> ModelLayout:
-    """Command R7B and Command A (Cohere 2): both blocks read one norm, which subtracts the mean.
+    """Command R, R7B and A (Cohere, Cohere 2): both blocks read one norm, which subtracts the mean.
 
     The stream is kept without a mean, so that this is a root-mean-square norm. Layers that slide turn in
     interleaved pairs, those that see everything do not turn.
@@ -248,21 +252,30 @@ def deepseek(config: ModelConfig) -> ModelLayout:
 
 
 def gemma(config: ModelConfig) -> ModelLayout:
-    """Gemma 2 and 3 (text): norms behind the blocks too, their scales stored around 0, capped scores, gelu.
+    """Gemma 1 to 3 (text): norms behind the blocks too, their scales stored around 0, capped scores, gelu.
 
-    Gemma 3 normalises queries and keys instead of capping scores; its sliding layers turn by their own base.
+    Gemma 1 has none behind. Gemma 3 normalises queries and keys instead of capping scores; its sliding
+    layers turn by their own base.
     """
-    norms = {"pre_norm": "pre_feedforward_layernorm", "post_norm": "post_feedforward_layernorm"}
+    first = config.architecture == "GemmaForCausalLM"
     made = varied(
         config,
-        {"gate": "gelu", "centred_norms": True, **norms},
+        {"gate": "gelu", "centred_norms": True, **({} if first else _BETWEEN)},
         qk_norm=config.architecture == "Gemma3ForCausalLM",
         scale=None if config.query_scalar is None else config.query_scalar**-0.5,
         softcap=config.attention_softcap,
         centred_norms=True,
-        post_norm="post_attention_layernorm",
+        post_norm=None if first else "post_attention_layernorm",
     )
     return replace(made, centred_norm=True, embedding_scale=math.sqrt(config.hidden_size))
+
+
+def muse_glimmer(config: ModelConfig) -> ModelLayout:
+    """Muse-Glimmer (text): normed embeddings, gated attention, heads normed without scales, still layers."""
+    both = {"centred_norms": True, "post_epsilon": config.post_norm_eps}
+    own = {"bare_norms": True, "gated": True, "gates_apart": True, "post_norm": "post_attention_layernorm"}
+    made = varied(config, both | _BETWEEN, **both, **own)
+    return replace(made, centred_norm=True, plain_norm=FINAL_NORM, normed_embedding=True)
 
 
 def gemma4(config: ModelConfig, reads: Mapping[bool, int] | None = None) -> ModelLayout:

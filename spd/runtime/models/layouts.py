@@ -37,6 +37,8 @@ class GqaLayout:
     output_bias: bool = False
     qk_norm: bool = False
     """RMS norm of each query and key head before it is rotated."""
+    bare_norms: bool = False
+    """The same without scales."""
     scale: float | None = None
     """Of the scores; None: one over the square root of head_dim."""
     softcap: float | None = None
@@ -83,6 +85,10 @@ class GqaLayout:
     """As `gated`, by a gate for each whole head, of a matrix of its own."""
     gated: bool = False
     """What attention gives is scaled by the sigmoid of gates, which stand beside each head's queries."""
+    gates_apart: bool = False
+    """Such gates are of a matrix of their own."""
+    post_epsilon: float | None = None
+    """Of the norm behind the block, where it is another."""
     shard: Shard = WHOLE
     """The rank that has these heads, of all ranks' `whole` key heads."""
     whole: int = 0
@@ -95,7 +101,7 @@ class GqaLayout:
 
     def _cuts(self) -> Cuts:
         size, own, values = self.head_dim, self.num_heads * self.head_dim, self.value_size
-        query = self.shard.rows(own * (1 + self.gated))
+        query = self.shard.rows(own * (1 + self.gates_beside))
         if query is None:
             return NOTHING
         first, count = self.shard.key_heads(self.whole)
@@ -104,7 +110,12 @@ class GqaLayout:
         behind = [(begin + start, begin + stop) for begin in (queries, queries + self.whole * size)]
         both, output = Cut(0, (*query.ranges, *behind)), self.shard.columns(self.num_heads * values)
         found = {"q_proj": query, "k_proj": key, "v_proj": value, "qkv_proj": both, "o_proj": output}
-        return found | {"g_proj": self.shard.rows(self.num_heads)}
+        return found | {"g_proj": self.shard.rows(self.num_heads), "gate_proj": self.shard.rows(own)}
+
+    @property
+    def gates_beside(self) -> bool:
+        """Whether gates stand beside each head's queries."""
+        return self.gated and not self.gates_apart
 
     @property
     def value_size(self) -> int:
@@ -115,7 +126,9 @@ class GqaLayout:
         size, hidden = self.head_dim, self.hidden_size
         query, key = self.num_heads * size, self.num_kv_heads * size
         block, values = "self_attn", self.num_kv_heads * self.value_size
-        qkv = {"q_proj": query * (1 + self.gated), "k_proj": key, "v_proj": values}
+        qkv = {"q_proj": query * (1 + self.gates_beside), "k_proj": key, "v_proj": values}
+        if self.gates_apart:
+            qkv["gate_proj"] = query
         if self.fused_qkv:
             qkv = {"qkv_proj": query + 2 * key}
         if self.reads is not None:
@@ -250,8 +263,9 @@ class MlpLayout:
     """The norm before the block; None: there is none, or attention's where both read the same stream."""
     post_norm: str | None = None
     """A norm behind the block, before the sum."""
+    post_epsilon: float | None = None
     centred_output: bool = False
-    """As of `GqaLayout`."""
+    """As of `GqaLayout`, both."""
     limit: float | None = None
     """Where gates, after their function, are cut above, and what they open both ways."""
     fused_gate_up: bool = False
@@ -332,10 +346,10 @@ class MoeLayout:
 
     def destinations(self) -> dict[str, Destination]:
         hidden, inner, experts = self.hidden_size, self.experts.intermediate_size, self.experts
-        count, biased = experts.num_experts, experts.clamped is not None
+        count, biased, read = experts.num_experts, experts.clamped is not None, experts.latent or hidden
         parts = ("up",) if experts.plain else ("gate_up",) if biased else ("gate", "up")
         rows = 2 * inner if biased else inner
-        shapes: dict[str, Shape] = {**dict.fromkeys(parts, (rows, hidden)), "down": (hidden, inner)}
+        shapes: dict[str, Shape] = {**dict.fromkeys(parts, (rows, read)), "down": (read, inner)}
         cuts = {"gate_up": self.shard.rows(rows), "down": self.shard.columns(inner)}
         turned = biased and self.turned
         if turned:  # what a checkpoint packs is named as if it were gate and up: here halves of the rows
@@ -365,6 +379,9 @@ class MoeLayout:
                 cut = self.shard.columns(width) if name == "gate_up" else None
                 bias = {f"mlp.experts.{name}_proj_bias": (count, width)}
                 found[f"experts_{name}_bias"] = Destination.of(bias, exact=True, cut=cut)
+        if experts.latent is not None:
+            found |= fused("latent_in", "mlp", {"fc1_latent_proj": read}, hidden)
+            found |= fused("latent_out", "mlp", {"fc2_latent_proj": hidden}, read)
         return found | (self.shared.matrices() if self.shared else {})
 
     @property

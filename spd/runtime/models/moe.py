@@ -109,7 +109,7 @@ class GatedMlp:
         if shared:
             self.down = build.matrix(tensors, "down", cut=True)
         else:
-            self.down = build.summed(tensors, "down", centred=layout.centred_output)
+            self.down = build.summed(tensors, "down", layout.post_epsilon, centred=layout.centred_output)
 
     def inner(self, stream: Residual, batch: ForwardBatch) -> Residual:
         """What the last matrix reads."""
@@ -124,7 +124,10 @@ class GatedMlp:
 
 
 class MoeMlp:
-    """stream + experts(norm(stream)) + shared(norm(stream)); router float32 [E, K]."""
+    """stream + experts(norm(stream)) + shared(norm(stream)); router float32 [E, K].
+
+    Routed experts may work in a narrower space, between two projections.
+    """
 
     def __init__(self, layout: MoeLayout, tensors: Tensors, build: LayerBuilder) -> None:
         self.rule, self.epsilon = layout.experts.router, build.epsilon
@@ -136,6 +139,9 @@ class MoeMlp:
         self.shared_gate = tensors.get("shared_gate")
         self.router_bias = tensors.get("router_bias")
         self.experts = _experts(layout, tensors, build)
+        self.latent: tuple[AnyLinear, AnyLinear] | None = None
+        if layout.experts.latent is not None:
+            self.latent = build.matrix(tensors, "latent_in"), build.matrix(tensors, "latent_out")
 
     def __call__(self, stream: Residual, batch: ForwardBatch) -> Residual:
         """The stream [T, hidden] with this block added."""
@@ -149,7 +155,12 @@ class MoeMlp:
                 factors = self._logits(x, self.shared_gate, batch.tile).sum(1).sigmoid()
                 inner = Residual((inner.x * factors).to(x.dtype))
             onto = self.shared.down(inner, batch, onto)
-        whole = self.experts.onto(x, chosen, onto, batch)
+        if self.latent is None:
+            whole = self.experts.onto(x, chosen, onto, batch)
+        else:
+            narrow = self.latent[0](Residual(x), batch).x
+            made = self.experts.onto(narrow, chosen, Residual(torch.zeros_like(narrow)), batch)
+            whole = self.latent[1](made, batch, onto)
         return whole if self.ranks is None else added(stream, self.ranks.sum(whole.x), self.kernels)
 
     def _route(self, x: Tensor, tile: int) -> Chosen:

@@ -12,7 +12,7 @@ from spd.formats.mtp import MtpFamily, MtpSource, check_mtp
 from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import WHOLE, Destination, Shape, Shard
 from spd.runtime.models.families import usual_mlp
-from spd.runtime.models.layouts import LayerLayout, MlpLayout
+from spd.runtime.models.layouts import LayerLayout, MlpLayout, MoeLayout, NoLayout
 from spd.runtime.models.weights import (
     HeadPart,
     HeadRules,
@@ -25,7 +25,12 @@ from spd.runtime.models.weights import (
 
 def module_layer(config: ModelConfig, family: MtpFamily, shard: Shard = WHOLE) -> LayerLayout:
     """The decoder layer inside a module, or a rank's part of it: one like the target's own."""
-    layers = [layer for layer in family_layout(config).layers if layer.attention.cache]
+    every = family_layout(config).layers
+    layers = [layer for layer in every if layer.attention.cache]
+    if isinstance(layers[-1].mlp, NoLayout):  # a block a layer: the module has one of each
+        experts = [layer.mlp for layer in every if isinstance(layer.mlp, MoeLayout)]
+        mlp = replace(experts[-1], pre_norm="post_attention_layernorm") if experts else layers[-1].mlp
+        layers = [replace(layer, mlp=mlp) for layer in layers]
     if family.slides:
         dense = next((layer.mlp for layer in layers if isinstance(layer.mlp, MlpLayout)), usual_mlp(config))
         dense = replace(dense, limit=None)

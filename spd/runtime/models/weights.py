@@ -32,6 +32,10 @@ class ModelLayout:
     layers: tuple[LayerLayout, ...]
     centred_norm: bool = False
     """The scales of the last norm are stored as their distance from 1."""
+    plain_norm: str = "linear_attn.norm.weight"
+    """Scales whose name ends so are what they are even then, as those of a recurrent layer's heads."""
+    normed_embedding: bool = False
+    """Embeddings are normalised, without scales."""
     embedding_scale: float | None = None
     """What embeddings are multiplied by."""
     residual_scale: float = 1.0
@@ -78,8 +82,6 @@ class ModelLayout:
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
-PLAIN_NORM = "linear_attn.norm.weight"
-"""Of a recurrent layer's heads: its scales are what they are, in models that store others around 1."""
 
 
 @dataclass(frozen=True)
