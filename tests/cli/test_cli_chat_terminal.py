@@ -302,6 +302,7 @@ def test_tools_run_after_a_yes_only(terminal: Start, model: Path, tmp_path: Path
         assert not made.exists()
     chat.type("Hi\r")
     chat.wait("run it? [y/N]")
+    time.sleep(0.3)
     chat.type("y\r")
     chat.wait("ran")
     chat.wait("run it? [y/N]")

@@ -168,7 +168,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "no gate": ({"attn_output_gate": False}, "attn_output_gate: false is not supported"),
     "nothing turns": ({ROPE: {"partial_rotary_factor": 0.0}}, "partial_rotary_factor: 0 of 256 is no even"),
     "more than all turns": ({ROPE: {"partial_rotary_factor": 1.5}}, "partial_rotary_factor: 1.5 is not"),
-    "another rotation": ({ROPE: {"rope_type": "mrope"}}, "rope_type: 'mrope' is not supported"),
+    "another rotation": ({ROPE: {"rope_type": "spiral"}}, "rope_type: 'spiral' is not supported"),
     "no base": ({ROPE: {"rope_theta": 0}}, "rope_theta: 0 is not"),
     "no rotation": ({ROPE: [0.25]}, "rope_parameters: "),
 }

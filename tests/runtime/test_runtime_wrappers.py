@@ -142,7 +142,13 @@ def shaken(model: Any) -> None:
 def test_qwen2_5_vl_as_it_was_published(tmp_path: Path) -> None:
     """The text's keys stand beside the others; the file of version 5 says the same."""
     outer = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
-    text = {**SMALL, "rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 2]}}
+    text = {
+        **SMALL,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 4096,
+        "rope_theta": 1e6,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 2]},
+    }
     found = []
     for number, config in enumerate(({**outer, **text}, {**outer, "text_config": text})):
         folder = tmp_path / str(number)
