@@ -40,7 +40,7 @@ def spd(*argv: object, **environment: str) -> subprocess.CompletedProcess[bytes]
 def test_the_examples_of_help_are_commands(name: str) -> None:
     """Every example below a command's help is read by the parser as it stands."""
     found = 0
-    for line in get_command(build_app((name,))).commands[name].help.splitlines():
+    for line in get_command(build_app((name,))).commands[name].epilog.splitlines():
         if not line.startswith("  "):
             continue
         lexer = shlex.shlex(line.replace('eval "$(', "").replace(')"', ""), None, True, "|<>&")
