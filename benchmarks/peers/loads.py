@@ -114,7 +114,7 @@ def _report(tallies: Mapping[str, LoadTally]) -> dict[str, Any]:
     for name, tally in tallies.items():
         counted = total(tally.speculation)
         entries[name] = {
-            "output_tokens_per_second": repeat_interval(tally.tokens_per_second).as_dict(),
+            "output_tokens_per_second": repeat_interval(tally.tokens_per_second),
             "ttft_ms": median(tally.ttft_ms),
             "tpot_ms": median(tally.tpot_ms) if tally.tpot_ms else None,
             "foreign_cpus": median(tally.foreign_cpus),
@@ -137,4 +137,4 @@ def _equal(tally: LoadTally, reference: LoadTally | None) -> int | None:
 
 
 def _ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, Any]:
-    return repeat_interval([a / b for a, b in zip(over, under, strict=True)]).as_dict()
+    return repeat_interval([a / b for a, b in zip(over, under, strict=True)])

@@ -76,7 +76,7 @@ def _row(
         "acceptance": "imposed" if plan["synthetic_acceptance"] is not None else "natural",
         "prompts": sorted({name for sample in samples for name in sample.prompts}),
         "repetitions": len(repetitions),
-        "tokens_per_second": repeat_interval(speeds).as_dict(),
+        "tokens_per_second": repeat_interval(speeds),
         "prompt_tokens": fmean(sample.prompt_tokens / len(sample.prompts) for sample in samples),
         "output_tokens": sum(sample.tokens for sample in repetitions[0]),
         "output_tokens_per_second": sum(s.tokens for s in samples) / sum(s.seconds for s in samples),
@@ -107,7 +107,7 @@ def _speed_up(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict
     if row["method"] == "plain" or not plain:
         return None
     pairs = zip(row["tokens_per_second"]["values"], plain[0]["tokens_per_second"]["values"], strict=False)
-    return repeat_interval([mine / its for mine, its in pairs]).as_dict()
+    return repeat_interval([mine / its for mine, its in pairs])
 
 
 def _key(row: Mapping[str, Any], names: Iterable[str]) -> tuple[Any, ...]:

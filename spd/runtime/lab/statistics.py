@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from math import ceil, exp, log, pi, sqrt
 from statistics import median, stdev
 from typing import Any
@@ -14,36 +13,15 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(0, ceil(share * len(values)) - 1)]
 
 
-@dataclass(frozen=True)
-class Spread:
-    """A median, and the interval in which a second run's median lies with 95 % chance.
-
-    `low` and `high` are None where one repetition says nothing of the next.
-    """
-
-    median: float
-    low: float | None
-    high: float | None
-    values: tuple[float, ...]
-
-    @property
-    def half_width(self) -> float | None:
-        """Half of the interval as a share of the median."""
-        if self.low is None or self.high is None or not self.median:
-            return None
-        return (self.high - self.low) / (2 * self.median)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {**asdict(self), "half_width": self.half_width}
-
-
 WINSORIZED = 7
 """Values from which on the extremes of a sample are drawn in."""
 
 
-def repeat_interval(values: Sequence[float]) -> Spread:
+def repeat_interval(values: Sequence[float]) -> dict[str, Any]:
     """The median of repeated positive measurements and where the median of as many new ones will lie.
+
+    As JSON: `low` and `high` hold a second run's median with 95 % chance; `half_width` is half of that as a
+    share of the median. All three are None where there is one value.
 
     Student's t on the logarithms: both medians vary, each with pi / 2 times the variance of a mean. From
     WINSORIZED values on the least and the largest count as their neighbours, for one hiccup of the machine
@@ -54,7 +32,7 @@ def repeat_interval(values: Sequence[float]) -> Spread:
         raise ValueError("nothing positive was measured")
     middle, n = median(values), len(values)
     if n < 2:
-        return Spread(middle, None, None, tuple(values))
+        return {"median": middle, "low": None, "high": None, "values": tuple(values), "half_width": None}
     logarithms = sorted(log(value) for value in values)
     drawn_in = n >= WINSORIZED
     if drawn_in:
@@ -62,7 +40,9 @@ def repeat_interval(values: Sequence[float]) -> Spread:
     deviation = stdev(logarithms) / (1 - 2 * drawn_in / n)
     freedom = n - 1 - 2 * drawn_in
     reach = student_quantile(freedom) * deviation * sqrt(pi / n)
-    return Spread(middle, middle * exp(-reach), middle * exp(reach), tuple(values))
+    low, high = middle * exp(-reach), middle * exp(reach)
+    share = (high - low) / (2 * middle)
+    return {"median": middle, "low": low, "high": high, "values": tuple(values), "half_width": share}
 
 
 def student_quantile(freedom: float) -> float:
