@@ -24,14 +24,12 @@ from spd.cli.text.output import (
     Sink,
     Size,
     as_line,
-    columns_of,
     compiling,
     fact_lines,
-    fit_lines,
     is_terminal,
     loading,
-    paint,
     shortened,
+    tell,
     terminal_size,
     to_json,
     write_error,
@@ -47,7 +45,7 @@ from spd.cli.text.prompt import (
     template_variables,
     thinking_budget,
 )
-from spd.cli.text.reply import DraftedText, ReplyView, stats_line
+from spd.cli.text.reply import DIM, DraftedText, ReplyView, stats_line
 from spd.errors import EngineError, IncompatibleError, SpdError, UsageError
 from spd.formats.demo import DEMOS
 from spd.formats.files import INPUT_LIMIT
@@ -396,8 +394,7 @@ class Chat:
     def tell(self, *lines: str) -> None:
         """Answer a command, or say what happens: never part of the conversation."""
         for line in lines:
-            fitted = fit_lines(as_line(line), columns_of(sys.stderr))
-            write_stderr(paint(fitted, "2", self.styled) + "\n", styled=True)
+            tell(line, DIM if self.styled else "")
 
     def start_new(self) -> None:
         """Leave this chat as it was saved and begin another with the same system message."""
@@ -502,7 +499,7 @@ def _view(chat: Chat, splitter: ThinkingSplitter) -> ReplyView:
     elif chat.styled and chat.model.options.markdown != "off":
         from spd.cli.chat.markdown import MarkdownStream
 
-        markdown = MarkdownStream(terminal_size, color=console.color)
+        markdown = MarkdownStream(lambda: terminal_size(sys.stdout), color=console.color)
     return ReplyView(console, chat.sink, splitter, hidden=hidden, drafted=drafted, markdown=markdown)
 
 

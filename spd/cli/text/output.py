@@ -145,24 +145,21 @@ def is_terminal(stream: IO[Any] | None) -> bool:
 
 def columns_of(stream: IO[Any] | None) -> int | None:
     """The current width of a stream's terminal; None if it is not a terminal."""
-    if stream is None or not is_terminal(stream):
-        return None
+    return terminal_size(stream).columns if is_terminal(stream) else None
+
+
+def terminal_size(stream: IO[Any] | None) -> os.terminal_size:
+    """Columns and lines of a stream's terminal now; 80 by 24 where it does not say."""
+    columns = lines = 0
     with suppress(OSError, ValueError, AttributeError):
-        return os.get_terminal_size(stream.fileno()).columns or 80
-    return 80
+        columns, lines = os.get_terminal_size(stream.fileno())  # type: ignore[union-attr]
+    return os.terminal_size((columns or 80, lines or 24))
 
 
-def terminal_size() -> os.terminal_size:
-    """Columns and lines of the terminal of standard output now."""
-    with suppress(OSError, ValueError, AttributeError):
-        size = os.get_terminal_size(sys.stdout.fileno())
-        return os.terminal_size((size.columns or 80, size.lines or 24))
-    return os.terminal_size((80, 24))
-
-
-def tell(text: str) -> None:
+def tell(text: str, style: str = "") -> None:
     """Write a line for people to standard error, broken between words where its terminal is too narrow."""
-    write_stderr(fit_lines(as_line(text), columns_of(sys.stderr)) + "\n")
+    fitted = fit_lines(as_line(text), columns_of(sys.stderr))
+    write_stderr(paint(fitted, style, bool(style)) + "\n", styled=True)
 
 
 def write_stderr(text: str, *, styled: bool = False) -> None:
