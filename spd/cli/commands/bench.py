@@ -392,14 +392,12 @@ def _advice(rows: Sequence[Row]) -> list[str]:
     paired = [row for row in rows if row["speed_up"] is not None]
     if not paired:
         return []
-    told = [
-        (verdict(row["speed_up"]) == "faster", row["speed_up"]["median"], i) for i, row in enumerate(paired)
-    ]
-    sure, ratio, index = max(told)
-    words = f"{_method(paired[index])} ({paired[index]['category']}, T {paired[index]['temperature']:g})"
-    if verdict(paired[index]["speed_up"]) == "slower":
+    best = max(paired, key=lambda row: (verdict(row["speed_up"]) == "faster", row["speed_up"]["median"]))
+    found, ratio = verdict(best["speed_up"]), best["speed_up"]["median"]
+    if found == "slower":
         return [f"speculation does not pay here ({ratio:.2f} × plain at best): --spec off"]
-    return [f"{'best' if sure else 'no difference beyond noise'}: {words}, {ratio:.2f} × plain"]
+    words = f"{_method(best)} ({best['category']}, T {best['temperature']:g}), {ratio:.2f} × plain"
+    return [f"{'best' if found == 'faster' else 'no difference beyond noise'}: {words}"]
 
 
 def _is_imposed(result: Mapping[str, Any]) -> bool:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from typing import TYPE_CHECKING
 
 from spd.runtime.engine.driver import drive
@@ -31,8 +31,8 @@ class Timeline(Gathered):
 
     @property
     def ttft(self) -> float:
-        """Seconds from arrival to the first token; from arrival to nothing is NaN."""
-        return self.chunks[0][0] - self.arrived if self.chunks else float("nan")
+        """Seconds from arrival to the first token, which has come."""
+        return self.chunks[0][0] - self.arrived
 
     @property
     def decode_seconds(self) -> float:
@@ -49,10 +49,9 @@ class Timeline(Gathered):
         """Seconds a token after the first chunk; None when there was none."""
         return self.decode_seconds / self.tokens_after_first if self.tokens_after_first else None
 
-    def gaps(self) -> Iterator[float]:
+    def gaps(self) -> list[float]:
         """Seconds between consecutive chunks."""
-        for (before, _), (after, _) in zip(self.chunks, self.chunks[1:], strict=False):
-            yield after - before
+        return [after - before for (before, _), (after, _) in pairwise(self.chunks)]
 
 
 @dataclass
@@ -67,11 +66,7 @@ class Pass:
 def poisson_arrivals(count: int, rate: float, seed: int) -> list[float]:
     """Seconds at which `count` requests arrive, `rate` a second on average, independent of each other."""
     draws = random.Random(seed)
-    arrivals, now = [], 0.0
-    for _ in range(count):
-        now += draws.expovariate(rate)
-        arrivals.append(now)
-    return arrivals
+    return list(accumulate(draws.expovariate(rate) for _ in range(count)))
 
 
 def run_pass(
@@ -212,12 +207,12 @@ def take_sample(ran: Pass, config: int, work: Work, repetition: int, prompts: Se
 def per_position(records: Sequence[RoundRecord]) -> tuple[list[int], list[int], list[int]]:
     """How often a draft stood at each position, was tried (all before it accepted), and was accepted."""
     longest = max((len(record.draft) for record in records), default=0)
-    drafted, tried, accepted = ([0] * longest for _ in range(3))
-    for record in records:
-        for position in range(len(record.draft)):
-            drafted[position] += 1
-            tried[position] += record.accepted >= position
-            accepted[position] += record.accepted > position
+    drafted, tried, accepted = [], [], []
+    for at in range(longest):
+        counts = [record.accepted for record in records if len(record.draft) > at]
+        drafted.append(len(counts))
+        tried.append(sum(count >= at for count in counts))
+        accepted.append(sum(count > at for count in counts))
     return drafted, tried, accepted
 
 

@@ -20,7 +20,7 @@ from spd.runtime.engine.request import Request
 from spd.runtime.lab.load import Pass, Timeline, parting, run_pass
 from spd.runtime.lab.prompt_set import Question
 from spd.runtime.plan.config import EngineConfig
-from spd.runtime.round.sampling_params import MAX_LOGPROBS, SamplingParams
+from spd.runtime.round.sampling_params import MAX_LOGPROBS
 
 NEAR_TIE: Mapping[str, float] = MappingProxyType({"bfloat16": 0.25, "float16": 0.02, "float32": 1e-3})
 """Differences of log-probabilities, times 1 / T, that rounding alone may turn around."""
@@ -146,23 +146,12 @@ def _explain(engine: Engine, name: str, expected: Timeline, found: Timeline, tie
             for event in engine.stream([Request("margin", request.prompt_ids, params)])
             for entry in event.logprobs
         ]
-        position = len(request.prompt_ids) + at
-        scores = _scores(dict(entries[at].top), params, position, engine.usable_vocab)
-        if a in scores and b in scores:
-            margin = scores[a] - scores[b]
-            near = abs(margin) <= tie / (params.temperature or 1.0)
+        likely, heat = dict(entries[at].top), params.temperature
+        if a in likely and b in likely:
+            margin = likely[a] - likely[b]
+            if heat:
+                draw = torch.tensor([params.seed]), torch.tensor([len(request.prompt_ids) + at])
+                noise = gumbel(*draw, STREAM_TARGET, engine.usable_vocab)[0]
+                margin = margin / heat + float(noise[a] - noise[b])
+            near = abs(margin) <= tie / (heat or 1.0)
     return Difference(name, request.params.temperature, request.params.seed, at, a, b, margin, near)
-
-
-def _scores(
-    likely: Mapping[int, float], params: SamplingParams, position: int, vocab: int
-) -> dict[int, float]:
-    """What the draw at an absolute position maximises, of the likeliest tokens."""
-    if not params.temperature:
-        return dict(likely)
-    noise = gumbel(torch.tensor([params.seed]), torch.tensor([position]), STREAM_TARGET, vocab)[0]
-    return {
-        token: logprob / params.temperature + float(noise[token])
-        for token, logprob in likely.items()
-        if token < vocab
-    }

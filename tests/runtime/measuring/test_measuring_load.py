@@ -95,7 +95,7 @@ def test_times_by_their_definitions() -> None:
         chunks=[(10.5, 1), (11.0, 3), (12.0, 2)], request=Request("x", (1,), SamplingParams()), arrived=10.0
     )
     assert line.ttft == 0.5 and line.decode_seconds == 1.5 and line.tokens_after_first == 5
-    assert line.tpot == pytest.approx(0.3) and list(line.gaps()) == [0.5, 1.0]
+    assert line.tpot == pytest.approx(0.3) and line.gaps() == [0.5, 1.0]
     assert Timeline(request=Request("x", (1,), SamplingParams()), arrived=0.0).tpot is None
 
 
