@@ -20,7 +20,6 @@ from spd.formats.demo import demo_folder
 from spd.runtime import EngineConfig
 from spd.runtime.lab import diagnostics, replay
 from spd.runtime.lab.diagnostics import FAILED, OK, WARNING, Finding, Step
-from spd.runtime.lab.load import Pass
 from spd.runtime.lab.replay import Difference, Replay
 from tests.json_schema import faults
 
@@ -115,7 +114,7 @@ def test_other_text_is_a_failure(
     def forged(reference: EngineConfig, candidate: EngineConfig, asked: Any) -> Replay:
         near = kernels if reference.kernels == "torch" else drafts
         differences = [] if near is None else [Difference("a", 0.0, 0, 1, 2, 3, 0.1, near)]
-        return Replay(({}, {"kernels": "native"}), 1, 8, 4, Pass([], [], 0.0), differences)
+        return Replay(({}, {"kernels": "native"}), 1, 8, 4, differences)
 
     monkeypatch.setattr(replay, "replay_requests", forged)
     finding = diagnostics.equal_texts()

@@ -7,7 +7,7 @@ tells rounding (a near-tie) from a fault.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count, product
 from types import MappingProxyType
 from typing import Any
@@ -55,8 +55,7 @@ class Replay:
     tokens: int
     speculated: int
     """Accepted drafts of the candidate: with none, nothing was tried."""
-    candidate: Pass
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[Difference]
 
 
 Watch = Callable[[str, int, int], None]
@@ -84,19 +83,6 @@ def make_requests(
     return made
 
 
-def run_requests(
-    config: EngineConfig,
-    requests: Sequence[Request],
-    what: str = "",
-    watch: Watch = lambda what, ended, asked: None,
-) -> tuple[dict[str, Any], Pass]:
-    """The plan of an engine that lives for these requests only, and what they gave."""
-    engine, asked = Engine(config), len(requests)
-    ran = run_pass(engine, requests, concurrency=config.slots, watch=lambda ended: watch(what, ended, asked))
-    engine.close()
-    return engine.plan.as_dict(), ran
-
-
 def replay_requests(
     reference: EngineConfig,
     candidate: EngineConfig,
@@ -104,28 +90,39 @@ def replay_requests(
     watch: Watch = lambda what, ended, asked: None,
 ) -> Replay:
     """Run the requests with both settings, one engine after the other, and compare every token."""
+    plans: list[dict[str, Any]] = []
     bare = [request for _, request in requests]
-    expected_plan, expected = run_requests(reference, bare, "reference", watch)
-    plan, found = run_requests(candidate, bare, "candidate", watch)
-    lines = list(zip(requests, expected.timelines, found.timelines, strict=True))
-    result = Replay(
-        plans=(expected_plan, plan),
+
+    def run(config: EngineConfig, what: str) -> Pass:
+        engine = Engine(config)
+        plans.append(engine.plan.as_dict())
+        ran = run_pass(
+            engine, bare, concurrency=config.slots, watch=lambda ended: watch(what, ended, len(bare))
+        )
+        engine.close()
+        return ran
+
+    expected, found = run(reference, "reference"), run(candidate, "candidate")
+    names = (name for name, _ in requests)
+    lines = list(zip(names, expected.timelines, found.timelines, strict=True))
+    parted = [
+        (name, a, b)
+        for name, a, b in lines
+        if (a.token_ids, a.finish_reason) != (b.token_ids, b.finish_reason)
+    ]
+    differences = []
+    if parted:
+        engine = Engine(replace(reference, slots=1))
+        tie = max(NEAR_TIE[plan["dtype"]] for plan in plans)  # the coarser one's rounding
+        differences = [_explain(engine, name, a, b, tie) for name, a, b in parted]
+        engine.close()
+    return Replay(
+        plans=(plans[0], plans[1]),
         texts=len(bare),
         tokens=sum(max(len(a.token_ids), len(b.token_ids)) for _, a, b in lines),
         speculated=sum(record.accepted for record in found.records),
-        candidate=found,
+        differences=differences,
     )
-    parted = [
-        (name, a, b)
-        for (name, _), a, b in lines
-        if (a.token_ids, a.finish_reason) != (b.token_ids, b.finish_reason)
-    ]
-    if parted:
-        engine = Engine(replace(reference, slots=1))
-        tie = max(NEAR_TIE[side["dtype"]] for side in result.plans)  # the coarser one's rounding
-        result.differences = [_explain(engine, name, a, b, tie) for name, a, b in parted]
-        engine.close()
-    return result
 
 
 def promised_equal(plans: tuple[Mapping[str, Any], Mapping[str, Any]]) -> bool:
