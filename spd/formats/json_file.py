@@ -11,7 +11,7 @@ import os
 import shlex
 import stat
 from collections import Counter
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import MISSING
 from pathlib import Path
@@ -99,10 +99,10 @@ def decode_utf8(data: bytes, where: str) -> str:
         raise CheckpointError(f"{where}: is not UTF-8 at byte {error.start}") from None
 
 
-def parse_json(text: str, where: str) -> object:
+def parse_json(text: str, where: str, constant: Callable[[str], Any] | None = None) -> object:
     """JSON without duplicate keys and lone surrogates, of bounded depth and size.
 
-    Published files hold Infinity; NaN is in no range.
+    constant: what NaN and Infinity become. Published files hold Infinity; NaN is in no range.
     """
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -115,7 +115,7 @@ def parse_json(text: str, where: str) -> object:
     if text.count("[") + text.count("{") > MAX_CONTAINERS:
         raise CheckpointError(f"{where}: holds more than {MAX_CONTAINERS:,} lists and objects")
     try:
-        value: object = json.loads(text, object_pairs_hook=unique)
+        value: object = json.loads(text, object_pairs_hook=unique, parse_constant=constant)
         level: list[Any] = [[value]]  # all of one depth at a time: a call for each would take long
         for _ in range(MAX_DEPTH + 2):
             inner = (node.values() if isinstance(node, dict) else node for node in level)

@@ -7,11 +7,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
-from spd.cli.text.prompt import check_text
-from spd.errors import EngineError, IncompatibleError, ResourceError, SpdError, UsageError
+from spd.errors import CheckpointError, EngineError, IncompatibleError, ResourceError, SpdError, UsageError
+from spd.formats.json_file import decode_utf8, parse_json
 
-MAX_DEPTH = 100
-"""Lists and objects that lie in each other."""
 MAX_BODY_ITEMS = 1 << 20
 """Tokens of JSON structure in a body: what it costs in memory is bounded by them."""
 ANTHROPIC = {
@@ -83,22 +81,14 @@ def refuse(name: str, why: str, code: str = "invalid_value") -> NoReturn:
 
 
 def parse_body(data: bytes) -> Any:
-    """A body as JSON without NaN, half surrogates and deep nesting. Raises ApiError."""
+    """A body as JSON without NaN, as `parse_json` reads it. Raises ApiError."""
     if sum(map(data.count, (b"[", b"{", b","))) > MAX_BODY_ITEMS:
         raise ApiError(400, f"The body holds more than {MAX_BODY_ITEMS:,} values.")
     try:
-        value = json.loads(data.decode("utf-8"), parse_constant=lambda name: refuse(name, "it is no number"))
-        if _is_deep(value):
-            raise ValueError(f"nested more than {MAX_DEPTH} deep")
-        check_text(json.dumps(value, ensure_ascii=False) if rb"\u" in data else "", "the body")
-    except (ValueError, RecursionError, UsageError) as error:
-        raise ApiError(400, f"The body is not JSON: {error}.") from None
-    return value
-
-
-def _is_deep(value: Any, left: int = MAX_DEPTH) -> bool:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return left < 0 or any(_is_deep(one, left - 1) for one in inner)
+        text = decode_utf8(data, "The body")
+        return parse_json(text, "The body", constant=lambda name: refuse(name, "it is no number"))
+    except CheckpointError as error:
+        raise ApiError(400, f"{error.message}.") from None
 
 
 def typed(words: str, *kinds: type) -> Check:

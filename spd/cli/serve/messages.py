@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _text = some({"text": TEXT}, "text", text="content")
-OWNERS = {"tool_use": "assistant", "tool_result": "user"}
-"""Whose messages a block has to stand in."""
 CALL = {"id": TEXT, "name": name_of, "input": OBJECT}
 RESULT = {"tool_use_id": TEXT, "content": read.texts("text")}
 BLOCKS = {
@@ -63,8 +61,9 @@ def read_messages(value: Any, service: Service, *, counted: bool = False) -> Wis
     """A body as a wish; one whose tokens are only `counted` may leave `max_tokens` out. Raises ApiError."""
     body = _body({"max_tokens": 1, **value} if counted and isinstance(value, dict) else value, "")
     said = [{**text, "role": "system"} for text in body.get("system", ())]
-    for at, message in enumerate(body["messages"]):
-        said += _pieces(message["content"], message["role"], f"messages[{at}].content")
+    for message in body["messages"]:
+        blocks = (block for block in message["content"] if block["type"] != "redacted_thinking")
+        said += [{**block, "role": message["role"]} for block in blocks]
     messages = conversation(said)
     if not counted and messages and messages[-1]["role"] == "assistant":
         refuse("messages", "the last one is the assistant's, and a reply cannot be begun for it")
@@ -81,16 +80,6 @@ def read_messages(value: Any, service: Service, *, counted: bool = False) -> Wis
     tokenizer = service.settings.vocabulary.need_tokenizer()
     think = wanted.get("budget_tokens") if thinks and tokenizer.token_to_id(CLOSING) is not None else None
     return wish_of(chat, service, MessagesReply, think=think)
-
-
-def _pieces(blocks: Sequence[dict[str, Any]], role: str, name: str) -> Iterator[dict[str, Any]]:
-    """A message's blocks with its role."""
-    for at, block in enumerate(blocks):
-        owner = OWNERS.get(kind := block["type"], role)
-        if owner != role:
-            refuse(f"{name}[{at}]", f"a {kind} stands in messages of the {owner}")
-        if kind != "redacted_thinking":
-            yield {**block, "role": role}
 
 
 class MessagesReply(Reply):

@@ -397,11 +397,6 @@ HOSTILE: list[tuple[str, dict[str, Any], int]] = [
     ("/v1/messages", say({"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image"}]}), 400),
     ("/v1/messages", say({"type": "tool_result", "content": "x"}), 400),
     ("/v1/messages", say({"type": "tool_use", "id": "c", "name": "f", "input": {}}), 400),
-    (
-        "/v1/messages",
-        {"messages": [USER, *say({"type": "tool_result", "tool_use_id": "c"}, role="assistant")["messages"]]},
-        400,
-    ),
     ("/v1/messages", use(input="rm -rf /"), 400),
     ("/v1/messages", use(name="a b"), 400),
     ("/v1/messages", use(input={"a": "x" * 200_000}), 400),
