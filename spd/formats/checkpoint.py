@@ -346,18 +346,16 @@ def check_tensors(
     checkpoint: Checkpoint,
     expected: Mapping[str, tuple[int, ...]],
     *,
-    ignorable: Callable[[str], bool] = lambda name: False,
-    dtypes: Sequence[str] = FLOAT_DTYPES,
     kinds: Mapping[str, Sequence[str]] = MappingProxyType({}),
     what: str = "tensors",
     fix: Sequence[str] = (),
 ) -> list[str]:
     """Compare names, shapes and dtypes with what the model needs; returns unexpected names.
 
-    `ignorable` says which unexpected names need no mention; `kinds` are the dtypes of tensors that may have
-    others than `dtypes`; `what` the expected ones are called in the
-    error, and `fix` is what it proposes. Raises ONE `CheckpointError` that lists every
-    missing, mis-shaped or wrongly typed tensor (20 at most, then their number).
+    Those that older exporters wrote and no model needs are not among them: rotary tables, a tied head's copy.
+    `kinds` are the dtypes of tensors that are no floats; `what` the expected ones are called in the error,
+    and `fix` is what it proposes. Raises ONE `CheckpointError` that lists every missing, mis-shaped or
+    wrongly typed tensor (20 at most, then their number).
     """
     faults: dict[str, list[str]] = {"missing": [], "of another shape": [], "of an unsupported dtype": []}
     missing, shapes, types = faults.values()
@@ -369,13 +367,14 @@ def check_tensors(
         where = f"{shown(name)} in {meta.shard.name}"
         if meta.shape != tuple(shape):
             shapes.append(f"{where}: shape is {list(meta.shape)}, expected {list(shape)}")
-        if meta.dtype not in (own := kinds.get(name, dtypes)):
+        if meta.dtype not in (own := kinds.get(name, FLOAT_DTYPES)):
             types.append(f"{where}: dtype {meta.dtype} is not supported here ({', '.join(own)} are)")
     if problems := missing + shapes + types:
         counts = ", ".join(f"{len(found)} {words}" for words, found in faults.items() if found)
         why = f"{checkpoint.folder}: {len(expected)} {what} are needed: {counts}; first: {problems[0]}"
         raise CheckpointError(why, reason=listed(problems), fix=fix)
-    return [name for name in checkpoint.tensors if name not in expected and not ignorable(name)]
+    others = (name for name in checkpoint.tensors if name not in expected)
+    return [name for name in others if not name.endswith("rotary_emb.inv_freq") and name != "lm_head.weight"]
 
 
 def read_shard_header(path: Path) -> tuple[Identity, list[TensorMeta]]:

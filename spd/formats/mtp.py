@@ -251,21 +251,18 @@ def check_mtp(checkpoint: Checkpoint, source: MtpSource, layer_tensors: Shapes) 
     lists what is missing, of another shape or of another dtype, and unknown tensors of the head.
     """
     expected: dict[str, tuple[int, ...]] = {}
-    ignored: set[str] = set()
     layout = source.layout
     for module in range(layout.modules):
         prefix, copies = layout.layer_prefix(module), source.copies(module)
         expected |= source.glue_tensors(module)
         expected |= {prefix + name: shape for name, shape in layer_tensors.items()}
         expected |= {name: shape for name, shape in copies.items() if name in checkpoint.tensors}
-        ignored.add(prefix + "self_attn.rotary_emb.inv_freq")
     what, how, kinds = "tensors of the MTP head", source.config.quantization, dict[str, tuple[str, ...]]()
     if how is not None:
         expected, kinds = how.stored(expected, checkpoint.tensors)
-    ignored |= {name for name in checkpoint.tensors if name.endswith((*UNUSED, ".weight_scale"))}
-    check_tensors(checkpoint, expected, kinds=kinds, what=what, fix=_HOW_TO_ATTACH)
-    known = {*expected, *ignored}
-    foreign = [name for name in checkpoint.tensors if layout.owns(name) and name not in known]
+    unexpected = check_tensors(checkpoint, expected, kinds=kinds, what=what, fix=_HOW_TO_ATTACH)
+    own = (name for name in unexpected if layout.owns(name))
+    foreign = [name for name in own if not name.endswith((*UNUSED, ".weight_scale"))]
     if foreign:
         why = "tensors of the MTP head belong to none of its layers as"
         why = f"{checkpoint.folder}: {len(foreign)} {why} {layout.family.name} has them; first: {foreign[0]}"

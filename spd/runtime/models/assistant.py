@@ -21,7 +21,6 @@ from spd.runtime.models.weights import (
     HeadRules,
     ModelLayout,
     expected_tensors,
-    is_ignorable,
     table_of_ids,
     tell_unused,
 )
@@ -71,9 +70,9 @@ def check_assistant(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
     what, facts = "tensors of the assistant", config.assistant
     assert facts is not None
     expected = expected_tensors(config, layout(config))
-    unused = check_tensors(checkpoint, expected, ignorable=is_ignorable, what=what)
     if facts.clusters:
-        check_tensors(checkpoint, {ORDER: (config.vocab_size,)}, dtypes=("I64", "I32"), what=what)
+        expected[ORDER] = (config.vocab_size,)
+    unused = check_tensors(checkpoint, expected, kinds={ORDER: ("I64", "I32")}, what=what)
     return [name for name in unused if name != ORDER]
 
 

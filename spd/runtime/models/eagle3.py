@@ -23,7 +23,6 @@ from spd.runtime.models.weights import (
     ModelLayout,
     SharedTable,
     expected_tensors,
-    is_ignorable,
     table_of_ids,
     tell_unused,
 )
@@ -94,9 +93,10 @@ def check_eagle3(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
     expected = expected_tensors(config, layout(config, prefix, without=without))
     if EMBEDDING in checkpoint.tensors:
         expected[EMBEDDING] = (config.vocab_size, config.hidden_size)
-    unused = check_tensors(checkpoint, expected, ignorable=is_ignorable, what="tensors of the EAGLE-3 head")
     if rows != config.vocab_size or OFFSETS in checkpoint.tensors:
-        check_tensors(checkpoint, {OFFSETS: (rows,)}, dtypes=INTEGERS, what="tensors of the EAGLE-3 head")
+        expected[OFFSETS] = (rows,)
+    what = "tensors of the EAGLE-3 head"
+    unused = check_tensors(checkpoint, expected, kinds={OFFSETS: INTEGERS}, what=what)
     unread = [name for name in unused if name.startswith((prefix, *UNDERSTOOD))]
     if unread:
         raise CheckpointError(

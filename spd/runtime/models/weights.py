@@ -197,15 +197,10 @@ def check_weights(checkpoint: Checkpoint, config: ModelConfig, layout: ModelLayo
     how, kinds = config.quantization, dict[str, tuple[str, ...]]()
     if how is not None:
         expected, kinds = how.stored(expected, checkpoint.tensors)
-    unexpected = check_tensors(checkpoint, expected, ignorable=is_ignorable, kinds=kinds)
+    unexpected = check_tensors(checkpoint, expected, kinds=kinds)
     if how is not None:
         unexpected = [name for name in unexpected if not name.endswith(UNUSED)]
     return [name for name in unexpected if not is_mtp_tensor(name, config.num_layers)]
-
-
-def is_ignorable(name: str) -> bool:
-    """Tensors that older exporters wrote and no model needs: rotary tables, a tied head's copy."""
-    return name.endswith("rotary_emb.inv_freq") or name == HEAD
 
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
