@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 PING_SECONDS = 15.0
 """After which a stream says that it goes on: a long prompt takes minutes, and agents give up after some."""
+LOOK_SECONDS = 0.2
+"""After which it is looked whether the client is still there, where no event comes."""
 QUEUE = 64
 """Requests that may wait beyond those that decode."""
 
@@ -168,7 +170,7 @@ class Call:
     async def next(self, seconds: float | None = None) -> tuple[int, Event] | None:
         """The next event with its request's number; None where none comes for so long, or all have ended.
 
-        Raises what the engine raised, and ClientDisconnect after `watch`.
+        Raises what the engine raised.
         """
         if not self.running:
             return None
@@ -181,12 +183,6 @@ class Call:
         if answer.finish_reason is not None:
             self._end(index, answer.finish_reason)
         return index, answer
-
-    async def watch(self, receive: Receive) -> None:
-        """Have `next` raise ClientDisconnect where the client goes."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._answers.put_nowait((0, ClientDisconnect()))
 
     @property
     def running(self) -> bool:
@@ -214,27 +210,25 @@ class Answer:
     def __init__(self, service: Service, wish: Wish, prepared: Sequence[Prepared]) -> None:
         self._service, self._wish = service, wish
         tokenizer = service.settings.vocabulary.need_tokenizer()
-        made_of = wish.tools, wish.params.stop, tokenizer
-        self._choices = [Choice(i, inside, *made_of) for i, (_, inside) in enumerate(prepared)]
+        self._choices = [Choice(i, inside, wish, tokenizer) for i, (_, inside) in enumerate(prepared)]
         first = prepared[0][0]
         self._reply = wish.reply(service, wish, self._choices, first.id, len(first.prompt_ids))
         self._call = Call(service, [request for request, _ in prepared])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watching: asyncio.Future[None] | None = None
         try:
             if self._wish.stream:
                 headers = {"cache-control": "no-cache"}
                 response: Response = StreamingResponse(self._stream(), 200, headers, "text/event-stream")
             else:
-                watching = asyncio.ensure_future(self._call.watch(receive))
-                while await self._take():
-                    pass
+                request = HttpRequest(scope, receive)
+                while self._call.running and not await request.is_disconnected():
+                    await self._take(LOOK_SECONDS)
+                if self._call.running:
+                    return
                 response = JSONResponse(self._reply.whole())
             await response(scope, receive, send)
         finally:
-            if watching is not None:
-                watching.cancel()
             self._call.close()
 
     async def _take(self, seconds: float | None = None) -> tuple[Choice, Event, list[Grown]] | None:
@@ -304,7 +298,7 @@ class App:
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._metrics),
             "/v1/models": ("GET", self._models),
-            MODEL: ("GET", self._model),
+            MODEL: ("GET", self._models),
             **{path: ("POST", partial(self._complete, read)) for path, read in READERS.items()},
             f"{MESSAGES}/count_tokens": ("POST", self._count_tokens),
             "/tokenize": ("POST", self._tokenize),
@@ -350,7 +344,7 @@ class App:
     def _endpoint(self, request: HttpRequest) -> Callable[[HttpRequest], Awaitable[ASGIApp]]:
         """What answers the path. Raises ApiError where nothing does."""
         path, method = request.scope["path"], request.method
-        known, endpoint = self._paths.get(MODEL if path.startswith(MODEL) else path, ("", self._model))
+        known, endpoint = self._paths.get(MODEL if path.startswith(MODEL) else path, ("", self._models))
         if method != known:
             status, code = (405, "method_not_allowed") if known else (404, "unknown_url")
             raise ApiError(status, f"Unknown request URL: {method} {path[:200]}.", code=code)
@@ -366,17 +360,15 @@ class App:
         kind = "text/plain; version=0.0.4; charset=utf-8"
         return PlainTextResponse(self._service.prometheus(), media_type=kind)
 
-    def _card(self) -> dict[str, Any]:
-        service = self._service
-        card = {"id": service.name, "object": "model", "created": self._created, "owned_by": "spd"}
-        return {**card, "context_length": service.settings.context, "spec": service.plan.spec}
-
     async def _models(self, request: HttpRequest) -> ASGIApp:
-        return JSONResponse({"object": "list", "data": [self._card()]})
-
-    async def _model(self, request: HttpRequest) -> ASGIApp:
-        self._service.check_name(request.scope["path"].removeprefix(MODEL))
-        return JSONResponse(self._card())
+        service, path = self._service, request.scope["path"]
+        name = path.removeprefix(MODEL)
+        card = {"id": service.name, "object": "model", "created": self._created, "owned_by": "spd"}
+        card |= {"context_length": service.settings.context, "spec": service.plan.spec}
+        if name == path:
+            return JSONResponse({"object": "list", "data": [card]})
+        service.check_name(name)
+        return JSONResponse(card)
 
     async def _count_tokens(self, request: HttpRequest) -> ASGIApp:
         wish = await self._wish(partial(read_messages, counted=True), request)

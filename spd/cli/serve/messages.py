@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from spd.cli.serve import body as read
 from spd.cli.serve.body import FLAG, OBJECT, TEXT, ApiError, listed, one_of, refuse, some
 from spd.cli.serve.replies import Part, Reply, sse
-from spd.cli.serve.wishes import SAMPLING, Wish, conversation, function, name_of, thinking, wish_of
+from spd.cli.serve.wishes import FUNCTION, SAMPLING, Wish, conversation, function, name_of, thinking, wish_of
 from spd.cli.text.prompt import CLOSING
 
 if TYPE_CHECKING:
@@ -29,13 +29,7 @@ BLOCKS = {
 }
 """They become pieces of a message as `conversation` wants them."""
 MESSAGE = {"role": one_of("user", "assistant", "system"), "content": read.blocks(BLOCKS)}
-TOOL = {
-    "type": one_of("custom"),
-    "name": name_of,
-    "input_schema": OBJECT,
-    "description": TEXT,
-    "strict": FLAG,
-}
+TOOL = {**FUNCTION, "type": one_of("custom"), "input_schema": OBJECT}
 CHOICE = {"type": one_of("auto", "any", "tool", "none"), "name": TEXT, "disable_parallel_tool_use": FLAG}
 THINKING = {"type": one_of("enabled", "disabled", "adaptive"), "budget_tokens": SAMPLING["max_tokens"]}
 _format = some({"type": one_of("json_schema"), "schema": OBJECT}, "type", "schema")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from spd.cli.serve.forms import GEMMA, HARMONY, MARKS, THOUGHT, CallParser, ChannelParser, Piece, Tools
+from spd.cli.serve.forms import GEMMA, HARMONY, MARKS, THOUGHT, CallParser, ChannelParser, Piece
 from spd.cli.text.prompt import ThinkingSplitter
 from spd.cli.text.reply import logprob_entry
 
@@ -53,18 +53,11 @@ def call_of(part: Part) -> dict[str, Any]:
 class Choice:
     """One reply while it grows: its parts in the order in which they come."""
 
-    def __init__(
-        self,
-        index: int,
-        inside: bool | None,
-        tools: Tools | None,
-        stops: Sequence[str],
-        tokenizer: Tokenizer,
-    ) -> None:
-        self.index, self._tokenizer, self._stops = index, tokenizer, stops
+    def __init__(self, index: int, inside: bool | None, wish: Wish, tokenizer: Tokenizer) -> None:
+        self.index, self._tokenizer, self._stops = index, tokenizer, wish.params.stop
         self._splitter = ThinkingSplitter(inside)
         self._parser: CallParser | ChannelParser | None = None
-        if tools is not None:
+        if (tools := wish.tools) is not None:
             is_harmony = tools.form is HARMONY
             self._parser = ChannelParser(held=tools.held) if is_harmony else CallParser(tools)
             if tools.form is GEMMA:
@@ -75,14 +68,13 @@ class Choice:
         self.logprobs: list[TokenLogprob] = []
         self.reason: str | None = None
         """Why it ended: stop, length or abort."""
-        self.tokens = self.reasoning_tokens = 0
+        self.reasoning_tokens = 0
         self._spoken = b""
         """All that was said where strings may stop it, with the one that did."""
 
     def take(self, event: Event) -> list[Grown]:
         """Add an event; returns what it brought."""
         final = event.finish_reason is not None
-        self.tokens += len(event.token_ids)
         self.logprobs += event.logprobs
         self.reason = "stop" if event.finish_reason == "abort" else event.finish_reason
         if self._splitter.thinking or (self._parser and self._parser.thinking):
@@ -231,10 +223,6 @@ class ChatReply(Reply):
 
     def _chunk(self, choice: Choice, **fields: Any) -> bytes:
         usage: dict[str, Any] = {"usage": None} if self._wish.include_usage else {}
-        if usage and self._wish.continuous_usage:
-            said = sum(one.tokens for one in self._choices)
-            usage["usage"] = {"prompt_tokens": self._size, "completion_tokens": said}
-            usage["usage"]["total_tokens"] = self._size + said
         shown = {"index": choice.index, "logprobs": None, "finish_reason": None, **fields}
         return sse(self._object([shown], **usage))
 

@@ -9,7 +9,7 @@ from spd.cli.serve import body as read
 from spd.cli.serve import wishes
 from spd.cli.serve.body import FLAG, OBJECT, TEXT, ApiError, blocks, refuse, some
 from spd.cli.serve.replies import Part, Reply, sse
-from spd.cli.serve.wishes import ROLES, SAMPLING, Wish, function, name_of, past_arguments, wish_of
+from spd.cli.serve.wishes import FUNCTION, ROLES, SAMPLING, Wish, function, name_of, past_arguments, wish_of
 
 if TYPE_CHECKING:
     from spd.cli.serve.http import Service
@@ -25,8 +25,7 @@ ITEMS = {
 }
 """They become pieces of a message as `conversation` wants them."""
 _items = blocks(ITEMS, usual="message")
-TOOL = {"type": TEXT, "name": name_of, "description": TEXT, "parameters": OBJECT, "strict": FLAG}
-_tools = read.listed(some({**TOOL, "tools": read.anything}, "type"), 1024)
+_tools = read.listed(some({**FUNCTION, "type": TEXT, "tools": read.anything}, "type"), 1024)
 FORMAT = {"type": read.one_of("text", "json_object", "json_schema"), "name": TEXT, "schema": OBJECT}
 RESPONSES = {
     **{name: SAMPLING[name] for name in ("temperature", "top_p")},

@@ -52,11 +52,6 @@ def _logit_bias(value: Any, name: str) -> tuple[tuple[int, float], ...]:
     return tuple((int(token), read.number(bias, name)) for token, bias in value.items())
 
 
-def _content(value: Any, name: str) -> str:
-    """A message's text, whole or in parts, which are lines of their own."""
-    return "\n".join(part["text"] for part in _PARTS(value, name))
-
-
 def _prompts(value: Any, name: str) -> tuple[Asked, ...]:
     """One prompt or several, as text or as token ids."""
     several = isinstance(value, list) and value and not isinstance(value[0], int)
@@ -95,7 +90,6 @@ def _message(value: Any, name: str) -> dict[str, Any]:
     return {"role": ROLES[said["role"]], "content": said.get("content", ""), **message}
 
 
-_PARTS = read.blocks({"text": fields({"type": TEXT, "text": TEXT}, "text")})
 _CALL = {
     "id": TEXT,
     "type": read.anything,
@@ -105,7 +99,7 @@ _CALL = {
 _MESSAGE = fields(
     {
         "role": read.one_of(*ROLES),
-        "content": _content,
+        "content": read.texts("text"),
         "name": TEXT,
         "tool_calls": listed(fields(_CALL, "function"), 1024),
         "tool_call_id": TEXT,
@@ -118,8 +112,8 @@ _MESSAGE = fields(
     },
     "role",
 )
-_FUNCTION = {"name": name_of, "description": TEXT, "parameters": OBJECT, "strict": FLAG}
-_TOOL = fields({"type": read.one_of("function"), "function": fields(_FUNCTION, "name")}, "type", "function")
+FUNCTION = {"name": name_of, "description": TEXT, "parameters": OBJECT, "strict": FLAG}
+_TOOL = fields({"type": read.one_of("function"), "function": fields(FUNCTION, "name")}, "type", "function")
 _NAMED = {"type": TEXT, "name": TEXT, "function": read.some({"name": TEXT}, "name")}
 _SUBSET = {"mode": read.one_of("auto", "required"), "tools": listed(read.some(_NAMED, "type"), 128)}
 _CHOICE = read.some(
@@ -212,8 +206,6 @@ class Wish:
     stream: bool
     include_usage: bool
     """Whether a stream says its usage at its end."""
-    continuous_usage: bool
-    """Whether each event of such a stream says it so far, as load generators ask."""
     draft_max: int | None
     grammar: GrammarText | None = None
     tools: Tools | None = None
@@ -239,7 +231,7 @@ def wish_of(body: Mapping[str, Any], service: Service, reply: type[Reply], **mor
     service.check_name(body.get("model", service.name))
     vocabulary = service.settings.vocabulary
     template = vocabulary.need_template()
-    variables = _variables(body, template.default)
+    variables = _variables(body, service)
     source = template.tool_use or template.default
     tools = tools_of(body, source, vocabulary.need_tokenizer().special_tokens)
     grammar = response_format(body)
@@ -331,7 +323,6 @@ def _delivery(body: Mapping[str, Any], service: Service) -> dict[str, Any]:
         "n": body.get("n", 1),
         "stream": stream,
         "include_usage": options.get("include_usage", False),
-        "continuous_usage": options.get("continuous_usage_stats", False),
         "draft_max": 0 if wish.get("spec") == "off" else wish.get("draft_max"),
     }
 
@@ -350,19 +341,16 @@ def _params(body: Mapping[str, Any], settings: Settings, logprobs: int | None) -
         raise read.api_error(error, param=first if first in values else None) from None
 
 
-def _variables(body: Mapping[str, Any], template: str) -> dict[str, Any]:
+def _variables(body: Mapping[str, Any], service: Service) -> dict[str, Any]:
     """What the chat template gets beside the messages."""
     variables = dict(body.get("chat_template_kwargs", {}))
     for name in variables:
         if name in RESERVED_ARGS or name in ("tools", "documents") or not name.isidentifier():
             refuse("chat_template_kwargs", f"{name[:64]!r} cannot be set")
     if (effort := body.get("reasoning_effort")) is not None:
-        if "reasoning_effort" in template:
-            variables.setdefault("reasoning_effort", effort)
-        elif SWITCH in template:
-            variables.setdefault(SWITCH, effort not in ("none", "minimal"))
-        else:
+        if not (told := thinking(service, effort not in ("none", "minimal"), effort)):
             refuse("reasoning_effort", "this model's chat template cannot be asked for it")
+        variables = {**told, **variables}
     return variables
 
 
@@ -409,7 +397,7 @@ def thinking(service: Service, on: bool | None, effort: str | None) -> dict[str,
 
 def function(tool: Mapping[str, Any]) -> dict[str, Any]:
     """A tool as chat completions write it."""
-    return {"type": "function", "function": {name: tool[name] for name in _FUNCTION if name in tool}}
+    return {"type": "function", "function": {name: tool[name] for name in FUNCTION if name in tool}}
 
 
 def tools_of(body: Mapping[str, Any], template: str, special: Mapping[str, int]) -> Tools | None:
