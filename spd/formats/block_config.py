@@ -288,11 +288,6 @@ def _sparse_layers(fields: Fields, num_layers: int) -> list[bool]:
     ]
 
 
-def ernie_keys(fields: Fields) -> dict[str, object]:
-    """What `ernie4_5` says of all its biases at once."""
-    return dict.fromkeys(("attention_bias", "mlp_bias"), fields.boolean("use_bias", False))
-
-
 def lfm2_keys(fields: Fields) -> dict[str, object]:
     """What `lfm2` says in keys of its own: a width of which the MLP is made, and tables that are one."""
     inner = fields.integer("block_ff_dim" if "block_ff_dim" in fields else "intermediate_size", 1, MAX_WIDTH)

@@ -178,10 +178,8 @@ _FAMILIES = {
     ),
     "Qwen3_5ForCausalLM": _Family("qwen3_5_text", _HYBRID, recurrent=_read_delta),
     "Qwen3_5MoeForCausalLM": _Family("qwen3_5_moe_text", _HYBRID_MOE, blocks.SHARED, recurrent=_read_delta),
-    "Ernie4_5ForCausalLM": _Family("ernie4_5", {"rope_theta": 5e5}, spelled=blocks.ernie_keys),
-    "Ernie4_5_MoeForCausalLM": _Family(
-        "ernie4_5_moe", {"rope_theta": 5e5, _DENSE: 1}, blocks.ERNIE, only={"use_bias": (False,)}
-    ),
+    "Ernie4_5ForCausalLM": _Family("ernie4_5", {"rope_theta": 5e5}),
+    "Ernie4_5_MoeForCausalLM": _Family("ernie4_5_moe", {"rope_theta": 5e5, _DENSE: 1}, blocks.ERNIE),
     "SmolLM3ForCausalLM": _Family("smollm3", {**_STILL, "rope_theta": 2e6, "tie_word_embeddings": True}),
     "Olmo2ForCausalLM": _Family("olmo2"),
     "Olmo3ForCausalLM": _Family("olmo3", {**_FOURTH, "rope_theta": 5e5}, local_base="rope_theta"),
@@ -202,7 +200,7 @@ _FAMILIES = {
         switch="num_experts",
         recurrent=_read_single,
         spelled=blocks.nemotron_keys,
-        only={"use_bias": (False,), "mlp_bias": (False,)},
+        only={"mlp_bias": (False,)},
     ),
     "SeedOssForCausalLM": _Family("seed_oss", {"attention_bias": True, "head_dim": 128}),
     "MinistralForCausalLM": _Family("ministral", {**_SLIDES, "sliding_window_pattern": 1024}),
@@ -244,7 +242,7 @@ _FAMILIES = {
         {"alpha": None, "num_experts_per_tok": 1, _SHARED: None},
         blocks.ROUTED,
         spelled=blocks.hunyuan_keys,
-        only={"use_qk_norm": (True,), "use_mixed_mlp_moe": (True,), "moe_layer_num_skipped": (0,)},
+        only={"use_qk_norm": (True,)},
     ),
     "MixtralForCausalLM": _Family("mixtral", {"rope_theta": 1e6, "sliding_window": None}, blocks.ROUTED),
     "MiniMaxM2ForCausalLM": _Family(
@@ -252,10 +250,7 @@ _FAMILIES = {
         {"rope_theta": 5e6, "head_dim": 128, _PARTLY: 1.0},
         blocks.MINIMAX,
         spelled=blocks.minimax_keys,
-        only={
-            **{"qk_norm_type": ("per_layer",), "use_qk_norm": (True,), "use_routing_bias": (True,)},
-            _SHARED: (0,),
-        },
+        only={"use_qk_norm": (True,), _SHARED: (0,)},
     ),
     "MiMoV2FlashForCausalLM": _Family(
         "mimo_v2_flash",
@@ -267,7 +262,6 @@ _FAMILIES = {
         blocks.SIGMOID,
         spelled=blocks.mimo_keys,
         local_base="swa_rope_theta",
-        only={"add_full_attention_sink_bias": (False,), "add_swa_attention_sink_bias": (True,)},
     ),
     "Step3p5ForCausalLM": _Family(
         "step3p5",
@@ -279,13 +273,6 @@ _FAMILIES = {
         blocks.SIGMOID,
         spelled=blocks.step_keys,
         local_base="rope_theta",
-        only={
-            **dict.fromkeys(
-                ("use_head_wise_attn_gate", "use_moe_router_bias", "norm_expert_weight"), (True,)
-            ),
-            **{"moe_router_activation": ("sigmoid",), "use_moe": (True,), "zero_centered": (True,)},
-            **{"sink": (False,), "att_impl_type": ("GQA",), "yarn_only_types": (["full_attention"],)},
-        },
     ),
     "Qwen2MoeForCausalLM": _Family(
         "qwen2_moe",
@@ -327,8 +314,16 @@ _SUPPORTED: dict[str, tuple[object, ...]] = {
     "mamba_hidden_act": ("silu",),
     "output_gate_type": ("silu", "swish"),
     "time_step_limit": ([0.0, inf], [0.0, {"__float__": "Infinity"}]),
-    **dict.fromkeys(("attn_output_gate", "use_expert_bias"), (True,)),
-    **dict.fromkeys(("attention_out_bias", "conv_bias", "mamba_proj_bias", "use_cla"), (False,)),
+    "moe_layer_num_skipped": (0,),
+    "moe_router_activation": ("sigmoid",),
+    "qk_norm_type": ("per_layer",),
+    "att_impl_type": ("GQA",),
+    "yarn_only_types": ([blocks.KINDS[0]],),
+    **dict.fromkeys(("attn_output_gate", "add_swa_attention_sink_bias", "use_expert_bias"), (True,)),
+    **dict.fromkeys(("use_head_wise_attn_gate", "use_moe", "use_mixed_mlp_moe", "zero_centered"), (True,)),
+    **dict.fromkeys(("use_routing_bias", "use_moe_router_bias", "norm_expert_weight"), (True,)),
+    **dict.fromkeys(("attention_out_bias", "conv_bias", "mamba_proj_bias", "use_bias"), (False,)),
+    **dict.fromkeys(("add_full_attention_sink_bias", "sink", "use_cla"), (False,)),
     **dict.fromkeys(("compression_config", "mamba_dt_limit"), ()),
 }
 """What keys that change the forward pass may say, whatever the family is."""

@@ -168,7 +168,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
     },
     "mimo": {"architecture": "MiMoForCausalLM", "tie": False, "attention_bias": True},
-    "ernie4_5": {"architecture": "Ernie4_5ForCausalLM", "extra": {"use_bias": True}},
+    "ernie4_5": {"architecture": "Ernie4_5ForCausalLM", "extra": {"use_bias": False}},
     "ernie4_5_moe": {
         "architecture": "Ernie4_5_MoeForCausalLM",
         "extra": {

@@ -42,12 +42,12 @@ def is_biased(config: Mapping[str, Any], name: str) -> bool:
     """Whether a matrix has a bias in the config's family."""
     architecture = config["architectures"][0]
     if not name.startswith("self_attn"):
-        return bool(config.get("mlp_bias") or config.get("use_bias")) and "expert" not in name
+        return bool(config.get("mlp_bias")) and "expert" not in name
     if architecture in ("MiMoForCausalLM", "Glm4MoeForCausalLM") and name.endswith("o_proj"):
         return False
     if name.endswith(("q_b_proj", "kv_b_proj")) or ("kv_lora_rank" in config and name.endswith(".q_proj")):
         return False
-    return bool(config.get("attention_bias") or config.get("use_bias"))
+    return bool(config.get("attention_bias"))
 
 
 def normalises_heads(config: Mapping[str, Any]) -> bool:
