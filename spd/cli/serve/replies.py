@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from spd.cli.serve.forms import GEMMA, HARMONY, MARKS, THOUGHT, CallParser, ChannelParser, Piece
+from spd.cli.serve.forms import GEMMA, HARMONY, MARKS, THOUGHT, CallParser, ChannelParser, Piece, Tools
 from spd.cli.text.prompt import ThinkingSplitter
 from spd.cli.text.reply import logprob_entry
 
@@ -53,11 +53,18 @@ def call_of(part: Part) -> dict[str, Any]:
 class Choice:
     """One reply while it grows: its parts in the order in which they come."""
 
-    def __init__(self, index: int, inside: bool | None, wish: Wish, tokenizer: Tokenizer) -> None:
-        self.index, self._tokenizer, self._stops = index, tokenizer, wish.params.stop
+    def __init__(
+        self,
+        index: int,
+        inside: bool | None,
+        tools: Tools | None,
+        stops: Sequence[str],
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.index, self._tokenizer, self._stops = index, tokenizer, stops
         self._splitter = ThinkingSplitter(inside)
         self._parser: CallParser | ChannelParser | None = None
-        if (tools := wish.tools) is not None:
+        if tools is not None:
             is_harmony = tools.form is HARMONY
             self._parser = ChannelParser(held=tools.held) if is_harmony else CallParser(tools)
             if tools.form is GEMMA:
