@@ -59,17 +59,14 @@ def names_in(folder: Path) -> list[str]:
         return sorted(os.listdir(folder))
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
 def open_regular_file(path: Path) -> BinaryIO:
     """Open a regular file, or a link to one, without ever blocking on a FIFO or a device.
 
     Raises `CheckpointError` with the system's reason, or with what the thing is instead.
     """
     with os_errors(path), ExitStack() as opened:
-        file = opened.enter_context(open(path, "rb", opener=_open_at_once))
+        at_once = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = opened.enter_context(open(at_once, "rb"))
         if not stat.S_ISREG(mode := os.fstat(file.fileno()).st_mode):
             kind = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a character device"}.get(stat.S_IFMT(mode))
             raise CheckpointError(f"{path}: is {kind or 'no regular file'}, not a file")

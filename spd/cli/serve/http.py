@@ -143,12 +143,10 @@ class Service:
 class Call:
     """Requests that are answered together; `close` it whatever happens: what still runs is aborted then.
 
-    Raises ApiError as `Service.admit` unless they are `admitted`, EngineError where there is no engine.
+    Raises EngineError where there is no engine.
     """
 
-    def __init__(self, service: Service, requests: Sequence[Request], *, admitted: bool = False) -> None:
-        if not admitted:
-            service.admit(len(requests))
+    def __init__(self, service: Service, requests: Sequence[Request]) -> None:
         self._service, self._requests = service, requests
         self._loop = asyncio.get_running_loop()
         self._answers: asyncio.Queue[tuple[int, Event | BaseException]] = asyncio.Queue()
@@ -205,14 +203,16 @@ class Call:
 
 
 class Answer:
-    """One call's answer, as an ASGI application."""
+    """One call's answer, as an ASGI application. Raises ApiError as `Service.admit`."""
 
     def __init__(self, service: Service, wish: Wish, prepared: Sequence[Prepared]) -> None:
         self._service, self._wish = service, wish
         tokenizer = service.settings.vocabulary.need_tokenizer()
-        self._choices = [Choice(i, inside, wish, tokenizer) for i, (_, inside) in enumerate(prepared)]
+        made_of = wish.tools, wish.params.stop, tokenizer
+        self._choices = [Choice(i, inside, *made_of) for i, (_, inside) in enumerate(prepared)]
         first = prepared[0][0]
         self._reply = wish.reply(service, wish, self._choices, first.id, len(first.prompt_ids))
+        service.admit(len(prepared))
         self._call = Call(service, [request for request, _ in prepared])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -317,7 +317,7 @@ class WarmFront:
             raise EngineError("the server is shutting down", fix=["run it again", "--no-server"])
         name, request = said["id"], read_request({**said, "id": secrets.token_hex(8)})
         await asyncio.to_thread(self._service.engine.check, request)
-        task = asyncio.ensure_future(_follow(Call(self._service, [request], admitted=True), name, writer))
+        task = asyncio.ensure_future(_follow(Call(self._service, [request]), name, writer))
         names[name] = request.id
         running.add(task)
         task.add_done_callback(running.discard)

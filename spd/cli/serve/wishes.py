@@ -241,7 +241,7 @@ def wish_of(body: Mapping[str, Any], service: Service, reply: type[Reply], **mor
         grammar = tools.grammar
         if "tools" in source:  # of what no grammar keeps it from calling, a model is not told
             told = (tool for tool in body["tools"] if grammar or tool["function"]["name"] in tools.functions)
-            variables["tools"] = list(map(_shown, told))
+            variables["tools"] = list(told)
     elif grammar is not None and tools is not None and tools.form is HARMONY:
         grammar = tools.answer(grammar)
     messages = body.get("messages", ())
@@ -252,11 +252,6 @@ def wish_of(body: Mapping[str, Any], service: Service, reply: type[Reply], **mor
     params = _params(body, service.settings, logprobs)
     asked = (Asked(messages=messages, variables=variables),)
     return Wish(asked, params, reply, **_delivery(body, service), grammar=grammar, tools=tools, **more)
-
-
-def _shown(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool as the model sees it: that its calls are held is no word for it."""
-    return {**tool, "function": {name: one for name, one in tool["function"].items() if name != "strict"}}
 
 
 def for_template(message: Mapping[str, Any], template: str) -> dict[str, Any]:
@@ -401,7 +396,10 @@ def function(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tools_of(body: Mapping[str, Any], template: str, special: Mapping[str, int]) -> Tools | None:
-    """The tools of a chat request and how they are chosen; None where none may be called."""
+    """The tools of a chat request and how they are chosen; None where none may be called.
+
+    `strict` is taken out of each: that its calls are held is no word for a model.
+    """
     choice, functions, strict = body.get("tool_choice", "auto"), dict[str, Any](), False
     for number_, tool in enumerate(body.get("tools", ())):
         function, where = tool["function"], f"tools[{number_}].function"
@@ -411,7 +409,7 @@ def tools_of(body: Mapping[str, Any], template: str, special: Mapping[str, int])
         if schema["type"] != "object":
             refuse(f"{where}.parameters", "expected a schema of type object", "invalid_function_parameters")
         functions[function["name"]] = schema
-        strict = strict or function.get("strict", False)
+        strict = function.pop("strict", False) or strict
     named, form, subset = None, call_form(template), False
     if isinstance(choice, dict):
         asked = _CHOICE(choice, "tool_choice")
