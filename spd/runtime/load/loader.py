@@ -64,6 +64,12 @@ def direct_fill(checkpoint: Checkpoint, meter: LoadMeter, cuts: Cuts = NOTHING) 
     return fill
 
 
+def threaded_fill(checkpoint: Checkpoint, meter: LoadMeter, cuts: Cuts = NOTHING) -> Fill:
+    """Fill by reading threads and asynchronous copies, whole tensors only."""
+    assert not cuts
+    return lambda views: read_tensors(checkpoint, views, advance=meter.advance)
+
+
 def checkpoint_fill(
     checkpoint: Checkpoint,
     config: ModelConfig,
@@ -78,9 +84,8 @@ def checkpoint_fill(
     """
     parts = parts_of(config, layout).items()
     cuts = {name: part.cut for name, part in parts if part.cut is not None}
-    fill = direct_fill(checkpoint, meter, cuts)
-    if not cuts and torch.device(device).type == "cuda":
-        fill = partial(read_tensors, checkpoint, advance=meter.advance)
+    filling = direct_fill if cuts or torch.device(device).type != "cuda" else threaded_fill
+    fill = filling(checkpoint, meter, cuts)
     if config.quantization is None:
         return fill
     shapes = expected_tensors(config, whole or layout)
@@ -237,7 +242,7 @@ def load_model(
     on_cuda = torch.device(place.device).type == "cuda"
     # What is rounded at load would be there twice, and whole.
     at_once = on_cuda and head is None and load != "dummy" and place.form.kind not in ("int8", "int4")
-    fill = dummy_fill(place.device, head is None and config.tie_embeddings, meter, place.form.packed)
+    fill = dummy_fill(place.device, head is None and config.tie_embeddings, meter)
     with ExitStack() as files:
         own = None if load == "dummy" else files.enter_context(folder.checkpoint)
         if head is not None and own is not None:

@@ -15,7 +15,6 @@ from spd.formats.hub import own_cache
 from spd.formats.model_config import ModelConfig
 from spd.formats.quantized import CODES, Quantization
 from spd.kernels.native.build import DTYPE_FLAGS, LARGEST_HEAD, NativeUnavailable, obstacle
-from spd.runtime.models import family_layout
 from spd.runtime.models.layouts import AttentionLayout, GqaLayout, LayerLayout, MoeLayout, SideLayout
 from spd.runtime.models.weights import (
     INT4_GROUP,
@@ -23,7 +22,6 @@ from spd.runtime.models.weights import (
     WIDE,
     PackedSpec,
     WeightForm,
-    expected_tensors,
     int4_form,
     int8_form,
 )
@@ -147,33 +145,30 @@ def choose_form(
         form = int8_form(kernels, machine.on_cpu, dtype) if rows else int4_form(kernels, dtype)
         return form, f"{why}, kept as {dtype}, for these kernels want wide weights" if form.widened else why
     if model.quantization is not None:
-        return _packed(model.quantization, model, folder, wishes, kernels, dtype)
+        return _packed(model.quantization, folder, wishes, kernels, dtype)
     return WIDE, AS_STORED
 
 
 def _packed(
-    how: Quantization, model: ModelConfig, folder: ModelFolder, wishes: EngineConfig, kernels: str, dtype: str
+    how: Quantization, folder: ModelFolder, wishes: EngineConfig, kernels: str, dtype: str
 ) -> tuple[WeightForm, str]:
     """Codes as they are stored, where these kernels multiply them."""
+    if wishes.load == "dummy":
+        return WIDE, AS_STORED
     if kernels == "triton" and dtype == "float16":
         return WIDE, f"{how.method} weights are multiplied out: {FLOAT16_OVERFLOWS}"
-    if wishes.load == "dummy":  # no file is read: what the configuration lets expect
-        shapes, kinds = how.stored(expected_tensors(model, family_layout(model)), {})
-        dtypes = {name: kinds.get(name, FLOAT_DTYPES)[0] for name in shapes}
-    else:
-        dtypes = {name: meta.dtype for name, meta in folder.checkpoint.tensors.items()}
-    packed, odd = dict[str, PackedSpec](), 0
-    for name, own in dtypes.items():
+    tensors, packed, odd = folder.checkpoint.tensors, dict[str, PackedSpec](), 0
+    for name in tensors:
         stem, _, last = name.rpartition(".")
         scheme = how.scheme_of(stem) if last in CODES else None
-        if scheme is None or scheme.codes != last or own in FLOAT_DTYPES:
+        if scheme is None or scheme.codes != last or tensors[name].dtype in FLOAT_DTYPES:
             continue
         if scheme.reordered or ((scheme.group or STEP) not in (16, 32, 64) and (scheme.group or STEP) % STEP):
             odd += 1
             continue
-        scales = dtypes.get(f"{stem}.{'scales' if last == 'qweight' else 'weight_scale'}")
-        wide = scales is None or (scales != "BF16" and scheme.layout != "mxfp4")
-        packed[f"{stem}.weight"] = PackedSpec(scheme.kind, scheme.group, not scheme.symmetric, wide)
+        scales = tensors.get(f"{stem}.{'scales' if last == 'qweight' else 'weight_scale'}")
+        narrow = scales is not None and (scales.dtype == "BF16" or scheme.layout == "mxfp4")
+        packed[f"{stem}.weight"] = PackedSpec(scheme.kind, scheme.group, not scheme.symmetric, not narrow)
     why = f"{how.method} weights are multiplied as stored, activations are not rounded"
     if odd:
         why += f"; {odd} with act-order or odd groups are multiplied out"
