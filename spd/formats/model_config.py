@@ -22,13 +22,7 @@ from spd.formats.eagle3 import ARCHITECTURE as EAGLE3
 from spd.formats.eagle3 import Eagle3Config, read_eagle3
 from spd.formats.json_file import Fields, keyed, names_in, shown
 from spd.formats.quantized import Quantization, read_quantization
-from spd.formats.rope_config import (
-    RopeConfig,
-    read_growth,
-    read_local_rope,
-    read_rope,
-    rope_fields,
-)
+from spd.formats.rope_config import RopeConfig, read_growth, read_local_rope, read_rope, rope_fields
 
 FILE_NAME, GENERATION = "config.json", "generation_config.json"
 MTP_HEAD = "MTPSpeculator"

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spd.kernels.linear.rms_norm import rms_norm
+from spd.kernels.linear.norm_gate import rms_norm
 from spd.kernels.native import build, library
 from spd.kernels.native.build import NativeUnavailable, library_path
 from spd.kernels.native.library import AmxRefused, Ending, NativeLibrary

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from spd.kernels.dispatch import load_kernels
 from spd.runtime import SamplingParams
 from spd.runtime.load.loader import build_model, decoder_part, direct_fill
 from spd.runtime.load.progress import LoadMeter, LoadProgress
+from spd.runtime.load.weight_reader import read_tensors
 from spd.runtime.models.builder import Fill, LayerBuilder, Place
 from spd.runtime.models.decoder import Decoder
 from spd.runtime.plan.memory import tensor_bytes
@@ -21,7 +23,7 @@ from tests.helpers import make_engine, random_prompts, read_model_config, run_al
 
 WAYS: dict[str, tuple[Callable[[Checkpoint, LoadMeter], Fill], bool]] = {
     "direct": (direct_fill, False),
-    "threaded": (threaded_fill, True),
+    "threaded": (lambda held, meter: partial(read_tensors, held, advance=meter.advance), True),
 }
 
 

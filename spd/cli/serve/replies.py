@@ -54,12 +54,7 @@ class Choice:
     """One reply while it grows: its parts in the order in which they come."""
 
     def __init__(
-        self,
-        index: int,
-        inside: bool | None,
-        tools: Tools | None,
-        stops: Sequence[str],
-        tokenizer: Tokenizer,
+        self, index: int, inside: bool | None, tools: Tools | None, stops: Sequence[str], tokenizer: Tokenizer
     ) -> None:
         self.index, self._tokenizer, self._stops = index, tokenizer, stops
         self._splitter = ThinkingSplitter(inside)

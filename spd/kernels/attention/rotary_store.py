@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spd.kernels.linear.rms_norm import rms_norm
+from spd.kernels.linear.norm_gate import rms_norm
 
 Pools = tuple[Tensor, Tensor]
 """Keys and values of all pages [P, page, K, D]."""

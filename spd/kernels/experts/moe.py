@@ -14,8 +14,8 @@ from torch import Tensor
 
 from spd.kernels.linear.eight_bits import expert_linear
 from spd.kernels.linear.few_bits import GroupedWeight
+from spd.kernels.linear.norm_gate import silu_mul
 from spd.kernels.linear.rows import sum_of_squares
-from spd.kernels.linear.silu_mul import silu_mul
 from spd.kernels.linear.skinny_linear import AnyWeight, plain_weight
 
 FEW_ROWS = 4

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spd.kernels.attention.paged_attention import AttentionPlan, Scores, paged_attention
 from spd.kernels.attention.rotary_store import RotatedRows, apply_rotary, tamed
-from spd.kernels.linear.rms_norm import rms_norm
+from spd.kernels.linear.norm_gate import rms_norm
 
 
 def latent_store(

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.linear.few_bits import TiledWeight
+from spd.kernels.linear.norm_gate import gelu_mul
 from spd.kernels.linear.rows import sum_of_squares
-from spd.kernels.linear.silu_mul import gelu_mul
 from spd.kernels.sampling.philox import STREAM_TARGET, gumbel
 
 

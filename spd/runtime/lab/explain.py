@@ -132,16 +132,15 @@ class Explanation:
         costs = self.costs
         return {
             "schema": SCHEMA,
-            "method": self.method,
-            "k": self.k,
-            "rounds": self.rounds,
-            "tokens_per_second": self.tokens_per_second,
+            **{
+                name: getattr(self, name)
+                for name in ("method", "k", "rounds", "tokens_per_second", "other_load")
+            },
             "verify_ms": {str(rows): ms for rows, ms in costs.verify.items()},
             "plain_measured": costs.plain_measured,
             "draft_ms": {str(k): ms for k, ms in costs.draft.items()},
             "rest_ms": costs.rest,
             "host_ms": costs.host,
-            "other_load": self.other_load,
             "acceptance": "imposed" if self.imposed else "natural",
             "acceptance_length": self.now.length,
             "survival": list(self.acceptance.survival),

@@ -27,8 +27,7 @@ from spd.kernels.dispatch import Kernels
 from spd.kernels.launch import device_facts
 from spd.kernels.linear.eight_bits import int8_linear
 from spd.kernels.linear.few_bits import GroupedWeight, grouped_linear
-from spd.kernels.linear.rms_norm import rms_norm
-from spd.kernels.linear.silu_mul import gelu_mul, silu_mul
+from spd.kernels.linear.norm_gate import gelu_mul, rms_norm, silu_mul
 from spd.kernels.linear.skinny_config import config_for, workspace_sizes
 from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm, ScaledWeight, step_of
 from spd.kernels.native.library import Ending, NativeLibrary

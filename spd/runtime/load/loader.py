@@ -64,12 +64,6 @@ def direct_fill(checkpoint: Checkpoint, meter: LoadMeter, cuts: Cuts = NOTHING) 
     return fill
 
 
-def threaded_fill(checkpoint: Checkpoint, meter: LoadMeter, cuts: Cuts = NOTHING) -> Fill:
-    """Fill by reading threads and asynchronous copies, whole tensors only."""
-    assert not cuts
-    return lambda views: read_tensors(checkpoint, views, advance=meter.advance)
-
-
 def checkpoint_fill(
     checkpoint: Checkpoint,
     config: ModelConfig,
@@ -84,8 +78,9 @@ def checkpoint_fill(
     """
     parts = parts_of(config, layout).items()
     cuts = {name: part.cut for name, part in parts if part.cut is not None}
-    filling = direct_fill if cuts or torch.device(device).type != "cuda" else threaded_fill
-    fill = filling(checkpoint, meter, cuts)
+    fill = direct_fill(checkpoint, meter, cuts)
+    if not cuts and torch.device(device).type == "cuda":
+        fill = partial(read_tensors, checkpoint, advance=meter.advance)
     if config.quantization is None:
         return fill
     shapes = expected_tensors(config, whole or layout)

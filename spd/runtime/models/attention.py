@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spd.kernels.attention.paged_attention import Scores
 from spd.kernels.attention.rotary_store import RotatedRows, apply_rotary
-from spd.kernels.linear.rms_norm import rms_norm
+from spd.kernels.linear.norm_gate import rms_norm
 from spd.kernels.native.library import PackedWeight
 from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual, attended
 from spd.runtime.layers.linear import in_tiles, normed, unscaled_norm

@@ -16,7 +16,7 @@ from torch import Tensor
 from spd.formats.model_config import ModelConfig
 from spd.kernels.attention.paged_attention import AttentionHeads
 from spd.kernels.linear.head_input import PairNorms
-from spd.kernels.linear.rms_norm import rms_norm
+from spd.kernels.linear.norm_gate import rms_norm
 from spd.kernels.linear.skinny_linear import Draw
 from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.sampling.sampling import NEGATIVE_INFINITY

@@ -17,8 +17,7 @@ from spd.kernels.dispatch import Kernels
 from spd.kernels.experts.moe import FEW_ROWS, MANY_ROWS, ClampedExperts, by_expert
 from spd.kernels.linear.eight_bits import expert_linear
 from spd.kernels.linear.few_bits import GroupedWeight, tiled
-from spd.kernels.linear.rms_norm import rms_norm
-from spd.kernels.linear.silu_mul import gelu_mul
+from spd.kernels.linear.norm_gate import gelu_mul, rms_norm
 from spd.kernels.linear.skinny_linear import AnyWeight, plain_weight
 from spd.kernels.native.library import NativeLibrary, PackedWeight
 from spd.runtime.layers.base import ForwardBatch, Residual

@@ -16,15 +16,7 @@ from spd.formats.model_config import ModelConfig
 from spd.formats.quantized import CODES, Quantization
 from spd.kernels.native.build import DTYPE_FLAGS, LARGEST_HEAD, NativeUnavailable, obstacle
 from spd.runtime.models.layouts import AttentionLayout, GqaLayout, LayerLayout, MoeLayout, SideLayout
-from spd.runtime.models.weights import (
-    INT4_GROUP,
-    STEP,
-    WIDE,
-    PackedSpec,
-    WeightForm,
-    int4_form,
-    int8_form,
-)
+from spd.runtime.models.weights import INT4_GROUP, STEP, WIDE, PackedSpec, WeightForm, int4_form, int8_form
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.plan.machine import Machine
 

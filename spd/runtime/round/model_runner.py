@@ -56,14 +56,7 @@ class ModelRunner:
     """One model, its cache and its two programs: verify-class windows and prompt chunks."""
 
     def __init__(
-        self,
-        model: Decoder,
-        cache: KvCache,
-        chunk: int,
-        device: str,
-        kernels: Kernels,
-        *,
-        alone: bool = True,
+        self, model: Decoder, cache: KvCache, chunk: int, device: str, kernels: Kernels, *, alone: bool = True
     ) -> None:
         """alone: whether no other rank has to run passes of the same shapes."""
         self.model, self.cache, self.chunk, self.device = model, cache, chunk, device

@@ -1,4 +1,4 @@
-"""The gates of SwiGLU and GeGLU MLPs."""
+"""The root-mean-square norm of a row, and the gates of SwiGLU and GeGLU MLPs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,20 @@ from torch import Tensor
 
 GELU_SCALE = 0.7978845608028654
 """The square root of 2 / pi."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """x / sqrt(mean(x**2) + epsilon) * weight, each row by itself.
+
+    x [..., D]; weight [D] or, with a scale for each head, [heads, D] against x [..., heads, D].
+    Computed in float32, returned in x's dtype; float32 weights are multiplied before x is rounded.
+    Source: Zhang & Sennrich 2019.
+    """
+    if weight.dtype != x.dtype:
+        return (F.rms_norm(x.float(), (x.shape[-1],), None, epsilon) * weight).to(x.dtype)
+    if weight.dim() == 1:
+        return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
+    return F.rms_norm(x, (x.shape[-1],), None, epsilon) * weight
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
