@@ -65,8 +65,9 @@ def open_regular_file(path: Path) -> BinaryIO:
     Raises `CheckpointError` with the system's reason, or with what the thing is instead.
     """
     with os_errors(path), ExitStack() as opened:
-        at_once = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        file = opened.enter_context(open(at_once, "rb"))
+        file = opened.enter_context(
+            open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+        )
         if not stat.S_ISREG(mode := os.fstat(file.fileno()).st_mode):
             kind = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a character device"}.get(stat.S_IFMT(mode))
             raise CheckpointError(f"{path}: is {kind or 'no regular file'}, not a file")

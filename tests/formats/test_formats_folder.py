@@ -22,7 +22,20 @@ from tests.formats.formats_helpers import QWEN3, write_json
 pytestmark = pytest.mark.usefixtures("keep_threads")
 
 ONCE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "headers")
-RAW = ("generate", "--no-server", "--raw", "--ctx", "64", "-n", "4", "--device", "cpu", "--kernels", "torch", "ab")
+RAW = (
+    "generate",
+    "--no-server",
+    "--raw",
+    "--ctx",
+    "64",
+    "-n",
+    "4",
+    "--device",
+    "cpu",
+    "--kernels",
+    "torch",
+    "ab",
+)
 
 
 @pytest.fixture
