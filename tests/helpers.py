@@ -32,7 +32,7 @@ PROPOSERS: dict[str, dict[str, Any]] = {
     "eagle3": {"spec": "eagle3", "draft_max": 3},
     "mtp+ngram": {"spec": "mtp+ngram", "draft_max": 3, "ngram_min": 2},
 }
-"""Wishes for every proposer that the matrices run; who wants a draft model or a head adds it."""
+"""Wishes for every proposer that the matrices run; a draft model or a head is added by the test."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def run_together(commands: Mapping[str, Sequence[str]], most: int = 64) -> Itera
 def watch_together(
     commands: Mapping[str, Sequence[str]], most: int = 64
 ) -> Generator[tuple[str, int] | None, None, None]:
-    """The same, and None after every PAUSE, for who has to look at what they do meanwhile."""
+    """The same, and None after every PAUSE, so that what they do meanwhile can be looked at."""
     two_threads = {**environment(), "OMP_NUM_THREADS": "2"}
     waiting = list(commands.items())
     running: dict[str, subprocess.Popen[bytes]] = {}

@@ -221,7 +221,7 @@ def test_who_asks_waits_for_one_capture_at_most(model: Path, script: Any) -> Non
     script.on_capture = lambda number: number == 2 and asked.wait(WAIT)
     script.on_step = lambda step: added.append(len(script.engine.captured))
     thread = engine_thread(model)
-    assert thread.engine() is script.engine, "who waits for loading waits for none"
+    assert thread.engine() is script.engine, "a caller that waits for loading waits for no capture"
     until(lambda: len(script.engine.captured) == 2)
     threading.Timer(0.05, asked.set).start()  # when the request is there
     assert "".join(event.text for event in thread.run(Request("a", (1, 2), PARAMS))) == "Hello wörld!"

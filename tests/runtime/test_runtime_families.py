@@ -87,7 +87,7 @@ def test_missing_scales_of_mxfp4_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["ngram", "draft"])
 def test_interrupted_texts_are_the_same_under_windows(dense: Shelf, method: str) -> None:
-    """Too few pages for all: who waits is replayed, window and all."""
+    """Too few pages for all: a request that waits is replayed, window and all."""
     target = dense("gemma3", residual_gain=damped, seed=3, max_positions=1024)
     prompts = [random_prompts(1, 490 + n, 256, seed=n)[0] for n in range(4)]
     params = [SamplingParams(max_tokens=60, temperature=0.7, seed=i, ignore_eos=True) for i in range(4)]

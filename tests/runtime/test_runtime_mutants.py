@@ -136,7 +136,7 @@ def text_beside_silent_slots(models: Path) -> None:
     """A request may be given the pages of a slot that fell silent, which must leave them alone.
 
     Two end in the same round; the third takes the first one's slot and, being long, the pages of both. All
-    slots are run, as on a GPU: on CPU who is silent is left out. Nothing is kept for sharing.
+    slots are run, as on a GPU: on CPU silent ones are left out. Nothing is kept for sharing.
     """
     prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[2] * 54]
     params = [SamplingParams(max_tokens=6), SamplingParams(max_tokens=6), SAMPLED[0]]
