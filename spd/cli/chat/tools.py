@@ -125,9 +125,9 @@ def consents(words: Sequence[str], guard: SignalGuard) -> bool:
     if len(shown := "".join(visible)) > SHOWN:
         write_stderr(f"not run: a command of {len(shown):,} characters, more than {SHOWN:,}\n")
         return False
-    write_stderr(f"run  {shown}\nrun it? [y/N] ")
     with suppress(KeyboardInterrupt), guard.soften(_interrupt):
         termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
+        write_stderr(f"run  {shown}\nrun it? [y/N] ")
         return sys.stdin.buffer.readline().strip().lower() in (b"y", b"yes")
     write_stderr("\n")
     return False
