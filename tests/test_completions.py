@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from spd.cli.commands import COMMANDS
+from spd.cli.options import spec_names
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = {"bash": "spd.bash", "zsh": "_spd", "fish": "spd.fish"}
@@ -77,13 +78,11 @@ def bash_complete(environment: dict[str, str], tmp_path: Path) -> Callable[..., 
     return complete
 
 
-METHODS = ("mtp", "draft", "ngram", "eagle3", "assistant")
-MIXED = [f"{method}+ngram" for method in ("auto", *METHODS) if method != "ngram"]
 OFFERED: dict[str, list[str]] = {
     "": list(COMMANDS),
     "--": ["--version", "--help"],  # and not the library's installer
     "generate --draft-": ["--draft-model", "--draft-max", "--draft-tp"],
-    "generate --spec ": ["auto", "off", *METHODS, *MIXED],
+    "generate --spec ": spec_names(""),
     "generate --spec = d": ["draft", "draft+ngram"],
     "generate -m ": ["Qwen/Qwen3-0.6B", "demo", "demo-hybrid", "gpt2"],
     "generate -m Qwen/Qwen3-0": ["Qwen/Qwen3-0.6B"],

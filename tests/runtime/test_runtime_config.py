@@ -75,7 +75,7 @@ def test_every_clash_has_its_own_message_and_a_case_here() -> None:
 
 
 def test_every_method_has_a_builder() -> None:
-    assert {*BUILDERS} == {*METHODS} - {"auto", "off", "ngram"}
+    assert {*BUILDERS} == {*METHODS} - {"auto", "off"}
 
 
 RANGES: list[tuple[str, str, float, float, float, float]] = [

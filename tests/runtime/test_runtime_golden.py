@@ -54,8 +54,9 @@ SEEING = {
     "step3p5": "Step3p7ForConditionalGeneration",
     "muse_glimmer_text": "MuseGlimmerForConditionalGeneration",
 }
-ALONE = ("mimo", "step3", "muse_glimmer")
-"""Families of which the library has no class of text alone."""
+SEEN = ("step3", "muse_glimmer")
+ALONE = ("mimo", *SEEN)
+"""Families of which the library has no class of text alone; those of SEEN are part of one that reads images."""
 FEW = (
     *("llama2", "llama3", "biases", "yarn", "tied", "qwen3", "gqa8", "deepseek_v2", "deepseek_v3"),
     *("glm4_moe", "glm4_moe_lite", "qwen3_moe", "mimo", "ernie4_5", "ernie4_5_moe"),
@@ -78,7 +79,7 @@ def test_logits_and_greedy_text_equal_transformers(
     own = name in VARIANTS
     folder = tiny(name) if own else write_dense(tmp_path / "model", name, max_positions=2048)
     known = as_known(folder, tmp_path) if name in ALONE else folder
-    sees = name in ALONE[1:]
+    sees = name in SEEN
     kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
     reference = kind.from_pretrained(known, dtype=torch.float32).eval()
     engine = make_engine(folder, ctx=LONG_ORIGINAL if name == "phi3_long" else 256 if own else 1024)

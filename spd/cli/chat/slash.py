@@ -110,7 +110,7 @@ class Commands:
         self._chat.tell(*self._chat.model.sampling_lines())
 
     def do_spec(self, rest: str) -> None:
-        """show what drafts, or reload with another method: /spec off|mtp|draft|ngram|eagle3|assistant [K]"""
+        """show what drafts, or reload with another method: /spec METHOD [K]"""
         if not rest:
             self._chat.tell(*self._chat.model.lines())
             return

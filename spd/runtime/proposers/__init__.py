@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from spd.runtime.plan.config import split_spec
 from spd.runtime.plan.plan import EnginePlan
@@ -14,22 +14,36 @@ from spd.runtime.proposers.ngram import NgramProposer
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.sampler import Sampler
 
-BUILDERS: dict[str, type[ModelProposer]] = {
-    "draft": DraftModelProposer,
-    "mtp": HeadProposer,
-    "eagle3": HeadProposer,
-    "assistant": AssistantProposer,
+Builder = Callable[[EnginePlan, Sampler, Sequence[ModelRunner]], Proposer]
+
+
+def _lookup(plan: EnginePlan, sampler: Sampler, _: Sequence[ModelRunner] = ()) -> NgramProposer:
+    return NgramProposer(sampler.state, sampler.kernels, plan.ngram_min, plan.wishes.ngram_max)
+
+
+def _by_models(kind: type[ModelProposer]) -> Builder:
+    """Build a proposer that drafts by models, with prompt lookup beside them where the plan says so."""
+
+    def build(plan: EnginePlan, sampler: Sampler, runners: Sequence[ModelRunner]) -> Proposer:
+        (_, arbitrated), shape = split_spec(plan.spec), plan.shape
+        lookup = _lookup(plan, sampler) if arbitrated else None
+        beside = lookup and Beside(lookup, shape.model_drafts, plan.copying > 0)
+        return kind(sampler, runners, shape.draft_ctx, beside)
+
+    return build
+
+
+BUILDERS: dict[str, Builder] = {
+    "ngram": _lookup,
+    "draft": _by_models(DraftModelProposer),
+    "mtp": _by_models(HeadProposer),
+    "eagle3": _by_models(HeadProposer),
+    "assistant": _by_models(AssistantProposer),
 }
-"""Every method of `METHODS` that drafts by models; prompt lookup has none."""
+"""Every method of `METHODS` that drafts."""
 
 
 def build_proposer(plan: EnginePlan, sampler: Sampler, runners: Sequence[ModelRunner]) -> Proposer | None:
     """The proposer that the plan names, with the models that draft; None when nothing is speculated."""
-    (method, arbitrated), shape = split_spec(plan.spec), plan.shape
-    if method == "off":
-        return None
-    lookup = NgramProposer(sampler.state, sampler.kernels, plan.ngram_min, plan.wishes.ngram_max)
-    if method == "ngram":
-        return lookup
-    beside = Beside(lookup, shape.model_drafts, plan.copying > 0) if arbitrated else None
-    return BUILDERS[method](sampler, runners, shape.draft_ctx, beside)
+    method, _ = split_spec(plan.spec)
+    return None if method == "off" else BUILDERS[method](plan, sampler, runners)
