@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 import tempfile
 import time
 import traceback
@@ -18,6 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from spd.kernels.native.build import processor_features
 from spd.runtime.round.cpu_load import SLIGHT, OtherLoad
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
@@ -150,7 +152,6 @@ def processor() -> Finding:
     import torch
 
     from spd.kernels.native.build import instructions, obstacle
-    from spd.runtime.lab.machine import describe_machine
 
     load, why = OtherLoad(), obstacle()
     time.sleep(0.3)  # in which other programs are watched
@@ -259,3 +260,31 @@ def equal_texts() -> Finding:
     if off:
         return Finding(FAILED, f"{line}: not the text of torch's", ("--kernels torch", REPORT), facts)
     return Finding(OK, f"{line}: the same text", (), facts)
+
+
+CPU_FEATURES = {"avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "i8mm"}
+
+
+def describe_machine() -> dict[str, Any]:
+    """The CPU's model and relevant features, its cores, memory and system; the GPU where torch has one."""
+    cpuinfo = Path("/proc/cpuinfo")
+    said = re.search(r"^model name\s*:\s*(.*)", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE)
+    described = {
+        "cpu": said[1] if said else platform.processor(),
+        "cpu_features": sorted(processor_features() & CPU_FEATURES),
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+    }
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        described |= {
+            "gpu": properties.name,
+            "gpu_memory_bytes": properties.total_memory,
+            "cuda": str(torch.version.cuda),
+            "triton": getattr(sys.modules.get("triton"), "__version__", None),
+        }
+    return described
