@@ -62,7 +62,7 @@ def memory_refusal(error: BaseException, plan: EnginePlan, phase: str) -> Resour
     return ResourceError(
         f"out of memory on {plan.device} while {phase}",
         reason=[line for line in (first_line(error), counted) if line],
-        fix=[*(each.words() for each in remedies(plan.shape, None, asked)), "end what else uses this memory"],
+        fix=[*remedies(plan.shape, None, asked), "end what else uses this memory"],
         code="out_of_memory",
     )
 
