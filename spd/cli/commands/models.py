@@ -83,6 +83,9 @@ def ensure_models(session: Session, options: RunOptions) -> None:
 
 
 def _look_up(session: Session, name: str, revision: str | None) -> RemoteModel:
+    from spd.formats.hub import check_repository_name
+
+    check_repository_name(name, revision)  # before anything says that the hub is asked
     with loading(f"asking the hub for {name}", session.console):
         from spd.formats.hub_download import look_up
 
