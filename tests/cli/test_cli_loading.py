@@ -27,14 +27,8 @@ from spd.runtime.engine.driver import EngineThread
 from spd.runtime.load.progress import LoadProgress, Phase
 from tests.cli import conftest
 from tests.cli.conftest import program, refused
+from tests.cli.test_cli_output import Terminal
 from tests.cli.test_cli_terminal import on_terminal
-
-
-class Terminal(io.StringIO):
-    encoding = "utf-8"
-
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.fixture
