@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from spd.runtime.lab.machine import describe_machine
+from spd.runtime.lab.diagnostics import describe_machine
 
 __all__ = ("ROOT", "ForeignLoad", "describe_commit", "describe_machine")
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.gpu_suite.round_times import GREEDY, random_prompt
 from spd.runtime import Engine, Request
 from spd.runtime.engine.metrics import RequestMetrics
-from spd.runtime.lab.statistics import percentile
+from spd.runtime.lab.rows import percentile
 
 WARMING = 8
 """Tokens of a request that captures what the next one runs."""

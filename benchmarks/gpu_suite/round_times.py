@@ -22,7 +22,7 @@ import torch
 from benchmarks.gpu_suite.graph_timer import free_memory
 from spd.kernels.round.window import BEGAN, COMMITTED, ENDED
 from spd.runtime import Engine, EngineConfig, Request, SamplingParams
-from spd.runtime.lab.statistics import percentile
+from spd.runtime.lab.rows import percentile
 
 Result = TypeVar("Result")
 GREEDY = SamplingParams(ignore_eos=True)

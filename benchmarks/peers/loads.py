@@ -15,7 +15,7 @@ from benchmarks.peers.pairs import PAIRS, REFERENCE
 from benchmarks.peers.prompts import prompts
 from benchmarks.peers.worker import Worker, WorkerError
 from spd.runtime.lab.load import Load, poisson_arrivals
-from spd.runtime.lab.statistics import repeat_interval
+from spd.runtime.lab.rows import repeat_interval
 
 LEAST_REQUESTS = 16
 TIMEOUT = 1200.0

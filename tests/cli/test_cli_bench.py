@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from spd.cli.commands.bench import BenchOptions, bench_text, read_result, sweep_configs
 from spd.errors import UsageError
+from spd.runtime.lab.load import Load, Work
 from spd.runtime.lab.rows import compare_results, make_rows
 from spd.runtime.lab.sweep import Sweep
 from tests.runtime.measuring.measuring_helpers import DRAFT, PLAIN, make_sample
@@ -31,22 +33,22 @@ def test_lists_are_combined_and_lookup_has_no_ranks_of_its_own() -> None:
     assert sorted(found, key=str) == sorted(
         [(spec, tp, size, k) for spec, pairs in ranks.items() for tp, size in pairs for k in (2, 3)], key=str
     )
-    assert [each.adaptive for each in sweep_configs(BenchOptions(verify="coupled,block"))[1:]] == [
-        True,
-        False,
-    ]
+    rules = sweep_configs(BenchOptions(verify="coupled,block"))[1:]
+    assert [each.adaptive for each in rules] == [True, False]
 
 
 def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     drafted = {"drafted_per_position": [10, 8], "accepted_per_position": [7, 2]}
     samples = [make_sample(0, 0, 1.0), make_sample(1, 0, 0.5, **drafted)]
+    ended = make_sample(1, 0, 0.0, work=Work("code", 0.8, None, Load()), tokens_after_first=0)
     result: dict[str, Any] = {
         "model": "demo",
         "versions": {"spd": "1"},
         "machine": {},
         "settings": {"max_tokens": 8},
         "plans": [{"dtype": "float32", "device": "cpu", "threads": 1, "load": "auto"}],
-        "rows": make_rows(samples, [PLAIN, DRAFT]),
+        "rows": make_rows([*samples, ended], [PLAIN, DRAFT]),
+        "samples": [asdict(sample) for sample in (*samples, ended)],
         "equality": {"tokens": 11, "differences": []},
         "interrupted": False,
     }
@@ -54,10 +56,13 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     for columns, more in (("80", ""), ("100", "ITL by position")):
         monkeypatch.setenv("COLUMNS", columns)
         lines = bench_text(result)
-        assert lines[1].split() == [*header.split(), *more.split()]
-        assert max(map(len, lines[1:4])) <= int(columns)
-    assert lines[3].endswith("70/25")
-    assert "equal: every text is that of plain decoding (11 tokens compared)" in lines
+        assert lines[0].split() == [*header.split(), *more.split()]
+        assert max(map(len, lines[:3])) <= int(columns)
+    assert lines[2].endswith("70/25")
+    facts = {line[:16].strip(): line[18:] for line in lines[3:-1]}
+    assert facts["texts"] == "equal to plain decoding (11 tokens compared)"
+    assert facts["rows left out"] == "1, where replies ended at the first token"
+    assert facts["best"] == "draft k=2 (code, T 0), 2.00 × plain, no difference beyond noise"
 
 
 @pytest.mark.parametrize("words", [("demo",), ("-m", "demo")])
@@ -101,9 +106,8 @@ def test_a_whole_result_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["bench_demo", "bench_pairs", "bench_concurrency", "bench_rate_draft_tp"])
 def test_results_that_are_kept_without_their_passes_compare(name: str) -> None:
     kept = read_result(Path(__file__).parents[2] / "benchmarks" / "results" / f"{name}.json")
-    assert (
-        len(compare_results(kept, kept, 0.03)["changes"]) == len(kept["rows"]) > 0 and "samples" not in kept
-    )
+    changes = compare_results(kept, kept, 0.03)["changes"]
+    assert len(changes) == len(kept["rows"]) > 0 and "samples" not in kept
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,15 @@ END = 258
 @pytest.fixture
 def encoder(model: Path) -> ChatEncoder:
     """An encoder for the byte-level model: a token is a byte."""
-    return ChatEncoder(open_vocabulary("model", ModelFolder(model)), {})
+    return encoder_of(model)
 
 
-def ids_of(text: str, model: Path) -> tuple[int, ...]:
-    vocabulary = open_vocabulary("model", ModelFolder(model))
-    return tuple(vocabulary.need_tokenizer().encode(text))
+def encoder_of(folder: Path) -> ChatEncoder:
+    return ChatEncoder(open_vocabulary("model", ModelFolder(folder)), {})
+
+
+def ids_of(text: str, folder: Path, **how: bool) -> tuple[int, ...]:
+    return tuple(open_vocabulary("model", ModelFolder(folder)).need_tokenizer().encode(text, **how))
 
 
 def talk(*turns: Turn, system: str | None = None) -> Conversation:
@@ -42,10 +45,7 @@ def test_the_next_turn_begins_with_every_token_of_the_last(encoder: ChatEncoder,
     assert second.ids[: len(first.ids) + len(reply)] == (*first.ids, *reply)
     new = len(second.ids) - len(first.ids) - len(reply)
     assert second.spans == (*first.spans, ("generated", len(reply)), ("prompt", new))
-    canonical = (
-        open_vocabulary("model", ModelFolder(model)).need_tokenizer().encode(second.text, parse_special=True)
-    )
-    assert list(second.ids) == canonical
+    assert second.ids == ids_of(second.text, model, parse_special=True)
     cut = encoder.encode(talk(Turn("Hi", "Hello", reply[:-1], "abort"), Turn("More")))
     assert cut.ids == second.ids and cut.spans[1] == ("generated", len(reply) - 1), "the template ends it"
 
@@ -62,7 +62,7 @@ def test_tokens_stay_the_ones_that_were_drawn(tmp_path: Path) -> None:
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     library.save(str(folder / "tokenizer.json"))
-    encoder = ChatEncoder(open_vocabulary("merging", ModelFolder(folder)), {})
+    encoder = encoder_of(folder)
     drawn = (alphabet["l"], alphabet["o"])
     first = encoder.encode(talk(Turn("Hi")))
     second = encoder.encode(talk(Turn("Hi", "lo", drawn, "length"), Turn("More")))
@@ -75,8 +75,7 @@ def test_tokens_stay_the_ones_that_were_drawn(tmp_path: Path) -> None:
 )
 def test_what_was_not_drawn_is_encoded_anew(turn: Turn, encoder: ChatEncoder, model: Path) -> None:
     first, second = encoder.encode(talk(Turn("Hi"))), encoder.encode(talk(turn, Turn("More")))
-    tokenizer = open_vocabulary("model", ModelFolder(model)).need_tokenizer()
-    assert list(second.ids) == tokenizer.encode(second.text, parse_special=True)
+    assert second.ids == ids_of(second.text, model, parse_special=True)
     assert second.spans == (("prompt", len(first.ids)), ("prompt", len(second.ids) - len(first.ids)))
 
 
@@ -87,7 +86,7 @@ def test_a_template_that_drops_earlier_thinking_keeps_what_is_before_it(tmp_path
         "message['content']", "message['content'].split('</think>')[-1]"
     )
     (folder / "tokenizer_config.json").write_text(json.dumps(template))
-    encoder = ChatEncoder(open_vocabulary("thinker", ModelFolder(folder)), {})
+    encoder = encoder_of(folder)
     reply = "<think>hm</think>Yes"
     first = encoder.encode(talk(Turn("Hi")))
     second = encoder.encode(talk(Turn("Hi", reply, ids_of(reply, folder), "stop"), Turn("More")))
@@ -96,13 +95,11 @@ def test_a_template_that_drops_earlier_thinking_keeps_what_is_before_it(tmp_path
 
 def test_the_same_turns_give_the_same_prompt_however_they_came(encoder: ChatEncoder, model: Path) -> None:
     turns = (Turn("a", "Hello", (*ids_of("Hello", model), END), "stop"), Turn("b", "x", (), "edited"))
-    live = encoder
     for count in range(3):
-        live.encode(talk(*turns[:count], Turn("c")))
-    live.encode(talk(*turns[:1], Turn("other"), system="sys"))
+        encoder.encode(talk(*turns[:count], Turn("c")))
+    encoder.encode(talk(*turns[:1], Turn("other"), system="sys"))
     final = talk(*turns, Turn("c"))
-    loaded = ChatEncoder(open_vocabulary("model", ModelFolder(model)), {})
-    assert live.encode(final) == loaded.encode(final)
+    assert encoder.encode(final) == encoder_of(model).encode(final)
 
 
 def test_special_words_that_people_write_stay_text(encoder: ChatEncoder) -> None:
@@ -120,14 +117,8 @@ def test_spans_of_a_shared_beginning() -> None:
 
 # -- the file --------------------------------------------------------------------------------------
 
-CHAT = Conversation(
-    "org/name",
-    7,
-    "be terse",
-    "abc",
-    3,
-    (Turn("ünï\u2028\r\n", "a\nb\x00", (1, 2), "stop", 9), Turn("unanswered")),
-)
+TURNS = (Turn("ünï\u2028\r\n", "a\nb\x00", (1, 2), "stop", 9), Turn("unanswered"))
+CHAT = Conversation("org/name", 7, "be terse", "abc", 3, TURNS)
 
 
 def test_a_chat_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from spd.formats.demo import demo_folder
 from spd.runtime import EngineConfig
 from spd.runtime.lab import diagnostics, replay
 from spd.runtime.lab.diagnostics import FAILED, OK, WARNING, Finding, Step
-from spd.runtime.lab.replay import Difference, Replay
+from spd.runtime.lab.replay import Replay
 from tests.json_schema import faults
 
 pytestmark = pytest.mark.usefixtures("keep_threads")
@@ -113,7 +113,7 @@ def test_other_text_is_a_failure(
 
     def forged(reference: EngineConfig, candidate: EngineConfig, asked: Any) -> Replay:
         near = kernels if reference.kernels == "torch" else drafts
-        differences = [] if near is None else [Difference("a", 0.0, 0, 1, 2, 3, 0.1, near)]
+        differences = [] if near is None else [{"prompt": "a", "near_tie": near}]
         return Replay(({}, {"kernels": "native"}), 1, 8, 4, differences)
 
     monkeypatch.setattr(replay, "replay_requests", forged)

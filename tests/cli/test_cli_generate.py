@@ -112,11 +112,8 @@ def test_json_object(spd_run: Callable, model: Path, script) -> None:
     assert shown["usage"]["prompt_tokens"] == len(script.request.prompt_ids)
     assert shown["timings"]["draft_n"] == 12 and shown["timings"]["draft_n_accepted"] == 3
     speculation = shown["metrics"]["speculative_decoding"]
-    assert (speculation["method"], speculation["num_spec_tokens"], speculation["num_spec_steps"]) == (
-        "draft",
-        4,
-        3,
-    )
+    names = ("method", "num_spec_tokens", "num_spec_steps")
+    assert [speculation[name] for name in names] == ["draft", 4, 3]
     assert shown["plan"]["ctx"] == 128 and shown["versions"]["spd"] and shown["versions"]["python"]
     assert len(shown["logprobs"]) == 6
     entry = shown["logprobs"][0]
@@ -126,11 +123,6 @@ def test_json_object(spd_run: Callable, model: Path, script) -> None:
     assert "logprobs" not in other and 0 <= other["seed"] < 2**53
     spd_run("generate", "-m", model, "Hi", "--seed", other["seed"])
     assert script.request.params.seed == other["seed"], "a printed seed replays"
-
-
-def test_a_full_trace_disk_ends_the_run_with_5(spd_run: Callable, model: Path, script) -> None:
-    ran = spd_run("generate", "-m", model, "Hi", "--trace", "/dev/full")
-    assert ran.code == 5 and "cannot write to /dev/full: No space left" in ran.err
 
 
 def test_dry_run_builds_no_engine(spd_run: Callable, model: Path, script) -> None:
@@ -159,11 +151,7 @@ def test_a_model_that_fails_while_generating(spd_run: Callable, model: Path, scr
         (EngineError("a worker died"), 9, "error: a worker died"),
         (ResourceError("no memory"), 5, "error: no memory"),
         (MemoryError(), 5, "error: out of memory"),
-        (
-            type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory.\nTried"),
-            5,
-            "CUDA out of memory.",
-        ),
+        (type("OutOfMemoryError", (RuntimeError,), {})("CUDA is full.\nTried"), 5, "CUDA is full."),
         (RuntimeError("epoll_create: Too many open files"), 5, "error: too many open files"),
         (RuntimeError("odd"), 1, "error: unexpected RuntimeError: odd"),
         (OSError(5, "Input/output error"), 1, "error: unexpected OSError"),
@@ -188,28 +176,35 @@ def test_a_model_without_tokenizer_takes_and_gives_ids(spd_run: Callable, model:
     refused(spd_run("generate", "-m", model, "Hi"), 4, "no tokenizer.json", "--prompt-ids")
 
 
-@pytest.mark.parametrize("rule", ["block"])
-def test_rules_that_keep_only_the_law_say_so(rule: str, spd_run: Callable, model: Path, script) -> None:
-    ran = spd_run("generate", "-m", model, "Hi", "--verify", rule)
-    assert ran.code == 0 and f"--verify {rule}" in ran.err and "4 drafts a round" in ran.err
+def test_rules_that_keep_only_the_law_say_so(spd_run: Callable, model: Path, script) -> None:
+    ran = spd_run("generate", "-m", model, "Hi", "--verify", "block")
+    assert ran.code == 0 and "--verify block" in ran.err and "4 drafts a round" in ran.err
     config = script.engine.config
-    assert (config.verify, config.adaptive) == (rule, None)
+    assert (config.verify, config.adaptive) == ("block", None)
     assert spd_run("generate", "-m", model, "Hi", "--verify", "coupled", "--adaptive").err == ""
     assert script.engine.config.adaptive is True
 
 
-def test_no_escape_bytes_off_terminal(spd_run: Callable, model: Path, script) -> None:
+def test_no_escape_bytes_off_terminal(
+    spd_run: Callable, model: Path, script, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran = spd_run("generate", "-m", model, "Hi", "--stats", "-v", "-n", "500")
     assert b"\x1b" not in ran.out and "\x1b" not in ran.err
     coloured = spd_run("generate", "-m", model, "Hi", "--color", "always", "-n", "500")
     assert b"\x1b" not in coloured.out and "\x1b" in coloured.err
+    assert spd_run("generate").err.startswith("error:")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert spd_run("generate").err.startswith("\x1b[1;31merror:\x1b[0m")
 
 
-def test_full_stdout_ends_with_5_and_no_loop(spd_run: Callable, model: Path, script) -> None:
+@pytest.mark.parametrize(("option", "left"), [("-o", 49), ("--trace", 0)])  # of which nothing has begun
+def test_a_full_disk_ends_with_5_and_no_loop(
+    option: str, left: int, spd_run: Callable, model: Path, script
+) -> None:
     script.pieces = ["a"] * 50
-    ran = spd_run("generate", "-m", model, "Hi", "-o", "/dev/full")
+    ran = spd_run("generate", "-m", model, "Hi", option, "/dev/full")
     assert ran.code == 5 and "cannot write to /dev/full: No space left" in ran.err
-    assert len(script.engine._left) == 49, "decoding goes on after the first failed write"
+    assert len(script.engine._left) == left, "decoding goes on after the first failed write"
 
 
 def test_a_reader_that_leaves_ends_with_141_quietly(
@@ -235,11 +230,8 @@ def test_the_models_defaults_come_before_built_in_and_after_flags() -> None:
     params, sources = resolved.params, resolved.sources
     assert (params.temperature, params.top_p, params.top_k) == (0.6, 0.5, 20)
     assert params.repetition_penalty == 1.1 and params.min_p == 0.0
-    assert (sources["temperature"], sources["top_p"], sources["min_p"]) == (
-        "generation_config.json",
-        "given",
-        "default",
-    )
+    told = [sources[name] for name in ("temperature", "top_p", "min_p")]
+    assert told == ["generation_config.json", "given", "default"]
 
 
 def test_a_model_that_does_not_sample_is_greedy_unless_told() -> None:

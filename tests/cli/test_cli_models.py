@@ -314,8 +314,9 @@ def test_a_person_is_asked(
 
     monkeypatch.setattr(models, "is_terminal", lambda stream: True)
     ran = spd_run("generate", "-m", NAME, "--prompt-ids", "1,2", stdin=answer.encode())
-    assert f"download {NAME}, " in ran.err and "iB? [y/N]" in ran.err
-    assert ran.code == code and ("model.safetensors" in hub.fetched()) == (code == 0)
+    assert f"download {NAME} from the hub? [y/N]" in ran.err and ran.code == code
+    done = ("model.safetensors" in hub.fetched(), bool(hub.log), "iB to download" in ran.err)
+    assert done == (not code,) * 3, "the hub hears of nothing before the yes"
 
 
 # -- ls and rm -------------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ from spd.errors import CheckpointError, IncompatibleError, ResourceError, SpdErr
 
 
 class Terminal(io.StringIO):
+    encoding = "utf-8"
+
     def isatty(self) -> bool:
         return True
 

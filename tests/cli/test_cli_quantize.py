@@ -25,18 +25,7 @@ from tests.recipes.fp8_twin import write_twin
 from tests.recipes.mtp_folders import PREFIX, change_tensors, write_deepseek
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
 
-ASK = (
-    "--temperature",
-    "1.2",
-    "--seed",
-    "3",
-    "-n",
-    "60",
-    "--ignore-eos",
-    "--spec",
-    "off",
-    "What does re.sub do?",
-)
+ASK = ("--temperature", "1.2", "--seed", "3", "-n", "60", "--ignore-eos", "--spec", "off", "What is re.sub?")
 
 
 def test_the_folder_speaks_as_the_model_rounded_at_load(spd_run: Callable, tmp_path: Path) -> None:

@@ -55,7 +55,6 @@ def loaded_after(*argv: str, run: str = "from spd.__main__ import main\nmain()",
 @pytest.mark.parametrize(
     ("argv", "environment", "said", "never"),
     [
-        ("-V", {}, f"spd {spd.__version__}\n", {"typer", "rich", "spd.cli", *HEAVY}),
         ("--version", {}, f"spd {spd.__version__}\n", {"typer", "rich", "spd.cli", *HEAVY}),
         ("--help", {}, "inspect", HEAVY | BODIES | STYLED),
         ("inspect --help", {}, "spd inspect", HEAVY | STYLED | BODIES - {"spd.cli.commands.inspect"}),

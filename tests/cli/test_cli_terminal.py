@@ -67,31 +67,15 @@ error: nothing to generate from
 COLOURED_ERROR = PLAIN_ERROR.replace("error:", "\x1b[1;31merror:\x1b[0m").replace(
     "fix:", "\x1b[32mfix:\x1b[0m"
 )
-FORMS = {"terminal": ({}, True), "no-color": ({"NO_COLOR": "1"}, False)}
+NARROW_ERROR = PLAIN_ERROR.replace("is a terminal", "is a\n    terminal")
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_colour_of_an_error(form: str) -> None:
-    environment, coloured = FORMS[form]
-    assert on_terminal("generate", "--temp", "1", **environment) == (
-        2,
-        COLOURED_ERROR if coloured else PLAIN_ERROR,
-    )
-
-
-@pytest.mark.parametrize("environment", [{}, {"FORCE_COLOR": "1"}])
-def test_colour_of_a_pipe(environment: dict[str, str]) -> None:
-    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
-    done = subprocess.run(
-        [sys.executable, "-m", "spd", "generate", "Hi", "--messages", "x"],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**kept, **environment},
-    )
-    assert done.returncode == 2 and done.stdout == ""
-    assert ("\x1b[1;31merror:\x1b[0m" in done.stderr) == (environment == {"FORCE_COLOR": "1"})
+@pytest.mark.parametrize(
+    ("columns", "environment", "said"),
+    [(80, {}, COLOURED_ERROR), (80, {"NO_COLOR": "1"}, PLAIN_ERROR), (40, {"NO_COLOR": "1"}, NARROW_ERROR)],
+)
+def test_an_error(columns: int, environment: dict[str, str], said: str) -> None:
+    assert on_terminal("generate", "--temp", "1", columns=columns, **environment) == (2, said)
 
 
 def test_reports_break_between_words(folder: Path) -> None:
@@ -102,11 +86,6 @@ def test_reports_break_between_words(folder: Path) -> None:
     assert drop.sub("", text).split() == drop.sub("", wide).split()
     for row in text.split("\n"):
         assert cells(row) <= 40 or len(row.split()) == 1, row
-
-
-def test_an_error_at_forty_columns() -> None:
-    status, text = on_terminal("generate", "--temp", "1", columns=40, NO_COLOR="1")
-    assert status == 2 and text == PLAIN_ERROR.replace("is a terminal", "is a\n    terminal")
 
 
 def test_a_streamed_reply_is_left_to_the_terminal_and_its_figures_are_not(model: Path) -> None:

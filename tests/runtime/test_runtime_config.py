@@ -16,8 +16,8 @@ from spd.runtime.plan.kernel_choice import choose_kernels
 from spd.runtime.plan.machine import Machine
 from spd.runtime.plan.plan import _draft_tiers, _graphs
 from spd.runtime.proposers import BUILDERS
+from spd.runtime.round.round import ImposedAcceptance, conditional_rate
 from spd.runtime.round.sampling_params import SamplingParams
-from spd.runtime.round.synthetic_acceptance import ImposedAcceptance, conditional_rate
 
 DRAFT = Path("draft")
 

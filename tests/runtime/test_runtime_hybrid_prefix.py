@@ -21,11 +21,10 @@ from spd.runtime.engine.scheduler import Scheduler
 from spd.runtime.plan import plan as plans
 from spd.runtime.plan.memory import checkpoint_bytes
 from spd.runtime.proposers.head import HeadProposer
-from spd.runtime.round.kv_cache import KvCache
+from spd.runtime.round.kv_cache import KvCache, StateStore
 from spd.runtime.round.limits import PAGE_SIZE
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.round_queue import RoundQueue
-from spd.runtime.round.state_store import StateStore
 from tests.helpers import Run, make_engine, random_prompts, run_all, run_requests
 from tests.page_checks import check_pages
 from tests.runtime.test_runtime_hybrid import FORMS, Shelf, hybrid, ways

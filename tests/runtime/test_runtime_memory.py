@@ -243,7 +243,8 @@ def test_a_refusal_names_every_part_and_what_would_fit() -> None:
 def test_every_figure_in_the_advice_is_true(free: int, draft: ModelConfig) -> None:
     shape = shape_8b(draft=draft, slots=4, dtype="float32", draft_max=8)
     for remedy in remedies(shape, free * GIB, draft_flag=True):
-        flag, value = remedy.flag.split(",")[0].rsplit(" ", 1)
+        wish = remedy.partition("  ")[0]
+        flag, value = wish.split(",")[0].rsplit(" ", 1)
         changed = {
             "--ctx": lambda value=value: at_context(shape, int(value)),
             "--spec": lambda value=value: dataclasses.replace(
@@ -254,9 +255,10 @@ def test_every_figure_in_the_advice_is_true(free: int, draft: ModelConfig) -> No
             "--quantize": lambda value=value: dataclasses.replace(
                 shape, form=WeightForm(value), draft_form=WeightForm(value)
             ),
-        }.get(flag, lambda r=remedy: dataclasses.replace(shape, slots=int(r.flag.split()[1])))()
-        assert remedy.frees == measure(shape).total - measure(changed).total > 0, remedy
-        assert remedy.suffices is (measure(changed).total <= free * GIB), remedy
+        }.get(flag, lambda value=value: dataclasses.replace(shape, slots=int(value)))()
+        frees = measure(shape).total - measure(changed).total
+        alone = "" if measure(changed).total <= free * GIB else ", not enough alone"
+        assert remedy == f"{wish}  (frees {show_size(frees)}{alone})" and frees > 0
 
 
 def test_a_draft_model_that_was_asked_for_must_be_left_out() -> None:

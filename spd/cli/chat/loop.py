@@ -431,7 +431,7 @@ def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
 
     def stop() -> None:
         stopped.set()
-        model.thread.stop()
+        model.thread.end(REQUEST_ID)
 
     # Without a terminal, Ctrl-C ends the whole chat.
     with guard.soften(stop) if chat.interactive else nullcontext(), chat.source.replying(stop):
@@ -448,6 +448,8 @@ def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
                 gathered.take(event)
                 with guard.hold():
                     view.take(event)
+                if stopped.is_set():  # perhaps before it had begun
+                    stop()
         finally:
             model.metrics = model.thread.metrics(request.id)
             with guard.hold() if guard.received is None else nullcontext():

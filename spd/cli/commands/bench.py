@@ -26,7 +26,7 @@ from spd.cli.options import (
     printed,
 )
 from spd.cli.signals import Interrupted
-from spd.cli.text.output import WIDTH, Session, Sink, Ticker, check_writable, shortened, table_lines, to_json
+from spd.cli.text.output import Session, Sink, Ticker, check_writable, fact_lines, table_lines, to_json
 from spd.errors import CheckFailedError, UsageError
 from spd.formats.files import read_input
 from spd.runtime.plan.config import METHODS, split_spec
@@ -259,26 +259,51 @@ Row = Mapping[str, Any]
 
 
 def bench_text(result: Mapping[str, Any]) -> list[str]:
-    """Lines about a result."""
+    """A table, and what stands below it."""
     if not result["rows"]:
         return ["nothing was measured"]
     figures = FIGURES if shutil.get_terminal_size((120, 0)).columns < 100 else (*FIGURES, *WIDE)
-    return [_headline(result), *row_table(result["rows"], figures), *_summary(result), LEGEND]
+    return [*row_table(result["rows"], figures), *fact_lines(_facts(result)), LEGEND]
 
 
-def _headline(result: Mapping[str, Any]) -> str:
-    """What was measured with what."""
-    plan, versions, row = result["plans"][0], result["versions"], result["rows"][0]
-    parts = [
-        f"{shortened(result['model'].rstrip('/').rpartition('/')[2], WIDTH // 2)} {plan['dtype']}",
-        result["machine"].get("gpu", "CPU") if plan["device"] != "cpu" else f"CPU x{plan['threads']}",
-        f"torch {versions.get('torch', '?')}",
-        f"spd {versions['spd']}",
-        f"r={row['repetitions']} n={result['settings']['max_tokens']}",
-        *(["dummy weights: speed only"] if plan["load"] == "dummy" else []),
-        *(["imposed acceptance"] if _is_imposed(result) else []),
-    ]
-    return " · ".join(parts)
+def _facts(result: Mapping[str, Any]) -> dict[str, str]:
+    """What was measured with what, whether texts are equal and rows complete, and what was fastest."""
+    plan, versions, rows, equality = (result[n] for n in ("plans", "versions", "rows", "equality"))
+    plan, differences = plan[0], equality["differences"]
+    machine = f"CPU x{plan['threads']}" if plan["device"] == "cpu" else result["machine"].get("gpu", "?")
+    asked = {(each["config"], json.dumps(each["work"])) for each in result["samples"]}
+    lost = len(asked) - sum(row["category"] != "all" for row in rows)
+    texts = f"equal to plain decoding ({equality['tokens']:,} tokens compared)" if equality["tokens"] else ""
+    if any(row["acceptance"] == "imposed" for row in rows):
+        texts = "without meaning: acceptance is imposed, and drafts are taken unread"
+    if differences:
+        first = "prompt {prompt}, T {temperature:g}, token {position}".format(**differences[0])
+        texts = f"{len(differences)} DIFFER from plain decoding; the first: {first}"
+    return {
+        "model": f"{result['model']} {plan['dtype']}" + ", random weights" * (plan["load"] == "dummy"),
+        "run": f"{machine} · torch {versions.get('torch', '?')} · spd {versions['spd']} · "
+        f"repetitions {rows[0]['repetitions']} · -n {result['settings']['max_tokens']}",
+        "texts": texts,
+        "rows left out": f"{lost}, where replies ended at the first token" if lost else "",
+        "interrupted": "whole repetitions are counted, and of a first one what was done"
+        if result["interrupted"]
+        else "",
+        "best": _best(rows),
+    }
+
+
+def _best(rows: Sequence[Row]) -> str:
+    """The speculating row with the highest ratio to plain, those first that are faster beyond noise."""
+    from spd.runtime.lab import verdict
+
+    paired = [(verdict(row["speed_up"]), row["speed_up"]["median"], row) for row in rows if row["speed_up"]]
+    if not paired:
+        return ""
+    found, ratio, row = max(paired, key=lambda each: (each[0] == "faster", each[1]))
+    if found == "slower":
+        return f"--spec off: speculation does not pay here ({ratio:.2f} × plain at best)"
+    noise = ", no difference beyond noise" if found == "equal" else ""
+    return f"{_method(row)} ({row['category']}, T {row['temperature']:g}), {ratio:.2f} × plain{noise}"
 
 
 def _method(row: Row) -> str:
@@ -364,44 +389,6 @@ def _latency(spread: Mapping[str, Any] | None) -> str:
         return ""
     ms = spread["median"]
     return f"{ms:.0f}" if ms >= 99.5 else f"{ms:.3g}"
-
-
-def _summary(result: Mapping[str, Any]) -> list[str]:
-    """What stands below a table: whether texts are equal, and whether all of them are there."""
-    lines = []
-    equality = result["equality"]
-    if equality["differences"]:
-        first = equality["differences"][0]
-        lines.append(
-            f"DIFFERENT: {len(equality['differences'])} texts differ from plain decoding; the first: prompt "
-            f"{first['prompt']}, T {first['temperature']:g}, token {first['position']}"
-        )
-    elif _is_imposed(result):
-        lines.append("imposed acceptance: drafts are taken unread, so those texts mean nothing")
-    elif equality["tokens"]:
-        lines.append(f"equal: every text is that of plain decoding ({equality['tokens']:,} tokens compared)")
-    if result["interrupted"]:
-        lines.append("interrupted: whole repetitions are counted, and of a first one what was done")
-    return [*lines, *_advice(result["rows"])]
-
-
-def _advice(rows: Sequence[Row]) -> list[str]:
-    """The speculating row with the highest ratio to plain, those first that are faster beyond noise."""
-    from spd.runtime.lab import verdict
-
-    paired = [row for row in rows if row["speed_up"] is not None]
-    if not paired:
-        return []
-    best = max(paired, key=lambda row: (verdict(row["speed_up"]) == "faster", row["speed_up"]["median"]))
-    found, ratio = verdict(best["speed_up"]), best["speed_up"]["median"]
-    if found == "slower":
-        return [f"speculation does not pay here ({ratio:.2f} × plain at best): --spec off"]
-    words = f"{_method(best)} ({best['category']}, T {best['temperature']:g}), {ratio:.2f} × plain"
-    return [f"{'best' if found == 'faster' else 'no difference beyond noise'}: {words}"]
-
-
-def _is_imposed(result: Mapping[str, Any]) -> bool:
-    return any(row["acceptance"] == "imposed" for row in result["rows"])
 
 
 COMPARED = "spd.compare/1"

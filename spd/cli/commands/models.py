@@ -74,15 +74,16 @@ def ensure_models(session: Session, options: RunOptions) -> None:
         try:
             resolve_model(reference)
         except NotFoundError:
-            if is_offline() or not (options.pull or can_ask):
+            asked = f"download {reference} from the hub?"  # which hears of it after the yes
+            if is_offline() or not (options.pull or (can_ask and _agrees(asked))):
                 raise
-            model = _look_up(session, reference, None)
-            if not options.pull and not _agrees(f"download {reference}, {show_size(model.missing_bytes)}?"):
-                raise
-            _download(session, model)
+            _download(session, _look_up(session, reference, None))
 
 
 def _look_up(session: Session, name: str, revision: str | None) -> RemoteModel:
+    from spd.formats.hub import check_repository_name
+
+    check_repository_name(name, revision)  # before anything says that the hub is asked
     with loading(f"asking the hub for {name}", session.console):
         from spd.formats.hub_download import look_up
 
@@ -94,7 +95,8 @@ def _download(session: Session, model: RemoteModel) -> Path:
     from spd.runtime import LoadProgress
 
     if model.missing_bytes:
-        session.console.note("finished files are kept; an interrupted file starts again")
+        size = show_size(model.missing_bytes)
+        session.console.note(f"{size} to download; finished files are kept, an interrupted one starts again")
     with loading(f"downloading {model.name}", session.console) as display:
         done = 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +132,7 @@ def _examine(
     compared = [t for t in temperatures if coupled or not t] or [0.0]
     requests = lab.make_requests(questions, compared, max_tokens=options.max_tokens, least=options.tokens)
     result = lab.replay_requests(reference, candidate, requests, watch)
-    wrong = [d for d in result.differences if not d.near_tie or lab.promised_equal(result.plans)]
+    wrong = [d for d in result.differences if not d["near_tie"] or lab.promised_equal(result.plans)]
     faults = [f"{len(wrong)} of {result.texts} texts differ"] if wrong else []
     return {
         "schema": SCHEMA,
@@ -148,7 +148,7 @@ def _examine(
         "texts": result.texts,
         "tokens": result.tokens,
         "drafts_accepted": result.speculated,
-        "differences": [asdict(difference) for difference in result.differences],
+        "differences": result.differences,
         "faults": faults,
         "passed": not faults,
     }

@@ -491,7 +491,7 @@ class Ticker:
         self.write("")
 
     def count(self, what: str, done: int, total: int, amount: Callable[[int], str]) -> None:
-        """A bar where the row has room: `reading 40% [##..] 0:03 left · 8 tok of 20 tok · 4 tok/s`."""
+        """As far as the row has room: `reading 40% [##..] 0:03 left · 8 tok of 20 tok · 4 tok/s`."""
         now = time.perf_counter()
         if what != self._counted:
             self._counted, self._began, self._first = what, now, done
@@ -502,8 +502,11 @@ class Ticker:
             return
         rate = (done - self._first) / passed
         begin, left = f"{what} {100 * done // total}%", f"{clock((total - done) / rate)} left"
-        words = f"{left} · {amount(done)} of {amount(total)} · {amount(round(rate))}/s"
-        width = min(BAR, (columns_of(sys.stderr) or 80) - len(begin) - len(words) - 5)
+        facts = [left, f"{amount(done)} of {amount(total)}", f"{amount(round(rate))}/s"]
+        room = (columns_of(sys.stderr) or 80) - len(begin) - 2
+        while len(words := " · ".join(facts)) > room and len(facts) > 1:
+            facts.pop()
+        width = min(BAR, room - len(words) - 3)
         bar = f"[{'#' * (width * done // total):.<{width}}] " if width > 3 else ""
         self.write(f"{begin} {bar}{words}")
 

@@ -25,16 +25,14 @@ from spd.runtime.proposers import build_proposer
 from spd.runtime.ranks.communicator import Ranks
 from spd.runtime.round.cpu_load import FollowedThreads, fewer_threads
 from spd.runtime.round.graphs import CapturedRounds
-from spd.runtime.round.kv_cache import KvCache
+from spd.runtime.round.kv_cache import KvCache, StateStore
 from spd.runtime.round.limits import CATCH_UP, PAGE_SIZE, ring_depth
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.out_of_memory import first_line, is_out_of_memory, let_go
-from spd.runtime.round.round import Round
+from spd.runtime.round.round import ImposedAcceptance, Round
 from spd.runtime.round.round_queue import RoundQueue
 from spd.runtime.round.sampler import Sampler
 from spd.runtime.round.state import RoundState
-from spd.runtime.round.state_store import StateStore
-from spd.runtime.round.synthetic_acceptance import ImposedAcceptance
 from spd.runtime.round.transfer import use_device
 
 
@@ -64,7 +62,7 @@ def memory_refusal(error: BaseException, plan: EnginePlan, phase: str) -> Resour
     return ResourceError(
         f"out of memory on {plan.device} while {phase}",
         reason=[line for line in (first_line(error), counted) if line],
-        fix=[*(each.words() for each in remedies(plan.shape, None, asked)), "end what else uses this memory"],
+        fix=[*remedies(plan.shape, None, asked), "end what else uses this memory"],
         code="out_of_memory",
     )
 

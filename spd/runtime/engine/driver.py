@@ -85,8 +85,6 @@ class EngineThread:
         self._broken = False
         """Whether a step failed since the last request: the engine is left alone until the next one."""
         self._listeners: dict[str, Listener] = {}
-        self._current: str | None = None
-        self._stopped = False
         self._thread = threading.Thread(target=self._work, name="spd engine", daemon=True)
 
     def start(self) -> None:
@@ -136,16 +134,12 @@ class EngineThread:
             self._orders.put((act, listener))
 
     def run(self, request: Request) -> Iterator[Event]:
-        """Decode one request to its end, or to where `stop` cut it. Raises what the engine raised."""
+        """Decode one request to its end, or to where `end` cut it. Raises what the engine raised."""
         self.engine()
         answers = queue.SimpleQueue[Answer]()
         reason: str | None = None
-        self._stopped = False
         self.submit(request, answers.put)
-        self._current = request.id
         try:
-            if self._stopped:  # before there was anything to stop
-                self.end(request.id)
             while reason is None:
                 answer = answers.get()
                 if isinstance(answer, BaseException):
@@ -153,17 +147,11 @@ class EngineThread:
                 reason = answer.finish_reason
                 yield answer
         finally:
-            self._current = None
             if reason is None:
                 self.forget(request, answers.put)
 
-    def stop(self) -> None:
-        """End the request of `run` after the round that is under way."""
-        self._stopped = True
-        self.end(self._current or "")
-
     def end(self, name: str) -> None:
-        """End a request after the round that is under way; its listener hears of it."""
+        """End a request after the round that is under way, if it has begun; its listener hears of it."""
         self._orders.put((lambda engine: engine.abort(name), lambda _: None))
 
     def metrics(self, request_id: str) -> RequestMetrics:

@@ -6,10 +6,9 @@ import importlib
 from typing import Any
 
 _NAMES = {
-    "diagnostics": ("Finding", "OK", "Step", "WARNING", "steps"),
+    "diagnostics": ("Finding", "OK", "Step", "WARNING", "describe_machine", "steps"),
     "explain": ("Explanation", "Trace", "TraceHeader", "explain_traces", "paragraph", "read_trace"),
     "load": ("Load",),
-    "machine": ("describe_machine",),
     "prompt_set": ("OWN", "Prompt", "choose", "encode_questions", "read_prompts"),
     "replay": ("Watch", "make_requests", "promised_equal", "replay_requests"),
     "rows": ("compare_results", "make_rows", "verdict"),

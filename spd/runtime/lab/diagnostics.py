@@ -10,14 +10,16 @@ import os
 import platform
 import re
 import shutil
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from spd.kernels.native.build import processor_features
 from spd.runtime.round.cpu_load import SLIGHT, OtherLoad
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
@@ -141,7 +143,7 @@ def demo() -> Finding:
 
     plan = make_plan(EngineConfig(model=demo_folder()))
     facts = plan.as_dict()
-    words = [f"{name} {facts[name]}" for name in ("device", "dtype", "kernels", "graphs", "lag", "threads")]
+    words = [f"{name} {facts[name]}" for name in ("device", "dtype", "kernels", "lag", "threads")]
     return Finding(OK, " · ".join([*words, f"{plan.memory_budget_bytes / GIB:.1f} GiB to use"]), (), facts)
 
 
@@ -150,7 +152,6 @@ def processor() -> Finding:
     import torch
 
     from spd.kernels.native.build import instructions, obstacle
-    from spd.runtime.lab.machine import describe_machine
 
     load, why = OtherLoad(), obstacle()
     time.sleep(0.3)  # in which other programs are watched
@@ -249,13 +250,41 @@ def equal_texts() -> Finding:
     asked = make_requests(questions, (0.0, 0.8), max_tokens=NUM_TOKENS, least=0, ignore_eos=True)
     drafted = replay_requests(plain, replace(plain, spec="draft", adaptive=False), asked)
     ported = replay_requests(replace(plain, kernels="torch"), plain, asked[:1])
-    off = [found for found in ported.differences if not found.near_tie]
+    off = [found for found in ported.differences if not found["near_tie"]]
     kernels = ported.plans[1]["kernels"]
     line = f"{drafted.tokens} tokens of the demo by {kernels} kernels, {drafted.speculated} of them drafted"
     facts = {"tokens": drafted.tokens, "accepted": drafted.speculated, "kernels": kernels}
-    facts["differences"] = [asdict(found) for found in (*drafted.differences, *off)]
+    facts["differences"] = [*drafted.differences, *off]
     if drafted.differences:
         return Finding(FAILED, f"{line}: not the same text", ("--spec off", REPORT), facts)
     if off:
         return Finding(FAILED, f"{line}: not the text of torch's", ("--kernels torch", REPORT), facts)
     return Finding(OK, f"{line}: the same text", (), facts)
+
+
+CPU_FEATURES = {"avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "i8mm"}
+
+
+def describe_machine() -> dict[str, Any]:
+    """The CPU's model and relevant features, its cores, memory and system; the GPU where torch has one."""
+    cpuinfo = Path("/proc/cpuinfo")
+    said = re.search(r"^model name\s*:\s*(.*)", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE)
+    described = {
+        "cpu": said[1] if said else platform.processor(),
+        "cpu_features": sorted(processor_features() & CPU_FEATURES),
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+    }
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        described |= {
+            "gpu": properties.name,
+            "gpu_memory_bytes": properties.total_memory,
+            "cuda": str(torch.version.cuda),
+            "triton": getattr(sys.modules.get("triton"), "__version__", None),
+        }
+    return described

@@ -28,24 +28,6 @@ ARITHMETIC = ("device", "dtype", "quantize", "kernels", "threads", "load")
 """Settings between which equal bits are not promised."""
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Where two texts part: both tokens, and how far apart the reference holds them.
-
-    margin: score of the reference's token over the other's, log-probabilities over T and noise; None when
-    the other is not even among the likeliest.
-    """
-
-    prompt: str
-    temperature: float
-    seed: int
-    position: int
-    reference: int | None
-    candidate: int | None
-    margin: float | None
-    near_tie: bool
-
-
 @dataclass
 class Replay:
     """What two engines gave for the same requests."""
@@ -55,7 +37,7 @@ class Replay:
     tokens: int
     speculated: int
     """Accepted drafts of the candidate: with none, nothing was tried."""
-    differences: list[Difference]
+    differences: list[dict[str, Any]]
 
 
 Watch = Callable[[str, int, int], None]
@@ -130,8 +112,12 @@ def promised_equal(plans: tuple[Mapping[str, Any], Mapping[str, Any]]) -> bool:
     return all(plans[0][name] == plans[1][name] for name in ARITHMETIC)
 
 
-def _explain(engine: Engine, name: str, expected: Timeline, found: Timeline, tie: float) -> Difference:
-    """Ask the reference again, with log-probabilities, for what it thought where the texts part."""
+def _explain(engine: Engine, name: str, expected: Timeline, found: Timeline, tie: float) -> dict[str, Any]:
+    """Where two texts part: both tokens, and how far apart the reference holds them, which is asked again.
+
+    margin: score of the reference's token over the other's, log-probabilities over T and noise; None when
+    the other is not even among the likeliest.
+    """
     request = expected.request
     ends = len(expected.token_ids), None, None  # the same text, ended for another reason
     at, a, b = parting(expected.token_ids, found.token_ids) or ends
@@ -151,4 +137,13 @@ def _explain(engine: Engine, name: str, expected: Timeline, found: Timeline, tie
                 noise = gumbel(*draw, STREAM_TARGET, engine.usable_vocab)[0]
                 margin = margin / heat + float(noise[a] - noise[b])
             near = abs(margin) <= tie / (heat or 1.0)
-    return Difference(name, request.params.temperature, request.params.seed, at, a, b, margin, near)
+    return {
+        "prompt": name,
+        "temperature": request.params.temperature,
+        "seed": request.params.seed,
+        "position": at,
+        "reference": a,
+        "candidate": b,
+        "margin": margin,
+        "near_tie": near,
+    }

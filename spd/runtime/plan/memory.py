@@ -369,32 +369,20 @@ def fitted(shape: EngineShape, wishes: EngineConfig, device: str, free: int) -> 
     return replace(whole, pages=max(pages, fewest_pages(ctx)))
 
 
-@dataclass(frozen=True)
-class Remedy:
-    """What to type instead, the bytes it frees, and whether that is enough (None: unknown)."""
-
-    flag: str
-    frees: int
-    suffices: bool | None
-
-    def words(self) -> str:
-        """One line for an error's fixes."""
-        more = ", not enough alone" if self.suffices is False else ""
-        return f"{self.flag}  (frees {show_size(self.frees)}{more})"
-
-
-def remedies(shape: EngineShape, usable: int | None, draft_flag: bool = False) -> list[Remedy]:
-    """Every wish that would take noticeably less: what suffices first and the smallest sacrifice of it.
+def remedies(shape: EngineShape, usable: int | None, draft_flag: bool = False) -> list[str]:
+    """Every wish that would take noticeably less, and how much less: what suffices first, the least first.
 
     `usable` bytes are there; None when only the device knows, and then contexts and slots are halved.
     `draft_flag`: the drafter was asked for by --draft-model or --mtp, which other methods refuse.
     """
     now, found = measure(shape).total, []
     for flag, changed in [*_smaller(shape, usable), *_otherwise(shape, draft_flag)]:
-        frees, suffices = now - measure(changed).total, None if usable is None else fits(changed, usable)
+        frees, suffices = now - measure(changed).total, fits(changed, usable)
         if suffices or frees >= WORTH_NAMING * now:
-            found.append(Remedy(flag, frees, suffices))
-    return sorted(found, key=lambda each: (0, each.frees) if each.suffices else (1, -each.frees))
+            alone = "" if suffices or usable is None else ", not enough alone"
+            order = (0, frees) if suffices else (1, -frees)
+            found.append((order, f"{flag}  (frees {show_size(frees)}{alone})"))
+    return [words for _, words in sorted(found)]
 
 
 def _smaller(shape: EngineShape, usable: int | None) -> Iterator[tuple[str, EngineShape]]:
@@ -437,7 +425,7 @@ def refusal(
 ) -> ResourceError:
     """The error for a shape that takes more than `fraction` of the `free` bytes of a device."""
     need, usable = measure(shape), int(free * fraction)
-    fix = [remedy.words() for remedy in remedies(shape, usable, draft_flag)]
+    fix = remedies(shape, usable, draft_flag)
     percent = -(-100 * need.total // max(1, free))
     if percent <= 100:
         gained = free * percent // 100 - usable

@@ -19,6 +19,7 @@ from spd.kernels.round.commit import first_sample
 from spd.kernels.round.window import BEGAN, COMMITTED, ENDED, VERIFIED
 from spd.runtime.round.cpu_load import FollowedThreads
 from spd.runtime.round.graphs import CapturedRounds, RoundShape
+from spd.runtime.round.kv_cache import StateStore
 from spd.runtime.round.limits import CATCH_UP, PAGE_SIZE, TRASH_PAGE
 from spd.runtime.round.out_of_memory import is_out_of_memory, let_go
 from spd.runtime.round.round import Logprobs, Round
@@ -26,7 +27,6 @@ from spd.runtime.round.rows import EMPTY_SLOT, PromptPart, SlotView, filled_rows
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 from spd.runtime.round.spans import Run
 from spd.runtime.round.state import RING_DEPTH, RoundState
-from spd.runtime.round.state_store import StateStore
 from spd.runtime.round.transfer import to_device
 
 Fetched = tuple[Tensor, Tensor, Logprobs | None, Tensor | None]

@@ -10,8 +10,7 @@ import pytest
 
 from spd.runtime.engine.metrics import RoundRecord
 from spd.runtime.lab.load import Load, Work, per_position
-from spd.runtime.lab.rows import compare_results, make_rows, verdict
-from spd.runtime.lab.statistics import repeat_interval, student_quantile
+from spd.runtime.lab.rows import compare_results, make_rows, repeat_interval, student_quantile, verdict
 from tests.runtime.measuring.measuring_helpers import DRAFT, PLAIN, make_sample
 
 PLANS = [PLAIN, DRAFT]
