@@ -21,44 +21,6 @@ CEILINGS = {
     for rooms, lines in re.findall(TABLE, SAID, re.MULTILINE)
 }
 """Lines of Python in each room, of the rest where there is no name, at most. They fall, or stay."""
-TORCH_FREE = {
-    "spd.errors",
-    "spd.formats.model_config",
-    "spd.formats.block_config",
-    "spd.formats.hub",
-    "spd.formats.tokenizer",
-    "spd.formats.chat_template",
-    "spd.formats.demo",
-    "spd.formats.mtp",
-    "spd.formats.eagle3",
-    "spd.runtime",
-    "spd.runtime.plan.config",
-    "spd.runtime.engine.request",
-    "spd.runtime.engine.scheduler",
-    "spd.runtime.engine.sequence",
-    "spd.runtime.round.sampling_params",
-    "spd.runtime.round.spans",
-    "spd.runtime.engine.page_table",
-    "spd.runtime.engine.metrics",
-    "spd.runtime.engine.detokenizer",
-    "spd.runtime.engine.draft_length",
-    "spd.runtime.engine.driver",
-    "spd.runtime.plan.machine",
-    "spd.runtime.plan.memory",
-    "spd.runtime.plan.drafter_choice",
-    "spd.runtime.plan.kernel_choice",
-    "spd.runtime.plan.plan",
-    "spd.runtime.lab.load",
-    "spd.runtime.lab.diagnostics",
-    "spd.runtime.lab.prompt_set",
-    "spd.runtime.lab.rows",
-    "spd.runtime.lab.explain",
-    "spd.runtime.models",
-    "spd.runtime.models.weights",
-    "spd.runtime.models.layouts",
-    "spd.runtime.models.families",
-    "spd.runtime.models.eagle3",
-}
 READ_ENVIRONMENT = {"spd.cli.app", "spd.formats.hub"}
 
 
@@ -104,6 +66,12 @@ def room(*names_below: str) -> tuple[str, ...]:
 
 TENSORS_ONLY = room("models", "layers")
 ABOVE_TENSORS = room("engine", "round", "proposers", "ranks", "plan", "load", "lab")
+TORCH_FREE = (
+    *("spd.errors", "spd.formats", *room("plan", "engine", "lab", "round.sampling_params", "round.spans")),
+    *room("models.weights", "models.layouts", "models.families", "models.eagle3"),
+)
+WITH_TORCH = room("engine.assembly", "engine.engine", "lab.replay", "lab.tile_questions")
+"""Modules of these rooms that import torch at once."""
 METHODS_SHARE = room("proposers.base", "proposers.head")
 LIGHT = ("torch", "triton", "numpy", "spd.kernels")
 """What the command line may not import before it is asked for something that needs it."""
@@ -136,7 +104,6 @@ def violations(tree: list[tuple[str, ast.Module, str]]) -> list[str]:
                 "load",
             ),
             (names(module, room("plan")), every, room("engine", "proposers", "ranks", "lab"), "plan"),
-            (names(module, room("plan")), top, ("torch", "triton", "numpy"), "plan is torch-free"),
             (names(module, room("engine", "proposers", "ranks")), every, room("lab"), "lab is the cli's"),
             (
                 module in methods,
@@ -151,7 +118,11 @@ def violations(tree: list[tuple[str, ast.Module, str]]) -> list[str]:
                 "only proposers/__init__ names a method",
             ),
             (True, every, ("transformers", "click", "pydantic"), "never imported"),
-            (module in TORCH_FREE, top, ("torch", "triton", "numpy"), "torch-free"),
+            (
+                module in ("spd.runtime", "spd.runtime.models")
+                or (names(module, TORCH_FREE) and module not in WITH_TORCH),
+                *(top, ("torch", "triton", "numpy"), "torch-free"),
+            ),
         ]
         for applies, imported, forbidden, rule in rules:
             if applies:

@@ -1,7 +1,7 @@
 """Batch, lag, proposer, temperature, feature, pressure and prefix together, each request against itself.
 
 The default lane runs a pairwise covering array on a tiny model, with another feature in each request of a
-batch; the slow lane every combination on the demo, and a thousand mixed requests with aborts.
+batch; the slow lane every combination on the demo. A mixture with aborts, for hours: `benchmarks.soak`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import gc
 import itertools
 import json
 import random
-import resource
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -250,49 +249,3 @@ def test_pairs_equal_solo_on_the_0_35_b(medium: Path, request: pytest.FixtureReq
     bench.parity, bench.squeezed = 9, 9
     cases = [case for case in pairwise(9, 33) if case["method"] in ("off", "ngram", "draft")]
     check_all(bench, cases, request, "0.35 B")
-
-
-@pytest.mark.slow
-def test_a_thousand_mixed_requests(tiny: Callable[..., Path], say: Callable[[str], None]) -> None:
-    """32 slots, a tenth aborted, a fifth with schemas, too few pages: all end, and nothing is left behind."""
-    target = tiny("qwen3", layers=2, seed=3)
-    source, count = random.Random(5), 1000
-    wishes: dict[str, Any] = {"spec": "draft", "draft_model": target, "draft_max": 3, "adaptive": True}
-    engine = make_engine(target, slots=32, ctx=256, lag=2, cache_pages=60, **wishes)
-    canary = Request(
-        "canary", random_prompts(1, 40, 256)[0], SamplingParams(max_tokens=30, temperature=1.0, seed=1)
-    )
-    alone = run_requests(make_engine(target), [canary])[0]
-    ends: dict[str, str] = {}
-    texts: dict[str, list[int]] = {}
-    sizes: list[int] = []
-
-    def source_of_requests() -> Iterator[Request]:
-        for i in range(count):
-            if i % 50 == 0:
-                yield Request(f"canary{i}", canary.prompt_ids, canary.params)
-            feature = dict(
-                FEATURES["schema" if i % 5 == 0 else source.choice(["min-p", "penalties", "stop strings"])]
-            )
-            grammar = feature.pop("grammar", None)
-            prompt = random_prompts(1, source.randrange(4, 150), 256, seed=i)[0]
-            params = SamplingParams(max_tokens=source.randrange(4, 60), temperature=i % 2, seed=i, **feature)
-            yield Request(f"r{i}", prompt, params, grammar=grammar)
-
-    for event in engine.stream(source_of_requests()):
-        name = event.request_id
-        texts.setdefault(name, []).extend(event.token_ids)
-        if event.finish_reason is not None:
-            assert name not in ends
-            ends[name] = event.finish_reason
-            if len(ends) % 100 == 0:
-                sizes.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-        elif name[0] == "r" and int(name[1:]) % 10 == 3:
-            engine.abort(name)
-    aborted = sum(reason == "abort" for reason in ends.values())
-    assert len(ends) == count + 20 and aborted > 80 and set(ends.values()) <= {"stop", "length", "abort"}
-    assert all(texts[f"canary{i}"] == alone.tokens for i in range(0, count, 50))
-    check_pages(engine._scheduler)
-    assert engine._pages.num_available == 60 and not engine.has_work
-    assert sizes[-1] - sizes[2] < 20_000, f"resident memory grew from {sizes[2]} to {sizes[-1]} KiB"
-    say(f"{engine.rounds} rounds, resident {sizes} KiB")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import lzma
 import math
@@ -98,11 +99,30 @@ def test_it_fits_and_says_what_it_is() -> None:
         assert (
             record[stage]["tokens"] > 0 and record[stage]["seconds"] > 0 and len(record[stage]["curve"]) >= 10
         )
-    readme = (demo_folder() / "README.md").read_text()
-    assert "standard library" in readme and record["corpus_sha256"] in readme
     assert (demo_draft_folder() / "tokenizer.json").read_bytes() == (
         demo_folder() / "tokenizer.json"
     ).read_bytes()
+
+
+@every_demo
+def test_its_readme_and_sums_are_those_of_the_record(folder: Path) -> None:
+    record = json.loads((folder / "training.json").read_text())
+    words = " ".join((folder / "README.md").read_text().split())
+    held = record["held_out"]
+    told = [
+        record["corpus_sha256"],
+        f"{held['parameters']:,} parameters",
+        f"{held['bits_per_byte']:.3f} bits",
+    ]
+    told += [f"{record[stage]['tokens']:,}" for stage in ("target", "mtp", "draft") if stage in record]
+    told += [
+        ", ".join(f"{share:.0%}" for share in held["mtp_acceptance"]),
+        f"{held['bigram_acceptance']:.0%}",
+    ]
+    assert [each for each in told if each not in words] == []
+    for line in (folder / "SHA256SUMS").read_text().splitlines():
+        digest, name = line.split("  ")
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest, name
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
 def work(rehearsal: None) -> gpu_helpers.Work:
     prompts = gpu_helpers.demo_prompts()
     stop = gpu_helpers.likely_stop(demo_folder(), prompts[2], dtype="bfloat16")
-    return gpu_helpers.every_kind(prompts[:2], stop, max_tokens=7)[:4]
+    return gpu_helpers.every_kind(prompts[:2], stop, max_tokens=7)[:2]
 
 
 @pytest.fixture
@@ -68,7 +68,6 @@ def plain(work: gpu_helpers.Work) -> list[Run]:
 def test_rounds_are_rehearsed(work: gpu_helpers.Work, plain: list[Run]) -> None:
     test_gpu_rounds.test_alone(work, plain, "draft", 4)
     test_gpu_rounds.test_lengths_that_change(work, plain)
-    test_gpu_rounds.test_neighbours_do_not_change_acceptance(work[:2])
 
 
 def test_captures_ahead_are_rehearsed(rehearsal: None) -> None:
@@ -78,9 +77,9 @@ def test_captures_ahead_are_rehearsed(rehearsal: None) -> None:
 
 def test_forms_are_rehearsed(rehearsal: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_gpu_forms, "demo_prompts", lambda: gpu_helpers.demo_prompts()[:1])
-    form = test_gpu_forms.make_form("int8", tmp_path)
+    form = test_gpu_forms.make_form("bfloat16", tmp_path)
     short = [(prompt, dataclasses.replace(params, max_tokens=4)) for prompt, params in form.work[:1]]
-    with gpu_helpers.gpu_engine(form.folder, graphs=False, **test_gpu_forms.form_wishes("int8")) as engine:
+    with gpu_helpers.gpu_engine(form.folder, graphs=False, **form.wishes("off", 0)) as engine:
         runs = gpu_helpers.run_work(engine, short, 0)
     dataclasses.replace(form, work=short, plain=runs).check("mtp", 3)
 

@@ -16,8 +16,6 @@ from tests.helpers import Run
 from tests.recipes.fp8_twin import write_twin
 
 METHODS = ("ngram", "draft", "mtp", "eagle3", "mtp+ngram")
-CASES = [(method, k) for method in METHODS for k in (1, 3)]
-"""A file of tests for each eight-bit form, so that they run side by side."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +75,17 @@ def test_the_forms_are_not_one(forms: dict[str, Form]) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize("method", ["mtp", "eagle3"])
-def test_heads_are_the_same_captured_and_eager_at_every_lag(
-    forms: dict[str, Form], method: str, k: int
+@pytest.mark.parametrize(
+    ("weights", "method"),
+    [
+        *(("bfloat16", method) for method in ("mtp", "eagle3")),  # others are in test_gpu_rounds
+        *((weights, method) for weights in ("int8", "fp8") for method in METHODS),
+    ],
+)
+def test_the_same_captured_and_eager_at_every_lag(
+    forms: dict[str, Form], weights: str, method: str, k: int
 ) -> None:
-    """As stored; other drafters are in test_gpu_rounds, other forms in files of their own."""
-    forms["bfloat16"].check(method, k)
+    forms[weights].check(method, k)
 
 
 @pytest.mark.parametrize(

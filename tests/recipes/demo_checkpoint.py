@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -201,3 +202,21 @@ def _own_config(shape: AnyShape) -> dict[str, Any]:
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n")
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """What training.json keeps, empty before the first stage."""
+    path = folder / "training.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def write_sums(folder: Path) -> None:
+    """Write SHA256SUMS of the folder and of the drafters in it."""
+    names = [path.relative_to(folder) for part in (".", "draft", "eagle3") for path in _summed(folder / part)]
+    sums = [f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
+    (folder / "SHA256SUMS").write_text("".join(sums))
+
+
+def _summed(folder: Path) -> list[Path]:
+    return [path for name in SUMMED if (path := folder / name).exists()]

@@ -9,6 +9,7 @@ those not chosen get weight zero, which at this size is faster than gathering to
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -130,29 +131,43 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
 
 
-class GroupedAttention(nn.Module):
-    """Qwen3's attention: grouped heads, each query and key head normed before it is turned."""
+class Attention(nn.Module):
+    """What every kind of attention does with its queries, keys and values."""
 
-    def __init__(self, shape: Shape) -> None:
+    def project(self, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, heads, T, dim] of h [B, T, inputs]."""
+        raise NotImplementedError
+
+    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, memory: Memory | None = None) -> Tensor:
+        """The attention's output; appends its keys and values to the `memory` it attends to, where given."""
+        q, k, v = self.project(h, cos, sin)
+        memory = [] if memory is None else memory
+        memory.append((k, v))
+        return self.o_proj(attend_own(q, memory).transpose(1, 2).flatten(2))
+
+
+class GroupedAttention(Attention):
+    """Grouped heads; with `norms`, each query and key head is normed before it is turned, as Qwen3's are."""
+
+    def __init__(self, shape: Any, inputs: int, norms: bool = True) -> None:
+        """shape: has heads, kv_heads, head_dim and hidden, the width of the output."""
         super().__init__()
         self.shape = shape
         wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self.q_proj, self.o_proj = linear(shape.hidden, wide), linear(wide, shape.hidden)
-        self.k_proj, self.v_proj = linear(shape.hidden, narrow), linear(shape.hidden, narrow)
-        self.q_norm, self.k_norm = RMSNorm(shape.head_dim), RMSNorm(shape.head_dim)
+        self.q_proj, self.o_proj = linear(inputs, wide), linear(wide, shape.hidden)
+        self.k_proj, self.v_proj = linear(inputs, narrow), linear(inputs, narrow)
+        self.q_norm, self.k_norm = (RMSNorm(shape.head_dim) if norms else nn.Identity() for _ in range(2))
 
-    def forward(self, h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, length, _ = h.shape
-        q = self.q_norm(self.q_proj(h).view(batch, length, self.shape.heads, -1)).transpose(1, 2)
-        k = self.k_norm(self.k_proj(h).view(batch, length, self.shape.kv_heads, -1)).transpose(1, 2)
-        v = self.v_proj(h).view(batch, length, self.shape.kv_heads, -1).transpose(1, 2)
-        out = F.scaled_dot_product_attention(
-            rotate_halves(q, cos, sin), rotate_halves(k, cos, sin), v, is_causal=True, enable_gqa=True
-        )
-        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+    def project(self, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Attention`."""
+        parts = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (part(h).unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2) for part in parts)
+        q, k = rotate_halves(self.q_norm(q), cos, sin), rotate_halves(self.k_norm(k), cos, sin)
+        group = self.shape.heads // self.shape.kv_heads
+        return q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Attention):
     """Multi-head latent attention without a query rank, keys and values expanded for every head."""
 
     def __init__(self, shape: DeepseekShape) -> None:
@@ -165,7 +180,7 @@ class LatentAttention(nn.Module):
         self.o_proj = linear(s.heads * s.value, s.hidden)
 
     def project(self, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [B, heads, T, dim] of h [B, T, hidden]."""
+        """See `Attention`."""
         s, (batch, length, _) = self.shape, h.shape
         q = self.q_proj(h).view(batch, length, s.heads, -1).transpose(1, 2)
         q_nope, q_rope = q.split([s.nope, s.rope], dim=-1)
@@ -175,13 +190,6 @@ class LatentAttention(nn.Module):
         k_rope = rotate_pairs(k_rope[:, None], cos, sin).expand(-1, s.heads, -1, -1)
         q = torch.cat([q_nope, rotate_pairs(q_rope, cos, sin)], dim=-1)
         return q, torch.cat([k_nope, k_rope], dim=-1), v
-
-    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, memory: Memory | None = None) -> Tensor:
-        """The attention's output; appends its keys and values to the `memory` it attends to, where given."""
-        q, k, v = self.project(h, cos, sin)
-        memory = [] if memory is None else memory
-        memory.append((k, v))
-        return self.o_proj(attend_own(q, memory).transpose(1, 2).flatten(2))
 
 
 def attend_own(q: Tensor, memory: Memory) -> Tensor:
@@ -290,7 +298,7 @@ class Decoder(nn.Module):
     def _layer(self, index: int) -> Layer:
         s = self.shape
         if isinstance(s, Shape):
-            return Layer(s.hidden, GroupedAttention(s), MLP(s.hidden, s.intermediate))
+            return Layer(s.hidden, GroupedAttention(s, s.hidden), MLP(s.hidden, s.intermediate))
         return Layer(s.hidden, LatentAttention(s), MoE(s) if index else MLP(s.hidden, s.dense))
 
     def _mtp_layer(self) -> MtpLayer | None:

@@ -16,16 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests.recipes.demo_model import (
-    MLP,
-    Decoder,
-    RMSNorm,
-    angles,
-    attend_own,
-    initialise,
-    linear,
-    rotate_halves,
-)
+from tests.recipes.demo_model import MLP, Decoder, GroupedAttention, RMSNorm, angles, initialise, linear
 
 
 @dataclass(frozen=True)
@@ -51,27 +42,6 @@ class Eagle3Shape:
 HEAD = Eagle3Shape()
 
 
-class WideAttention(nn.Module):
-    """Grouped attention whose input is twice as wide as its output."""
-
-    def __init__(self, shape: Eagle3Shape) -> None:
-        super().__init__()
-        self.shape = shape
-        wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self.q_proj, self.o_proj = linear(2 * shape.hidden, wide), linear(wide, shape.hidden)
-        self.k_proj, self.v_proj = linear(2 * shape.hidden, narrow), linear(2 * shape.hidden, narrow)
-
-    def project(self, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [B, heads, T, head_dim] of h [B, T, 2 * hidden]."""
-        heads = [
-            part(h).unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
-            for part in (self.q_proj, self.k_proj, self.v_proj)
-        ]
-        group = self.shape.heads // self.shape.kv_heads
-        q, k, v = heads[0], *(part.repeat_interleave(group, dim=1) for part in heads[1:])
-        return rotate_halves(q, cos, sin), rotate_halves(k, cos, sin), v
-
-
 class MidLayer(nn.Module):
     """The head's one layer: attention over norms of embedding and state, the state itself going on."""
 
@@ -79,16 +49,15 @@ class MidLayer(nn.Module):
         super().__init__()
         self.input_layernorm, self.hidden_norm = RMSNorm(shape.hidden), RMSNorm(shape.hidden)
         self.post_attention_layernorm = RMSNorm(shape.hidden)
-        self.self_attn, self.mlp = WideAttention(shape), MLP(shape.hidden, shape.intermediate)
+        self.self_attn = GroupedAttention(shape, 2 * shape.hidden, norms=False)
+        self.mlp = MLP(shape.hidden, shape.intermediate)
 
     def forward(
         self, embedded: Tensor, state: Tensor, cos: Tensor, sin: Tensor, memory: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
         """The next state [B, T, hidden]; appends this step's keys and values to `memory`."""
         wide = torch.cat([self.input_layernorm(embedded), self.hidden_norm(state)], dim=-1)
-        q, k, v = self.self_attn.project(wide, cos, sin)
-        memory.append((k, v))
-        x = state + self.self_attn.o_proj(attend_own(q, memory).transpose(1, 2).flatten(2))
+        x = state + self.self_attn(wide, cos, sin, memory)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

@@ -28,8 +28,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.recipes.demo_card import read_record, write_card
-from tests.recipes.demo_checkpoint import load_decoder, save_checkpoint
+from tests.recipes.demo_checkpoint import load_decoder, read_record, save_checkpoint, write_sums
 from tests.recipes.demo_corpus import Corpus, build_corpus
 from tests.recipes.demo_data import Batches, train_tokenizer
 from tests.recipes.demo_held_out import held_out
@@ -212,7 +211,7 @@ STAGES = {"target": train_target, "mtp": train_mtp, "held_out": measure, "draft"
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Run the wanted stages; `training.json` beside the checkpoint keeps the record of each."""
+    """Run the wanted stages; `training.json` beside the checkpoint keeps the record that its README tells."""
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(arguments.threads)
     corpus = build_corpus()
@@ -228,7 +227,7 @@ def main(arguments: argparse.Namespace) -> None:
             continue
         record[stage] = STAGES[stage](arguments, corpus, tokenizer)
         path.write_text(json.dumps(record, indent=1) + "\n")
-    write_card(arguments.out, record, corpus)
+    write_sums(arguments.out)
 
 
 def parsed(words: list[str]) -> argparse.Namespace:

@@ -21,8 +21,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.recipes import demo_model
-from tests.recipes.demo_card import read_record
-from tests.recipes.demo_checkpoint import load_decoder
+from tests.recipes.demo_checkpoint import load_decoder, read_record
 from tests.recipes.demo_corpus import Corpus, build_corpus
 from tests.recipes.demo_data import Batches
 from tests.recipes.demo_held_out import held_out, windows_of

@@ -25,7 +25,6 @@ from spd.runtime.engine import assembly
 from spd.runtime.round import transfer
 from spd.runtime.round.graphs import CapturedRounds, RoundShape
 from spd.runtime.round.limits import TRASH_PAGE
-from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampling_params import SamplerClass
 from spd.runtime.round.state import RING_DEPTH, RoundState
 from tests.helpers import (
@@ -252,22 +251,6 @@ def test_preparing_a_shape_leaves_everything_as_it_was(
         elif ".rings[" in path:  # their last row swallows
             kept, old = kept[:, :-1], old[:, :-1]
         assert torch.equal(kept, old), path
-
-
-def test_preparing_in_the_middle_changes_no_text(
-    target: Path, methods: Methods, watched_engine: Watched
-) -> None:
-    """Every round is prepared anew, as if none had been captured: nothing else may happen."""
-    wishes = {**methods["block"], "draft_max": 3}
-    eager = story(run_batch(two_slots(target, **wishes)))
-    engine, captured = watched_engine(target, lag=2, **wishes)
-
-    def forgetful(shape: RoundShape, views: Sequence[SlotView]) -> Any:
-        captured.captured.clear()
-        return StandIn.run(captured, shape, views)
-
-    captured.run = forgetful  # type: ignore[method-assign]
-    assert story(run_batch(engine)) == eager
 
 
 def replace_lengths(engine: Engine, captured: StandIn) -> None:

@@ -129,18 +129,6 @@ def test_the_demos_logits_stay_close_to_float32(tmp_path: Path) -> None:
         assert low < error / exact.square().mean().sqrt() < high, (folder, wishes)
 
 
-@pytest.mark.parametrize(("n", "k"), [(96, 64), (40, 160), (1, 32)])
-def test_a_rows_bits_do_not_depend_on_the_number_of_rows(n: int, k: int) -> None:
-    draw = torch.Generator().manual_seed(k)
-    made = int8_rows(torch.randn(n, k, generator=draw))
-    x = torch.randn(32, k, generator=draw).to(torch.bfloat16)
-    whole = int8_linear(x, made)
-    for width in (4, 8, 16):
-        for first in range(0, 32, width):
-            part = slice(first, first + width)
-            assert torch.equal(int8_linear(x[part], made), whole[part])
-
-
 def test_the_plan_says_how_weights_are_kept(tiny: Callable[..., Path]) -> None:
     wishes = EngineConfig(model=tiny("qwen3"), device="cpu", dtype="bfloat16", quantize="int8")
     plan = make_plan(wishes)

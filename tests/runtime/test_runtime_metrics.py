@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,35 +61,6 @@ def test_definitions_by_hand() -> None:
     assert m.first_token_ms == 750  # one token; seven after it in six seconds, in three emissions
     assert m.time_per_output_token_ms == pytest.approx(6000 / 7)
     assert m.inter_token_latency_ms == pytest.approx(2000)
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_counts_of_random_rounds_agree(seed: int) -> None:
-    """Rounds of 0 to 4 drafts, any of them accepted; an end or a limit cuts the last, inside drafts too."""
-    source = random.Random(seed)
-    sequence, rounds = sequence_of("a", (1,), 999), []
-    for number in range(source.randint(1, 12)):
-        k = source.randint(0, 4)
-        accepted = source.randint(0, k)
-        committed = accepted + 1 if number else source.randint(1, accepted + 1)
-        rounds.insert(0, (k, accepted, committed))  # the one that may be cut comes last
-    shown = []
-    for k, accepted, committed in rounds:
-        event = event_of(sequence, *told(k, accepted, committed=committed), 1.0)
-        shown.append(len(event.token_ids))
-    counts = sequence.metrics
-    emitted = [min(accepted, committed) for _, accepted, committed in rounds]
-    histogram = [emitted.count(i) for i in range(len(counts.acceptance_histogram))]
-    assert counts.acceptance_histogram == histogram and sum(histogram) == counts.rounds == len(rounds)
-    assert counts.draft_n_accepted == sum(emitted) <= counts.draft_n_accepted_raw <= counts.draft_n
-    assert counts.draft_n == sum(k for k, _, _ in rounds)
-    assert counts.completion_tokens == sum(shown)
-    cut = rounds[-1][2] == emitted[-1]  # no recovered or bonus token behind the last accepted draft
-    assert counts.completion_tokens == counts.rounds + counts.draft_n_accepted - cut
-    reached = [sum(each > i for each in emitted) for i in range(len(counts.accepted_per_position))]
-    assert counts.accepted_per_position == reached
-    drafting = sum(k > 0 for k, _, _ in rounds)
-    assert counts.mean_acceptance_length == (1 + sum(emitted) / drafting if drafting else 1)
 
 
 def test_what_is_cut_away_was_matched_and_not_kept() -> None:

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from spd.runtime import Engine, EngineConfig, Request, SamplingParams
 from spd.runtime.engine.page_table import PageTable, Tail, TextHashes
 from spd.runtime.round.limits import NUM_RESERVED
-from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.spans import Run, clip_runs, extend_tile, kinds_in, program_runs, reusable_prefix
 from tests.page_checks import check_table
-from tests.recipes.tiny import write_tiny
 
 digests = st.integers(0, 3).map(lambda n: b"digest %d" % n)
 
@@ -262,46 +257,3 @@ def test_windows_look_alike_exactly_where_their_positions_do(width: int, chunk: 
             looks.setdefault(view, set()).add(tuple(positions[start : start + width]))
     assert all(len(written) == 1 for written in looks.values())
     assert len(set().union(*looks.values())) == len(looks)
-
-
-# -- in the engine -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
-    """(first position, rows, whether a chunk) of every pass over a prompt that is wider than one row."""
-    seen: list[tuple[int, int, bool]] = []
-    forward = ModelRunner.forward_prompt
-
-    def spy(self: ModelRunner, ids: torch.Tensor, begin: int, end: int, *rest: Any, **more: Any) -> Any:
-        if end - begin > 1:
-            seen.append((begin, end - begin, more["chunked"]))
-        return forward(self, ids, begin, end, *rest, **more)
-
-    monkeypatch.setattr(ModelRunner, "forward_prompt", spy)
-    return seen
-
-
-@pytest.mark.parametrize("first_span", [0, 10, 64, 100])
-def test_a_cache_hit_cuts_no_chunk(
-    first_span: int, tmp_path: Path, forwards: list[tuple[int, int, bool]]
-) -> None:
-    """Wherever a later span begins, what a hit leaves to do runs through the programs of a miss."""
-    model = write_tiny(tmp_path, vocab=61, tokenizer=False, layers=1)
-    text = torch.randint(61, (300,), generator=torch.Generator().manual_seed(0)).tolist()
-    wishes: dict[str, Any] = {"threads": 1, "dtype": "float32", "kernels": "torch", "ctx": 512, "spec": "off"}
-    engine, cached = Engine(EngineConfig(model=model, **wishes)), []
-    for length in (290, 150, 220, 290):
-        forwards.clear()
-        spans = [("prompt", first_span), ("prompt", length - first_span)]
-        request = Request(str(length), tuple(text[:length]), SamplingParams(max_tokens=2), tuple(spans))
-        assert sum(len(event.token_ids) for event in engine.stream([request])) == 2
-        written = positions_of(spans, 64)
-        for start, rows, chunked in forwards:
-            expected = [("chunk", n) if chunked else ("tile", 0) for n in range(rows)]
-            assert written[start : start + rows] == expected
-        cached.append(engine.metrics(str(length)).cached_tokens)
-    assert cached[0] == 0
-    assert (
-        cached[1:] == {0: [128, 192, 256], 10: [0, 0, 0], 64: [128, 192, 256], 100: [64, 64, 256]}[first_span]
-    )

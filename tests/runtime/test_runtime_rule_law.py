@@ -7,6 +7,7 @@ counts of texts drawn with the real noise.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -237,13 +238,14 @@ MUTANTS: dict[str, tuple[Mutation, RuleCase]] = {
     ),
 }
 
+honest = functools.cache(check_rule)
 WORDS_OF_A_CATCH = "the law differs|do not add up|^lengths|^reasons|other tokens are told"
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_fault_is_caught(mutant: str, monkeypatch: Patch) -> None:
     mutation, case = MUTANTS[mutant]
-    check_rule(case)
+    honest(case)
     mutation(monkeypatch)
     with pytest.raises(AssertionError, match=WORDS_OF_A_CATCH):
         check_rule(case)
