@@ -54,7 +54,7 @@ def route(parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[
     Scores are the sigmoid, else the softmax, of the sum of float32 parts [T, P, E]. Experts are chosen by
     score + correction [E], best first, ties to the lowest id, from the `groups_kept` of `groups` groups of
     neighbours whose `group_best` best ones have the largest sum. Weights are the scores alone, divided by
-    their sum and `added` if `normalised`, times `scale`. NaN counts as largest: ids are distinct and in range.
+    their sum and `added` if `normalised`, times `scale`. NaN counts as largest: ids are distinct, in range.
     Source: DeepSeek-V2 (2405.04434), DeepSeek-V3 (2412.19437).
     """
     logits = parts.sum(dim=1)
