@@ -116,11 +116,11 @@ class RouterConfig:
     sigmoid: bool
     corrected: bool
     normalised: bool
-    added: float = 1e-20
     scale: float = 1.0
     groups: int = 1
     groups_kept: int = 1
     group_best: int = 1
+    added: float = 1e-20
 
 
 @dataclass(frozen=True)
