@@ -304,7 +304,7 @@ class Fields:
         return kind(**known)
 
     def token_ids(self, key: str, end: int) -> tuple[int, ...]:
-        """Token ids, one or a list; empty when absent. Those from `end` on, that no text has, are left out."""
+        """Token ids, one or a list; empty when absent. No text has those from `end` on: they are dropped."""
         value = self.get(key)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         self.require(len(ids) <= 1000, key, f"{len(ids)} token ids are more than 1000")
