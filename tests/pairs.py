@@ -35,6 +35,8 @@ MTP_OF: dict[str, dict[str, Any]] = {
         **{"family": "nemotron_h", "variant": "nemotron_h_latent"},
         "residual_gain": lambda layer: 0.06 if layer % 2 else 0.012,  # its module is as the odd layers
     },
+    "glm4_moe_lite": {"family": "glm4", "variant": "glm4_moe_lite"},
+    "ernie4_5": {"family": "ernie", "variant": "ernie4_5"},
 }
 """Families that ship layers of their own kind."""
 EAGLES: dict[str, dict[str, Any]] = {

@@ -21,6 +21,7 @@ from tests.helpers import Run, accepted, assert_same, drafted, quick_engine, ran
 from tests.lanes import covering
 from tests.page_checks import check_table
 from tests.pairs import MTP_OF, Pair, Pairs
+from tests.recipes.tiny_dense import FAMILIES
 
 VOCAB = 256
 PROMPTS = random_prompts(4, 20, VOCAB) + random_prompts(2, 75, VOCAB, seed=1)
@@ -68,6 +69,13 @@ def repeating() -> Work:
     ]
 
 
+def few() -> Work:
+    """Four requests, one of which repeats itself."""
+    work = temperatures(12)[::5]
+    work[2] = work[2][0], replace(work[2][1], logit_bias=FEW, ignore_eos=True)
+    return work
+
+
 def mixed() -> Work:
     """Requests of which none is as another."""
     return [
@@ -87,7 +95,7 @@ def of_the_demo() -> Work:
 WORKS: dict[str, Work] = {
     "temperatures": temperatures()[::4],
     "some": temperatures(16)[::4],
-    "few": temperatures(12)[::5],
+    "few": few(),
     "repeating": repeating()[::4],
     "mixed": mixed(),
     "demo": of_the_demo(),
@@ -156,6 +164,8 @@ LOOKED_UP = (
     *("hunyuan_moe", "muse_glimmer"),
 )
 """Families whose attention, norms or caches are their own."""
+OTHERS = ("mimo", "ernie4_5", *sorted(FAMILIES.keys() - {*WINDOWED, *LOOKED_UP}))
+"""Families that differ from those in numbers and names."""
 RECURRENT = tuple(f"hybrid/{method}" for method in ("ngram", "draft", "mtp", "mtp+ngram"))
 FORMS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "bfloat16", "quantize": "int8"},
@@ -168,13 +178,15 @@ FORMS: dict[str, dict[str, Any]] = {
 LAGS, TYPES = (0, 1, 2), ("float32", "bfloat16")
 
 
-def families(names: Sequence[str], methods: Sequence[str], **factors: Sequence[Any]) -> list[Any]:
-    """Every family with every method; the default lane has each family with one of them."""
+def families(
+    names: Sequence[str], methods: Sequence[str], strength: int = 1, **factors: Sequence[Any]
+) -> list[Any]:
+    """Every family with every method; the default lane has each family with one of them, with 0 none."""
     every = [f"{family}/{method}" for family in names for method in methods]
     first = [f"{family}/{methods[i % len(methods)]}" for i, family in enumerate(names)]
     others = [name for name in every if name not in first]
     return [
-        *table(["few"], 1, name=first, lag=LAGS, form=TYPES, **factors),
+        *table(["few"], strength, name=first, lag=LAGS, form=TYPES, **factors),
         *table(["few"], 0, name=others, lag=LAGS, form=TYPES, **factors),
         *table(["few"], 0, name=every, lag=LAGS, form=("torch",), **factors),
     ]
@@ -192,6 +204,7 @@ CELLS = [
     *families(WINDOWED, ("ngram", "draft"), k=(1, 3, 5), slots=(1, 3)),
     *families(SPARSE, ("ngram", "draft", "self"), k=(1, 4), slots=(1, 4)),
     *families(LOOKED_UP, ("ngram", "self"), k=(1, 3), slots=(1, 3)),
+    *families(OTHERS, ("ngram",), 0, k=(3,), slots=(1, 3)),
     *families(sorted(MTP_OF), ("mtp",), k=(1, 3), slots=(1, 3)),
     *table(["some"], 1, name=RECURRENT, k=(1, 4, 8), lag=LAGS, form=TYPES, slots=(3, 16)),
     *table(["some"], 1, name=RECURRENT, k=(4,), lag=(0,), form=TYPES[1:], slots=(4,), cache_pages=(6,)),
@@ -275,6 +288,28 @@ def test_nothing_of_a_text_depends_on_speculation(
         assert min(sum(not r.match for r in rounds), sum(r.match > 0 for r in rounds)) > 2, (
             "one alone drafted"
         )
+
+
+@pytest.mark.covers(count=6)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"{family}/ngram" for family in (*WINDOWED, *SPARSE, *LOOKED_UP, *OTHERS)),
+        *(*(f"{family}/mtp" for family in MTP_OF), "gemma4/assistant", "gemma4_moe/assistant"),
+    ],
+)
+def test_a_prefix_hit_is_a_miss(pairs: Pairs, name: str) -> None:
+    """Of every family: a text goes on, and another begins as it did, on pages that hold what both read."""
+    pair, (prompt,) = pairs.get(name), random_prompts(1, 75, VOCAB, seed=1)
+    params = SamplingParams(max_tokens=70, temperature=0.5, seed=2, ignore_eos=True)
+    engine = pair.engine(3, lag=1, slots=2)
+    (first,) = run_all(engine, [prompt], [params])
+    later = [(*prompt, *first.tokens, 5, 6), (*prompt[:70], 9, 8, 7)]
+    runs = run_all(engine, later, [replace(params, max_tokens=24)] * 2)
+    recurs = engine.plan.model.config.recurrent is not None  # whose states were kept behind the text alone
+    assert all(run.metrics.cached_tokens >= 64 for run in runs[: 2 - recurs]) and drafted(runs) > 0
+    alone = pair.plain(slots=2, prefix_sharing=False)
+    assert_same(runs, run_all(alone, later, [replace(params, max_tokens=24)] * 2))
 
 
 @pytest.mark.parametrize("parameter", sorted(PARAMETERS.keys() - {"logprobs", "ignore_eos"}))

@@ -109,7 +109,7 @@ class RouterConfig:
 
     Scores are the sigmoid or the softmax of the router's logits. Experts are chosen by scores plus a learned
     correction, if there is one, from the `groups_kept` groups whose `group_best` best ones sum highest; they
-    are weighed by their scores alone, which `normalised` divides by their sum, times `scale`.
+    are weighed by their scores alone, which `normalised` divides by their sum and `added`, times `scale`.
     """
 
     per_token: int
@@ -120,6 +120,7 @@ class RouterConfig:
     groups: int = 1
     groups_kept: int = 1
     group_best: int = 1
+    added: float = 1e-20
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ ROUTED = ExpertsConfig(0, 0, 0, (), _SOFTMAX)
 its sum, which is why Mixtral and Granite are among these."""
 SIGMOID = replace(ROUTED, router=RouterConfig(0, sigmoid=True, corrected=True, normalised=True, group_best=2))
 SHARED = replace(ROUTED, shared_name="shared_expert", shared_gated=True)
-LFM2 = replace(SIGMOID, correction="expert_bias")
+LFM2 = replace(SIGMOID, correction="expert_bias", router=replace(SIGMOID.router, added=1e-6))
 MINIMAX = replace(SIGMOID, correction="e_score_correction_bias")
 NEMOTRON = replace(SIGMOID, plain=True)
 GRANITE = replace(ROUTED, shared_name="shared_mlp")

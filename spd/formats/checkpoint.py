@@ -78,7 +78,7 @@ _WRAPPED |= {"language_model.lm_head.": "lm_head.", "backbone.": "model."}
 """What stands before the names of a text model's tensors inside one that sees images too, and without it."""
 
 
-_PARTS = ("gate", "up", "down")
+_PARTS, _SCALES = ("gate", "up", "down"), ("", "_scale", "_scale_2")
 _RENAMED = {
     **{"block_sparse_moe": "mlp", "router.layer": "gate", "mlp.router": "mlp.gate", "feed_forward": "mlp"},
     **{"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "self_attn.out_proj": "self_attn.o_proj"},
@@ -89,13 +89,10 @@ _RENAMED = {
     **{"mixer.out_proj": "mamba.out_proj", "mixer": "mlp", "embeddings": "embed_tokens", "norm_f": "norm"},
     **{"shared_mlp.input_linear": "mlp.shared_mlp.gate_up_proj"},
     **{"shared_mlp.output_linear": "mlp.shared_mlp.down_proj", "weight_scale_inv": "weight_scale"},
-    **{f"moe.{name}_proj.weight": f"mlp.experts.{name}_proj" for name in _PARTS},
-    **{
-        "moe.router_bias": "mlp.gate.e_score_correction_bias",
-        "moe": "mlp",
-        "share_expert": "mlp.shared_experts",
-    },
-    **{"mlp.shared_mlp": "mlp.shared_experts", "gate.wg": "gate"},
+    **{f"moe.{name}_proj.weight{of}": f"mlp.experts.{name}_proj{of}" for name in _PARTS for of in _SCALES},
+    **{f"moe.{name}_proj.weight_scale_inv": f"mlp.experts.{name}_proj_scale" for name in _PARTS},
+    **{"moe.router_bias": "mlp.gate.e_score_correction_bias", "moe": "mlp", "gate.wg": "gate"},
+    **{"share_expert": "mlp.shared_experts", "mlp.shared_mlp": "mlp.shared_experts"},
     **{"attention_sink_bias": "sinks", "pre_mlp_layernorm": "post_attention_layernorm"},
 }
 """Parts of names in checkpoints of several families, and what others call the same."""
@@ -114,26 +111,29 @@ def text_name(name: str) -> str:
 
 
 def unpacked(name: str, meta: TensorMeta) -> Iterator[tuple[str, TensorMeta]]:
-    """A tensor, or what it packs: all experts' matrices [E, N, K], gate rows before up rows.
+    """A tensor, or what it packs: all experts' matrices [E, N, K], gate rows before up rows, or their scales.
 
     Or, as gpt-oss publishes them in MXFP4, codes [E, N, K / 32, 16] and scales [E, N, K / 32].
     """
     stem, _, last = name.rpartition(".")
-    dims, ending = _MXFP4.get(last.rpartition("_")[2], (3, "weight"))
+    dims, ending = _ENDINGS.get(last.partition("_proj")[2], (0, ""))
     parts = _PACKED.get(last) if stem.endswith(".experts") and len(meta.shape) == dims else None
-    if parts is None or meta.shape[1] % len(parts) or not meta.nbytes:
+    if parts is None or math.prod(meta.shape[1:2]) % len(parts) or not meta.nbytes:
         yield name, meta
         return
-    experts, rows, *columns = meta.shape
-    shape, nbytes = (rows // len(parts), math.prod(columns)), meta.nbytes // (experts * len(parts))
+    experts, *inner = meta.shape
+    shape = (inner[0] // len(parts), math.prod(inner[1:])) if inner else ()
+    nbytes = meta.nbytes // (experts * len(parts))
     for number in range(experts * len(parts)):
         own = f"{stem}.{number // len(parts)}.{parts[number % len(parts)]}.{ending}"
         yield own, meta._replace(shape=shape, nbytes=nbytes, offset=meta.offset + number * nbytes)
 
 
-_PACKED = {"gate_up_proj": ("gate_proj", "up_proj")} | {f"{n}_proj": (f"{n}_proj",) for n in _PARTS}
-_MXFP4 = {"blocks": (4, "weight_packed"), "scales": (3, "weight_scale")}
-_PACKED |= {f"{name}_proj_{last}": (f"{name}_proj",) for name in ("gate_up", "down") for last in _MXFP4}
+_ENDINGS = {of: (1 if of == "_scale_2" else 3, f"weight{of}") for of in _SCALES}
+_ENDINGS |= {"_blocks": (4, "weight_packed"), "_scales": (3, "weight_scale")}
+"""Dimensions of what packs experts, by the ends of names, and what is called so of one expert."""
+_PACKED = {f"{name}_proj{of}": (f"{name}_proj",) for name in ("gate_up", *_PARTS) for of in _ENDINGS}
+_PACKED["gate_up_proj"] = ("gate_proj", "up_proj")
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import shlex
 import stat
@@ -20,6 +21,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from spd.errors import CheckpointError
 
+logger = logging.getLogger(__name__)
 CONFIG_LIMIT = 10_000_000  # bytes; the largest published config.json is below 100 kB
 MAX_DEPTH = 64
 T = TypeVar("T")
@@ -302,14 +304,15 @@ class Fields:
         return kind(**known)
 
     def token_ids(self, key: str, end: int) -> tuple[int, ...]:
-        """One token id or a list of them, each in [0, end); empty when absent."""
+        """Token ids, one or a list; empty when absent. No text has those from `end` on: they are dropped."""
         value = self.get(key)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         self.require(len(ids) <= 1000, key, f"{len(ids)} token ids are more than 1000")
         for token_id in ids:
-            known = type(token_id) is int and 0 <= token_id < end
-            self.require(known, key, f"{shown(token_id)} is not a token id from 0 to {end - 1}")
-        return tuple(dict.fromkeys(ids))
+            self.require(type(token_id) is int and token_id >= 0, key, f"{shown(token_id)} is not a token id")
+            if token_id >= end:
+                logger.warning("%s: %s: no text has %s, ids end at %d", self.where, key, token_id, end - 1)
+        return tuple(dict.fromkeys(token_id for token_id in ids if token_id < end))
 
     def fields(self, key: str) -> Fields | None:
         """A nested object, `None` when absent."""

@@ -132,6 +132,14 @@ _DENSE, _PARTLY = "first_k_dense_replace", "partial_rotary_factor"
 _DEEPSEEK2 = {**_GROUPS, "topk_method": "greedy", "norm_topk_prob": False, _DENSE: 0}
 _GLM4: dict[str, object] = {_PARTLY: 0.5, "attention_bias": True, "head_dim": 128}
 _LFM2 = {"rope_theta": 1e6, "conv_L_cache": 3, "tie_word_embeddings": True}
+_OSS: dict[str, object] = {"attention_bias": True, "rope_theta": 150_000.0, "head_dim": 64}
+_OSS |= {"sliding_window": 128, "sliding_window_pattern": 2}
+_MIMO_V2: dict[str, object] = {**_GROUPS, "rope_theta": 5e6, "swa_rope_theta": 1e4, "head_dim": 192}
+_MIMO_V2 |= {"sliding_window": 129, "v_head_dim": 128, "sliding_window_pattern": 6, _PARTLY: 0.334}
+_MIMO_V2 |= {"attention_value_scale": 0.707, **dict.fromkeys(blocks.SLIDING_HEADS)}
+_STEP: dict[str, object] = {**_GROUPS, "max_position_embeddings": 128000, "rms_norm_eps": 1e-5}
+_STEP |= {"head_dim": 128, _PARTLY: 1.0, "sliding_window": 512, "sliding_window_pattern": 4, _SHARED: 1280}
+_STEP |= dict.fromkeys((*blocks.SLIDING_HEADS, *blocks.LIMITS, "query_pre_attn_scalar"))
 _HYBRID = {**_NESTED, "max_position_embeddings": 32768, _PARTLY: 0.25}
 _HYBRID_MOE = {**_HYBRID, _SHARED: 512, "norm_topk_prob": True}
 _read_delta = partial(blocks.read_recurrent, kinds=blocks.RECURRENT)
@@ -222,14 +230,7 @@ _FAMILIES = {
         spelled=blocks.muse_keys,
         only={"hidden_activation": ("silu",), "attention_bias": (False,)},
     ),
-    "GptOssForCausalLM": _Family(
-        "gpt_oss",
-        {
-            **{"attention_bias": True, "rope_theta": 150_000.0, "head_dim": 64},
-            **{"sliding_window": 128, "sliding_window_pattern": 2},
-        },
-        blocks.GPT_OSS,
-    ),
+    "GptOssForCausalLM": _Family("gpt_oss", _OSS, blocks.GPT_OSS),
     "HunYuanDenseV1ForCausalLM": _Family("hunyuan_v1_dense", {"alpha": None}),
     "HunYuanMoEV1ForCausalLM": _Family(
         "hunyuan_v1_moe",
@@ -247,26 +248,10 @@ _FAMILIES = {
         only={"use_qk_norm": (True,), _SHARED: (0,)},
     ),
     "MiMoV2FlashForCausalLM": _Family(
-        "mimo_v2_flash",
-        {
-            **{**_GROUPS, "rope_theta": 5e6, "swa_rope_theta": 1e4, "head_dim": 192, _PARTLY: 0.334},
-            **{"sliding_window": 129, "v_head_dim": 128, "sliding_window_pattern": 6},
-            **{"attention_value_scale": 0.707, **dict.fromkeys(blocks.SLIDING_HEADS)},
-        },
-        blocks.SIGMOID,
-        spelled=blocks.mimo_keys,
-        local_base="swa_rope_theta",
+        "mimo_v2_flash", _MIMO_V2, blocks.SIGMOID, spelled=blocks.mimo_keys, local_base="swa_rope_theta"
     ),
     "Step3p5ForCausalLM": _Family(
-        "step3p5",
-        {
-            **{**_GROUPS, "max_position_embeddings": 128000, "rms_norm_eps": 1e-5, "head_dim": 128},
-            **{_PARTLY: 1.0, "sliding_window": 512, "sliding_window_pattern": 4, _SHARED: 1280},
-            **dict.fromkeys((*blocks.SLIDING_HEADS, *blocks.LIMITS, "query_pre_attn_scalar")),
-        },
-        blocks.SIGMOID,
-        spelled=blocks.step_keys,
-        local_base="rope_theta",
+        "step3p5", _STEP, blocks.SIGMOID, spelled=blocks.step_keys, local_base="rope_theta"
     ),
     "Qwen2MoeForCausalLM": _Family(
         "qwen2_moe",
@@ -447,7 +432,7 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         max_positions=min(max_positions, rope.max_positions or max_positions),
         rope=rope,
         dtype=fields.choice("dtype", _DTYPES, "float32").removeprefix("torch."),
-        bos_token_id=fields.optional_integer("bos_token_id", 0, vocab_size - 1),
+        bos_token_id=next(iter(fields.token_ids("bos_token_id", vocab_size)), None),
         eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
         latent=latent,
         recurrent=recurrent,

@@ -86,9 +86,8 @@ def read_local_rope(
     """How layers that slide turn, where they do so in another way; base: the key of theirs."""
     nested = fields.fields("rope_parameters")
     part = nested.fields(KINDS[1]) if nested else None
-    own = {"rope_theta": fields.get(base), **(part.values if part else {})}
-    if partly:
-        own.setdefault(_SHARE, fields.get(_SHARE))
+    own = {"rope_theta": fields.get(base), **({_SHARE: fields.get(_SHARE)} if partly else {})}
+    own |= part.values if part else {}
     found = Fields(part.where if part else fields.where, own)
     return read_rope(found, max_positions, head_dim, partly=partly)
 

@@ -303,8 +303,8 @@ VALUES = [
     ("layer_types", ["full_attention", "sliding_attention"]),
     ("layer_types", ["full_attention"]),
     ("layer_types", {"a": 1}),
-    *(("eos_token_id", value) for value in (300, -1, 2.0, [2, 300], [[2]], "2", [0] * 2000, 2**70)),
-    *(("bos_token_id", value) for value in (300, -1, [1])),
+    *(("eos_token_id", value) for value in (-1, 2.0, [[2]], "2", [0] * 2000)),
+    *(("bos_token_id", value) for value in (-1, 1.0)),
 ]
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "architectures")
 NEEDED += ("max_position_embeddings", "rms_norm_eps")
@@ -538,7 +538,7 @@ def test_wishes_for_sampling_are_read(tmp_path: Path) -> None:
         ("min_p", 2),
         *(("repetition_penalty", value) for value in (0, -1)),
         ("do_sample", 1),
-        *(("eos_token_id", value) for value in (-1, 2**31, [1.0], "3")),
+        *(("eos_token_id", value) for value in (-1, [1.0], "3")),
     ],
 )
 def test_wishes_for_sampling_that_are_refused(tmp_path: Path, field: str, value: object) -> None:
@@ -547,8 +547,12 @@ def test_wishes_for_sampling_that_are_refused(tmp_path: Path, field: str, value:
         read_generation_config(tmp_path)
 
 
-def test_end_of_sequence_beyond_the_vocabulary(tmp_path: Path) -> None:
+def test_ids_beyond_the_vocabulary_are_told_and_left_out(tmp_path: Path, caplog: Any) -> None:
+    """As of a class's defaults beside a small table; no text has them."""
     write_json(tmp_path, "generation_config.json", {"eos_token_id": [3, 300]})
-    with refused(CheckpointError, "eos_token_id", "300"):
-        read_generation_config(tmp_path, vocab_size=300)
     assert read_generation_config(tmp_path, vocab_size=301).eos_token_ids == (3, 300)
+    assert not caplog.text
+    assert read_generation_config(tmp_path, vocab_size=300).eos_token_ids == (3,)
+    assert "generation_config.json: eos_token_id: no text has 300, ids end at 299" in caplog.text
+    config = read(tmp_path, {**LLAMA, "bos_token_id": 128000, "eos_token_id": [2, 2**70]})
+    assert (config.bos_token_id, config.eos_token_ids) == (None, (2,))

@@ -81,7 +81,7 @@ def test_lfm2_as_published(tmp_path: Path) -> None:
 def test_lfm2_with_experts_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, LFM2_MOE)
     assert config.recurrent == ConvConfig(3, (True, True, False, True)) and config.intermediate_size == 7168
-    router = RouterConfig(4, True, True, True, 1.0, group_best=2)
+    router = RouterConfig(4, True, True, True, 1.0, group_best=2, added=1e-6)
     sparse = (False, False, True, True)
     assert config.experts == ExpertsConfig(32, 1792, 0, sparse, router, "expert_bias")
 

@@ -20,19 +20,19 @@ from tests.kernels.forms import EVERY, ROUNDED, Form, normal, thinned
 
 # -- routing -------------------------------------------------------------------------------------------
 
-FIELDS = ("per_token", "groups", "groups_kept", "group_best", "sigmoid", "normalised", "scale")
+FIELDS = ("per_token", "groups", "groups_kept", "group_best", "sigmoid", "normalised", "added", "scale")
 RULES = [
-    (2, 1, 1, 1, False, True, 1.0),
-    (3, 1, 1, 1, True, False, 2.5),
-    (4, 4, 2, 2, True, True, 1.5),
-    (3, 4, 3, 1, False, False, 16.0),
+    (2, 1, 1, 1, False, True, 1e-20, 1.0),
+    (3, 1, 1, 1, True, False, 1e-20, 2.5),
+    (4, 4, 2, 2, True, True, 0.25, 1.5),
+    (3, 4, 3, 1, False, False, 1e-20, 16.0),
 ]
 """Of plain softmax and sigmoid gates, and as DeepSeek-V3 and V2 choose groups first."""
 SMALLEST: list[tuple[Any, int, int, int]] = [
-    ((1, 1, 1, 1, False, True, 1.0), 1, 1, 1),
-    ((2, 1, 1, 1, True, False, 2.5), 2, 33, 1),
-    ((1, 3, 1, 1, True, True, 1.0), 3, 7, 2),
-    ((3, 3, 2, 2, False, False, 16.0), 9, 257, 1),
+    ((1, 1, 1, 1, False, True, 1e-20, 1.0), 1, 1, 1),
+    ((2, 1, 1, 1, True, False, 1e-20, 2.5), 2, 33, 1),
+    ((1, 3, 1, 1, True, True, 1e-6, 1.0), 3, 7, 2),
+    ((3, 3, 2, 2, False, False, 1e-20, 16.0), 9, 257, 1),
 ]
 ROUTED = [(rule, *sizes) for rule in RULES for sizes in ((12, 40, 1), (16, 300, 40))] + SMALLEST
 """(rule, experts, K, T): few experts and odd sizes too."""
@@ -53,7 +53,7 @@ def by_hand(rule: Any, logits: Tensor, correction: Tensor | None) -> tuple[list[
     kept = sorted(range(len(groups)), key=lambda g: (-worth[g], g))[: rule.groups_kept]
     allowed = [e for g in kept for e in groups[g]]
     chosen = sorted(allowed, key=lambda e: (-choice[e], e))[: rule.per_token]
-    total = sum(scores[e] for e in chosen) if rule.normalised else 1.0
+    total = sum(scores[e] for e in chosen) + rule.added if rule.normalised else 1.0
     return chosen, [scores[e] / total * rule.scale for e in chosen]
 
 

@@ -218,6 +218,12 @@ WAYS: dict[str, Way] = {
 """Layouts: what config.json says, and how a matrix is stored."""
 
 
+def stacked(each: Sequence[Stored]) -> Stored:
+    """Experts of one tensor."""
+    found = {last: torch.stack([one.tensors[last] for one in each]) for last in each[0].tensors}
+    return Stored(found, torch.stack([one.values for one in each]))
+
+
 def write_twins(
     source: Path, folder: Path, way: str, keep: Sequence[str] = NEVER, plain_dtype: Any = torch.float32
 ) -> tuple[Path, Path]:
@@ -229,12 +235,12 @@ def write_twins(
     tensors: Tensors = {}
     whole: Tensors = {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        uneven = tensor.dim() == 2 and tensor.shape[1] % 32
-        if tensor.dim() != 2 or uneven or any(part in name for part in keep):
+        matrix = tensor.dim() > 1 and tensor.shape[-1] % 32 == 0
+        if not matrix or any(part in name for part in keep):
             tensors[name] = tensor
             whole[name] = tensor.to(plain_dtype)
             continue
-        stored = store(tensor)
+        stored = store(tensor) if tensor.dim() == 2 else stacked([store(each) for each in tensor])
         tensors |= {f"{name.removesuffix('weight')}{last}": each for last, each in stored.tensors.items()}
         whole[name] = stored.values.to(plain_dtype)
     save_file(tensors, twin / "model.safetensors", metadata={"format": "pt"})

@@ -344,8 +344,11 @@ def mimo_v2(c: Config) -> Iterator[Entry]:
 
 
 def step3(config: Config) -> Iterator[Entry]:
-    """With three layers for MTP, each with a head of its own, and one tensor of what sees images."""
-    c = config["text_config"]
+    """With three layers for MTP, each with a head of its own, and one tensor of what sees images.
+
+    Experts are packed by layers, their scales too, where they are in few bits.
+    """
+    c, method = config["text_config"], config.get("quantization_config", {}).get("quant_method")
     hidden, layers, size, vocab = c["hidden_size"], c["num_hidden_layers"], c["head_dim"], c["vocab_size"]
     yield from outside(c)
     yield "vision_model.conv1.weight", "BF16", (1536, 3, 14, 14)
@@ -361,10 +364,24 @@ def step3(config: Config) -> Iterator[Entry]:
         )
         if str(layer) in c["moe_layers_enum"].split(","):
             count, inner, block = c["moe_num_experts"], c["moe_intermediate_size"], f"{stem}moe."
-            yield from entries(block, gate__weight=(count, hidden), down_proj__weight=(count, hidden, inner))
-            yield from entries(
-                block, **dict.fromkeys(("gate_proj__weight", "up_proj__weight"), (count, inner, hidden))
-            )
+            yield from entries(block, gate__weight=(count, hidden))
+            for name, rows, columns in (
+                ("gate", inner, hidden),
+                ("up", inner, hidden),
+                ("down", hidden, inner),
+            ):
+                own = f"{block}{name}_proj."
+                if method is None:
+                    yield f"{own}weight", "BF16", (count, rows, columns)
+                elif method == "fp8":
+                    yield f"{own}weight", "F8_E4M3", (count, rows, columns)
+                    yield f"{own}weight_scale_inv", "F32", (count, rows // 128, columns // 128)
+                else:
+                    yield f"{own}weight", "U8", (count, rows, columns // 2)
+                    yield f"{own}weight_scale", "F8_E4M3", (count, rows, columns // 16)
+                    yield from (
+                        (f"{own}{last}", "F32", (count,)) for last in ("weight_scale_2", "input_scale")
+                    )
             yield f"{block}router_bias", "F32", (count,)
             yield from gated(f"{stem}share_expert.", hidden, c["share_expert_dim"])
         else:
@@ -398,6 +415,15 @@ STEP3: Config = {
 }
 """Of 45 layers five, the last of which cuts its gates as the last two of all do."""
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+STEP3_FP8: Config = {**STEP3, "quantization_config": BLOCKS}
+STEP3_NVFP4: Config = {**STEP3, "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+_DEEP = STEP3["text_config"] | {"num_hidden_layers": 45}
+_DEEP |= {"layer_types": [("full", *["sliding"] * 3)[i % 4] + "_attention" for i in range(48)]}
+STEP3_WHOLE: Config = {
+    **STEP3_FP8,
+    "text_config": _DEEP | {"moe_layers_enum": ",".join(map(str, range(3, 45)))},
+}
+"""Step-3.7-Flash-FP8 at b3d7916, of whose headers the numbers of tensors were reported."""
 MINIMAX_M2: Config = {
     **{"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "hidden_size": 3072},
     **{"head_dim": 128, "intermediate_size": 1536, "num_attention_heads": 48, "num_key_value_heads": 8},

@@ -291,7 +291,10 @@ def with_sides(tensors: Tensors, sparse: bool = False) -> Tensors:
 
 
 def with_convolutions(tensors: Tensors) -> Tensors:
-    """LFM2: every layer but each third one convolves; norms and projections under its own names."""
+    """LFM2: every layer but each third one convolves; norms and projections under its own names.
+
+    Scores of all experts are faint for some tokens: what is added to their sum shows.
+    """
     names = {"input_layernorm": "operator_norm", "post_attention_layernorm": "ffn_norm"}
     names |= {"q_norm": "q_layernorm", "k_norm": "k_layernorm", "o_proj": "out_proj", "mlp": "feed_forward"}
     names |= {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2", "norm": "embedding_norm"}
@@ -303,7 +306,8 @@ def with_convolutions(tensors: Tensors) -> Tensors:
             found = {each: t for each, t in found.items() if not each.startswith(f"{stem}self_attn.")}
             found[f"{stem}conv.in_proj.weight"] = drawn(f"{stem}in", (3 * hidden, hidden), 1.5 / hidden**0.5)
             found[f"{stem}conv.conv.weight"] = drawn(f"{stem}conv", (hidden, 1, 3), 0.7)
-        if f"{stem}feed_forward.gate.weight" in found:
+        if (router := f"{stem}feed_forward.gate.weight") in found:
+            found[router] = found[router] + drawn(f"{stem}faint", (1, hidden), 8 / hidden**0.5)
             found[f"{stem}feed_forward.expert_bias"] = drawn(f"{stem}bias", (8,), 0.1)
     return found
 

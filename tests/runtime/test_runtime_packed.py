@@ -36,6 +36,7 @@ from tests.helpers import (
 from tests.kernels.forms import needs_compiled
 from tests.recipes import packed_twin
 from tests.recipes.packed_twin import WAYS, Stored, write_twins
+from tests.recipes.tiny_dense import write_dense
 from tests.recipes.tiny_mtp import write_tiny_mtp
 
 SIZES = {"hidden": 64, "intermediate": 128, "dtype": "bfloat16"}
@@ -105,6 +106,20 @@ def test_codes_stay_packed_and_are_counted(tiny: Tiny, tmp_path: Path) -> None:
 def test_experts_and_latent_attention(family: str, way: str, tiny: Tiny, tmp_path: Path) -> None:
     """Rows in another order for interleaved rotation, experts below each other."""
     twin, plain = write_twins(tiny(family, **SIZES), tmp_path, way)
+    assert spoken(twin) == spoken(plain)
+
+
+@pytest.mark.parametrize("way", ["fp8-block", "modelopt-nvfp4"])
+def test_step_packs_scales_of_experts_as_it_packs_experts(way: str, tmp_path: Path) -> None:
+    source = write_dense(tmp_path / "source", "step3", dtype="bfloat16")
+    twin, plain = write_twins(source, tmp_path, way, keep=(*packed_twin.NEVER, "moe.gate."))
+
+    def as_published(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if way == "fp8-block" and name.endswith("weight_scale")]:
+            tensors[f"{name}_inv"] = tensors.pop(name)
+        tensors["model.layers.1.moe.up_proj.input_scale"] = torch.ones(8)
+
+    edit_weights(twin, as_published)
     assert spoken(twin) == spoken(plain)
 
 

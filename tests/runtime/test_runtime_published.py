@@ -186,6 +186,8 @@ OTHERS = {
     "gpt-oss-20b": (others.GPT_OSS, others.gpt_oss, "off"),
     "a MiniMax-M2 of 2 layers": (others.MINIMAX_M2, others.minimax_m2, "off"),
     "a Step-3.7-Flash of 5 layers": (others.STEP3, others.step3, "mtp"),
+    "a Step-3.7-Flash-FP8 of 5 layers": (others.STEP3_FP8, others.step3, "mtp"),
+    "a Step-3.7-Flash-NVFP4 of 5 layers": (others.STEP3_NVFP4, others.step3, "mtp"),
     "a MiMo-V2-Flash of 3 layers": (others.MIMO_V2, others.mimo_v2, "mtp"),
 }
 
@@ -215,3 +217,9 @@ def test_the_table_of_nemotron_makes_as_many_tensors_as_ultra_has() -> None:
     """Its index was reported to have so many, of which these are MTP's."""
     names = [name for name, _, _ in others.nemotron(others.NEMOTRON_ULTRA)]
     assert (len(names), sum(name.startswith("mtp.") for name in names)) == (51_023, 1_040)
+
+
+def test_the_table_of_step_makes_as_many_tensors_as_its_headers_have() -> None:
+    """804 of text, 126 scales, and what sees images, of which the table has one."""
+    names = [name for name, _, _ in others.step3(others.STEP3_WHOLE) if "vision" not in name]
+    assert (len(names), sum(name.endswith("_inv") for name in names)) == (804 + 126, 126)

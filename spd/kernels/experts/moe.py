@@ -34,6 +34,7 @@ class RoutingRule(Protocol):
     group_best: int
     sigmoid: bool
     normalised: bool
+    added: float
     scale: float
 
 
@@ -53,7 +54,7 @@ def route(parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[
     Scores are the sigmoid, else the softmax, of the sum of float32 parts [T, P, E]. Experts are chosen by
     score + correction [E], best first, ties to the lowest id, from the `groups_kept` of `groups` groups of
     neighbours whose `group_best` best ones have the largest sum. Weights are the scores alone, divided by
-    their sum if `normalised`, times `scale`. NaN counts as largest: ids are always in range, and distinct.
+    their sum and `added` if `normalised`, times `scale`. NaN counts as largest: ids are distinct, in range.
     Source: DeepSeek-V2 (2405.04434), DeepSeek-V3 (2412.19437).
     """
     logits = parts.sum(dim=1)
@@ -68,7 +69,7 @@ def route(parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[
     ids = _best(choice, rule.per_token)
     weights = scores.gather(-1, ids)
     if rule.normalised:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + rule.added)
     return ids, weights * rule.scale
 
 

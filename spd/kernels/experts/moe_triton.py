@@ -77,7 +77,7 @@ def first_best(scores, free, index):
 
 @triton.jit
 def choose_experts_kernel(
-    parts, correction, ids, weights, scale,
+    parts, correction, ids, weights, added, scale,
     E: tl.constexpr, BLOCK_E: tl.constexpr, PARTS: tl.constexpr, PER_TOKEN: tl.constexpr,
     BLOCK_S: tl.constexpr, GROUPS: tl.constexpr, GROUPS_KEPT: tl.constexpr, GROUP_BEST: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALISED: tl.constexpr, PDL: tl.constexpr,
@@ -113,7 +113,7 @@ def choose_experts_kernel(
         chosen = tl.where(slot == place, best, chosen)
         weight = tl.where(slot == place, tl.sum(tl.where(index == best, scores, 0.0), 0), weight)
     if NORMALISED:
-        weight = weight / (tl.sum(weight, 0) + 1e-20)
+        weight = weight / (tl.sum(weight, 0) + added)
     tl.store(ids + row * PER_TOKEN + slot, chosen.to(tl.int64), mask=slot < PER_TOKEN)
     tl.store(weights + row * PER_TOKEN + slot, weight * scale, mask=slot < PER_TOKEN)
 
@@ -259,11 +259,10 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 def route(parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[Tensor, Tensor]:
     """Parts are added in their order."""
     rows, count, experts = parts.shape
-    device = parts.device
-    ids = torch.empty(rows, rule.per_token, dtype=torch.int64, device=device)
-    weights = torch.empty(rows, rule.per_token, dtype=torch.float32, device=device)
+    ids = parts.new_empty(rows, rule.per_token, dtype=torch.int64)
+    weights = parts.new_empty(rows, rule.per_token)
     choose_experts_kernel[(rows,)](
-        *(parts, correction, ids, weights, rule.scale),
+        *(parts, correction, ids, weights, rule.added, rule.scale),
         E=experts,
         BLOCK_E=power_of_two(experts),
         PARTS=count,
@@ -276,7 +275,7 @@ def route(parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[
         NORMALISED=rule.normalised,
         num_warps=4,
         enable_fp_fusion=False,
-        **overlap(device),
+        **overlap(parts.device),
     )
     return ids, weights
 

@@ -52,7 +52,7 @@ typedef struct {
     char *room;
     long experts, per_token, groups, groups_kept, group_best;
     int sigmoid, normalised;
-    float scale;
+    float added, scale;
 } Choice;
 
 static void choose_experts(const void *work, Share *share, int member)
@@ -96,7 +96,7 @@ static void choose_experts(const void *work, Share *share, int member)
         }
         for (long i = 0; i < o->per_token; i++) {
             float *weight = o->weights + r * o->per_token + i;
-            *weight = (o->normalised ? *weight / (sum + 1e-20f) : *weight) * o->scale;
+            *weight = (o->normalised ? *weight / (sum + o->added) : *weight) * o->scale;
         }
     }
 }
@@ -105,10 +105,10 @@ static void choose_experts(const void *work, Share *share, int member)
    floats and experts + groups bytes behind them, of each row. */
 void spd_route(const float *logits, const float *correction, int64_t *ids, float *weights, char *room, long rows,
     long experts, long per_token, long groups, long groups_kept, long group_best, int sigmoid, int normalised,
-    float scale, int threads)
+    float added, float scale, int threads)
 {
     const Choice o = {logits, correction, ids, weights, room, experts, per_token, groups, groups_kept, group_best, sigmoid,
-        normalised, scale};
+        normalised, added, scale};
     share_out(choose_experts, &o, rows, threads_for(20.0 * (double)(rows * experts), threads));
 }
 

@@ -38,7 +38,7 @@ SIGNATURES: dict[str, Sequence[type]] = {
     "spd_attend": (*(POINTER,) * 4, LONG, *(POINTER,) * 2, *(LONG,) * 7, FLOAT, FLOAT, LONG, LONG, INT),
     "spd_latent_store": (*(POINTER,) * 7, FLOAT, *(POINTER,) * 2, *(LONG,) * 7, INT),
     "spd_router": (*(POINTER,) * 3, *(LONG,) * 3, INT),
-    "spd_route": (*(POINTER,) * 5, *(LONG,) * 6, INT, INT, FLOAT, INT),
+    "spd_route": (*(POINTER,) * 5, *(LONG,) * 6, INT, INT, FLOAT, FLOAT, INT),
     "spd_sample": (*(POINTER,) * 10, *(LONG,) * 5, *(INT,) * 3),
     "spd_lookup": (*(POINTER,) * 6, *(LONG,) * 6, INT),
     "spd_short_conv": (*(POINTER,) * 7, *(LONG,) * 6, INT, INT),
@@ -339,7 +339,7 @@ class NativeLibrary:
         self.library.spd_route(
             parts.data_ptr(), address(correction), ids.data_ptr(), weights.data_ptr(), room.data_ptr(),
             rows, experts, rule.per_token, rule.groups, rule.groups_kept, rule.group_best,
-            int(rule.sigmoid), int(rule.normalised), rule.scale, self.threads,
+            int(rule.sigmoid), int(rule.normalised), rule.added, rule.scale, self.threads,
         )  # fmt: skip
         return ids, weights
 
