@@ -171,16 +171,31 @@ def thinking(target: Path) -> tuple[list[int], int, int]:
     return seen, at, seen[at]
 
 
+def note_masks(engine: Any, lengths: list[int]) -> None:
+    """Have the lengths noted at which a slot gets masks."""
+    allow = engine._device.allow
+
+    def noted(slot: int, *rest: Any) -> None:
+        lengths.append(int(engine._device.state.length[slot]))
+        allow(slot, *rest)
+
+    engine._device.allow = noted
+
+
 def test_a_grammar_begins_behind_the_end_of_thinking(target: Path) -> None:
-    """Also where that token is a draft in the middle of an accepted run."""
+    """Also where that token is a draft in an accepted run; rounds before it wait for no masks."""
     seen, at, end = thinking(target)
     text = GrammarText("regex", PATTERN, after=end)
     request = Request("t", PROMPTS[1], SamplingParams(max_tokens=60), grammar=text)
-    runs = [
-        run_requests(quick_engine(target, **wishes), [request])[0]
-        for wishes in ({}, {"spec": "draft", "draft_model": target, "draft_max": 4, "lag": 2})
-    ]
-    assert runs[0].output == runs[1].output and runs[0].tokens[: at + 1] == seen[: at + 1]
+    drafts: dict[str, Any] = {"spec": "draft", "draft_model": target, "draft_max": 4}
+    engines = [quick_engine(target, **one) for one in ({}, drafts | {"lag": 2}, drafts, {"lag": 1})]
+    lengths = [list[int]() for _ in engines]
+    for engine, seen_at in zip(engines, lengths, strict=True):
+        note_masks(engine, seen_at)
+    runs = [run_requests(engine, [request])[0] for engine in engines]
+    assert all(min(found) == len(PROMPTS[1]) + at + 1 for found in lengths), "a round waited for its masks"
+    assert all(run.output == runs[0].output for run in runs) and runs[1].drafts == runs[2].drafts
+    assert runs[0].tokens[: at + 1] == seen[: at + 1]
     tokenizer = quick_engine(target).tokenizer
     assert tokenizer is not None
     assert re.fullmatch(PATTERN, tokenizer.decode(runs[0].tokens[at + 1 :])), runs[0].text
@@ -193,6 +208,9 @@ def test_a_text_that_ends_while_thinking_is_an_error(target: Path) -> None:
     request = Request("t", PROMPTS[1], params, grammar=GrammarText("regex", "a", after=end))
     done = quick_engine(target).generate([request])[0]
     assert done.finish_reason == "error" and "before its thinking ended" in str(done.error)
+    may_begin = GrammarText("regex", "a", after=end, optional=True)
+    (done,) = quick_engine(target).generate([Request("t", PROMPTS[1], params, grammar=may_begin)])
+    assert (done.finish_reason, done.error) == ("stop", None)
 
 
 def test_an_end_before_the_grammar_s_is_said(target: Path) -> None:

@@ -76,7 +76,7 @@ class ChatTools:
             self._commands = {tool["name"]: _checked(tool, f"tools[{at}]") for at, tool in enumerate(found)}
             self.shown = [function(tool) for tool in found]
             """As chat templates are told of them."""
-            self._tools = tools_of({"tools": self.shown}, self._template, self._tokenizer.special_tokens)
+            self._tools = tools_of({"tools": self.shown}, self._template, self._tokenizer)
         except ApiError as error:
             raise UsageError(f"{file}: {error.message}", fix=[EXAMPLE]) from None
 

@@ -282,6 +282,8 @@ def call_form(template: str) -> Form:
 NO_CALL = re.compile(BLANK + r'\{\s*[^\s"]')
 _MARK = re.compile("|".join(map(re.escape, MARKS)))
 _JSON = re.compile(r'["{}\[\]]|\\(?:.|\Z)', re.DOTALL)
+NOTE = "what follows {} {}, so it is text"
+"""What is said of a malformed call."""
 MAX_CALLS = 8
 """Calls in one reply that a grammar allows."""
 
@@ -290,8 +292,9 @@ MAX_CALLS = 8
 class Tools:
     """The functions that a reply may call, or has to: one that is `named`, or any that are `required`.
 
-    `strict` holds arguments to their schemas where a call may come, too. `special` are the ids of special
-    tokens by name.
+    Calls that have to come are held to their schemas by a grammar, and others once the form's opening mark
+    has come, where that is a token; `strict` holds them where it is none, too. `tokens` are the ids of marks
+    that are tokens.
     """
 
     functions: Schemas
@@ -300,7 +303,7 @@ class Tools:
     required: bool = False
     parallel: bool = True
     strict: bool = False
-    special: Mapping[str, int] = field(default_factory=dict)
+    tokens: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def written(self) -> Form:
@@ -314,7 +317,7 @@ class Tools:
 
     @property
     def held(self) -> bool:
-        """Whether a grammar holds calls: those that have to come, and strict ones."""
+        """Whether a grammar holds every call, however its mark is spelt."""
         form = self.written
         return form.call is not None and (self.has_to or self.strict)
 
@@ -324,7 +327,8 @@ class Tools:
         from spd.runtime.engine.request import GrammarText
 
         form = self.written
-        if form.call is None or not self.held:
+        mark = None if self.has_to else self.tokens.get(form.opening)
+        if form.call is None or not (self.held or mark is not None):
             return None
         chosen = self.functions if self.named is None else {self.named: self.functions[self.named]}
         rules = ["GAP: /\\n{0,2}/", "TEXT: /(.|\\n)*/"]
@@ -339,7 +343,7 @@ class Tools:
         else:
             next_one = f"{self._literal(form.between)} {one}"
         several = self.parallel and self.named is None and form is not HARMONY
-        calls = f"{one} ({next_one}){{0,{MAX_CALLS - 1}}}" if several else one
+        calls = f"{one} ({next_one}){f'{{0,{MAX_CALLS - 1}}}' if self.has_to else '*'}" if several else one
         calls = f'"[" {calls} "]"' if form.is_array else calls
         calls += f" GAP {closing}" * bool(closing)
         if form is HARMONY:
@@ -347,12 +351,12 @@ class Tools:
             start = f"{self._thought} {calls}"
         elif self.has_to:
             start = f"GAP {opening} {calls}"
-        elif form.opening in self.special:
-            start = f"TEXT | TEXT {opening} {calls}"
         else:
-            start = f"TEXT | before {calls}"
+            before = f"TEXT {opening}" if form.opening in self.tokens else "before"
             rules.append(f"before[lazy]: /(.|\\n)*{re.escape(form.opening)}/")
-        return GrammarText("lark", "\n".join([f"start: {start}", *rules]))
+            start = f"TEXT | {before} {calls}" if mark is None else calls
+            start += f" ({before} {calls})* TEXT" * (mark is not None and several)
+        return GrammarText("lark", "\n".join([f"start: {start}", *rules]), mark, mark is not None)
 
     def answer(self, shape: GrammarText) -> GrammarText:
         """What holds the answer of gpt-oss to a schema: in its own channel, behind its thinking."""
@@ -367,12 +371,10 @@ class Tools:
         return f"(({' | '.join(heads)}) TEXT {self._literal(f'{END}{START}assistant')})*"
 
     def _literal(self, text: str) -> str:
-        """Text for a grammar, with its marks as tokens where they are special ones."""
-        marks = "|".join(re.escape(mark) for mark in MARKS if mark in self.special) or "(?!)"
+        """Text for a grammar, with its marks as tokens where they are such."""
+        marks = "|".join(re.escape(mark) for mark in MARKS if mark in self.tokens) or "(?!)"
         parts = enumerate(re.split(f"({marks})", text))
-        return " ".join(
-            f"<[{self.special[part]}]>" if at % 2 else as_json(part) for at, part in parts if part
-        )
+        return " ".join(f"<[{self.tokens[part]}]>" if at % 2 else as_json(part) for at, part in parts if part)
 
     def _arguments(self, schema: Mapping[str, Any], rules: list[str]) -> str:
         """What arguments look like; a text between tags needs a rule of its own."""
@@ -444,6 +446,8 @@ class CallParser:
         """The mark that is text if no call follows it; None where a reply began with a call."""
         self._called = self._called_ever = False
         """Whether a call has followed the mark, and any mark."""
+        self.notes: list[str] = []
+        """What was begun as a call and is text, in words."""
 
     def feed(self, text: str, *, final: bool = False) -> Sequence[Piece]:
         """What more text brings; what may be the beginning of a mark is held back unless it is `final`."""
@@ -502,13 +506,21 @@ class CallParser:
             return False
         if not self._called:
             self._say(self._opening or "")
+            self._note(self._opening)
         else:
             rest = self._text[: stop.start()] if stop else self._text
             self._text = self._text[stop.end() if stop and stop[1] == self._form.closing else len(rest) :]
             rest = _MARK.sub("", rest)[: None if stop else -tail_of(self._form.closing, rest) or None]
-            self._say(rest if rest.strip(" \t\r\n,;]}`") else "")
+            if rest.strip(" \t\r\n,;]}`"):
+                self._say(rest)
+                self._note(self._opening)
         self._is_inside = False
         return True
+
+    def _note(self, mark: str | None) -> None:
+        if mark:
+            why = "ended before the call was whole" if self._final else "is no call in this model's form"
+            self.notes.append(NOTE.format(mark, why))
 
     def _arguments(self, name: str | None = None, call_id: str = "") -> bool:
         """Hand on what has come of arguments, first with a call's name; says whether they have ended."""
@@ -535,7 +547,7 @@ class ChannelParser:
     """
 
     def __init__(self, *, held: bool = False) -> None:
-        self._held = held
+        self._held, self.notes = held, list[str]()
         self._text, self._kind, self._head, self._name, self._first = "", "", "", "", True
         self._ends = re.compile("|".join(map(re.escape, ENDS)))
 
@@ -587,6 +599,7 @@ class ChannelParser:
                     said = ""
             if said:
                 pieces.append(Piece("text", self._head + said))
+                self.notes.append(NOTE.format(self._head, "is no JSON object"))
         if end is not None:
             self._kind, self._first = "", False
         return end is not None

@@ -24,6 +24,7 @@ from spd.cli.serve.responses import read_response
 from spd.cli.serve.wishes import Wish, read_chat, read_completion, read_tokenize, without_lines
 from spd.cli.text.job import check_ids, encode_asked
 from spd.cli.text.prompt import CLOSING, Asked
+from spd.errors import UsageError
 from spd.runtime.engine.request import derived_seed
 
 if TYPE_CHECKING:
@@ -94,10 +95,17 @@ class Service:
                 order = secrets.token_hex(8), asked, ids, params
                 request, inside = settings.request(*order, None if may_call else shape)
                 if may_call and shape is not None:  # it allows every text, so thinking need not come first
-                    end = settings.vocabulary.need_tokenizer().token_to_id(CLOSING) if inside else None
-                    request = dataclasses.replace(request, grammar=dataclasses.replace(shape, after=end))
+                    if inside and not shape.optional:
+                        end = settings.vocabulary.need_tokenizer().token_to_id(CLOSING)
+                        shape = dataclasses.replace(shape, after=end)
+                    request = dataclasses.replace(request, grammar=shape)
                 prepared.append((dataclasses.replace(request, draft_max=wish.draft_max), inside))
-        self.engine.check(prepared[0][0])
+        try:
+            self.engine.check(prepared[0][0])
+        except UsageError:
+            if wish.grammar is None or not wish.grammar.optional or (wish.tools and wish.tools.held):
+                raise
+            return self.prepare(dataclasses.replace(wish, grammar=None))  # no grammar can hold these schemas
         return prepared
 
     def count(self, name: str, more: float = 1) -> None:
@@ -239,6 +247,8 @@ class Answer:
         grown = self._choices[index].take(event)
         if event.finish_reason is not None:
             self._reply.metrics[index] = self._call.metrics(index)
+            if malformed := len(self._choices[index].noted.get("notes", ())):
+                self._service.count("malformed_calls_total", malformed)
         if event.finish_reason == "error":
             why = event.error or "the model failed while generating"
             raise ApiError(500, why, kind="server_error", code="generation_failed")

@@ -123,6 +123,12 @@ class Choice:
         """The calls in it."""
         return [part for part in self.parts if part.kind == "call"]
 
+    @property
+    def noted(self) -> dict[str, Any]:
+        """What a reply says of malformed calls, which are text; nothing where there are none."""
+        notes = self._parser.notes if self._parser is not None else ()
+        return {"notes": notes} if notes else {}
+
     def message(self) -> dict[str, Any]:
         """The whole reply as a message of a chat."""
         message: dict[str, Any] = {"role": "assistant", "content": self.all("text")}
@@ -245,7 +251,9 @@ class ChatReply(Reply):
                 delta[key] = delta.get(key, "") + text
         if delta or event.finish_reason is not None or event.logprobs:
             logprobs = self._logprobs(event.logprobs)
-            yield self._chunk(choice, delta=delta, logprobs=logprobs, finish_reason=self._reason(choice))
+            ended = choice.noted if event.finish_reason is not None else {}
+            shown = {"delta": delta, "logprobs": logprobs, "finish_reason": self._reason(choice), **ended}
+            yield self._chunk(choice, **shown)
 
     def end(self) -> Iterator[bytes]:
         if self._wish.include_usage:
@@ -264,7 +272,8 @@ class ChatReply(Reply):
         if choice.calls:
             message["content"] = message["content"] or None
         logprobs, reason = self._logprobs(choice.logprobs), self._reason(choice)
-        return {"index": choice.index, "logprobs": logprobs, "finish_reason": reason, "message": message}
+        shown = {"index": choice.index, "logprobs": logprobs, "finish_reason": reason, "message": message}
+        return {**shown, **choice.noted}
 
     def _reason(self, choice: Choice) -> str | None:
         """How it ended, as the API says it; a call that was asked for by name is a stop."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from spd.cli.serve import body as read
 from spd.cli.serve.body import FLAG, OBJECT, TEXT, fields, listed, refuse, whole
-from spd.cli.serve.forms import CHANNEL, GEMMA, HARMONY, Tools, as_json, call_form
+from spd.cli.serve.forms import CHANNEL, GEMMA, HARMONY, MARKS, Tools, as_json, call_form
 from spd.cli.serve.replies import ChatReply, CompletionReply, Reply
 from spd.cli.text.job import check_ids
 from spd.cli.text.prompt import RESERVED_ARGS, SWITCH, Asked
@@ -24,6 +24,7 @@ from spd.runtime.round.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS, MA
 if TYPE_CHECKING:
     from spd.cli.serve.http import Service
     from spd.cli.text.job import Settings
+    from spd.formats.tokenizer import Tokenizer
     from spd.runtime import SamplingParams
 
 COMPLETION_TOKENS = 16
@@ -233,7 +234,7 @@ def wish_of(body: Mapping[str, Any], service: Service, reply: type[Reply], **mor
     template = vocabulary.need_template()
     variables = _variables(body, service)
     source = template.tool_use or template.default
-    tools = tools_of(body, source, vocabulary.need_tokenizer().special_tokens)
+    tools = tools_of(body, source, vocabulary.need_tokenizer())
     grammar = response_format(body)
     if tools is not None and tools.functions:
         if grammar is not None:
@@ -395,7 +396,7 @@ def function(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {name: tool[name] for name in FUNCTION if name in tool}}
 
 
-def tools_of(body: Mapping[str, Any], template: str, special: Mapping[str, int]) -> Tools | None:
+def tools_of(body: Mapping[str, Any], template: str, tokenizer: Tokenizer) -> Tools | None:
     """The tools of a chat request and how they are chosen; None where none may be called.
 
     `strict` is taken out of each: that its calls are held is no word for a model.
@@ -411,6 +412,7 @@ def tools_of(body: Mapping[str, Any], template: str, special: Mapping[str, int])
         functions[function["name"]] = schema
         strict = function.pop("strict", False) or strict
     named, form, subset = None, call_form(template), False
+    tokens = {mark: number for mark in MARKS if (number := tokenizer.token_to_id(mark)) is not None}
     if isinstance(choice, dict):
         asked = _CHOICE(choice, "tool_choice")
         subset = asked["type"] == "allowed_tools"
@@ -424,16 +426,14 @@ def tools_of(body: Mapping[str, Any], template: str, special: Mapping[str, int])
     elif choice not in ("none", "auto", "required"):
         refuse("tool_choice", "expected none, auto, required or a function that is among `tools`")
     if choice == "none" or (choice == "auto" and not functions):
-        return (
-            Tools({}, form, special=special) if form in (GEMMA, HARMONY) else None
-        )  # they think in channels
+        return Tools({}, form, tokens=tokens) if form in (GEMMA, HARMONY) else None  # they think in channels
     if not functions:
         refuse("tool_choice", "it is only allowed with `tools`")
     if choice == "auto" and "tools" not in template:
         why = "this model's chat template has no place for tools, so the model cannot be told of them"
         refuse("tools", f"{why}; tool_choice `required` or a named function holds it to a call")
     parallel, required = body.get("parallel_tool_calls", True), choice == "required" and named is None
-    return Tools(functions, form, named, required, parallel, strict or subset, special)
+    return Tools(functions, form, named, required, parallel, strict or subset, tokens)
 
 
 def response_format(body: Mapping[str, Any]) -> GrammarText | None:

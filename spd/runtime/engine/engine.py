@@ -328,7 +328,7 @@ class Engine:
         self._scheduler.in_flight.append(EnqueuedRound(ticket, live, []))
         if self._needs.grammar:
             for sequence in live:
-                if sequence.grammar is not None:
+                if sequence.grammar is not None and not sequence.waits:
                     sequence.active = False
                     self._device.set_active(sequence.slot, False)
         self._k = next_k
@@ -350,6 +350,10 @@ class Engine:
 
     def _apply(self, sequence: Sequence, row: list[int], result: RoundResult, now: float) -> None:
         sequence.in_flight -= result.k + 1
+        if sequence.silent:
+            sequence.silent -= 1
+            return
+        waited = sequence.waits
         _, drafts, matched, committed, why, _, match = row[:EMISSION_HEAD]
         tokens = row[result.first_sample : result.first_sample + committed]
         event = sequence.take(tokens, drafts, matched, REASONS[why], now, result.logprobs)
@@ -364,9 +368,14 @@ class Engine:
             return
         if event.token_ids:
             self._ready.append(event)
-        if sequence.grammar is not None:
-            assert result.next_drafts is not None
-            self._arm(sequence, result.next_drafts[sequence.slot])
+        if sequence.grammar is None or sequence.waits:
+            return
+        if waited:  # it stopped where its grammar begins
+            sequence.silent = sum(sequence in each.sequences for each in self._scheduler.in_flight)
+            self._gathered = []  # what a round needs has changed
+            self._device.resume(sequence.slot, sequence.stop_ids)
+        drafts_of = None if waited else result.next_drafts
+        self._arm(sequence, () if drafts_of is None else drafts_of[sequence.slot])
 
     def _record(
         self, sequence: Sequence, row: list[int], result: RoundResult, tokens: tuple[int, ...]
@@ -428,7 +437,7 @@ def arm(device: RoundQueue, sequence: Sequence, drafts: Listed[int], rule: str) 
 
     rule: what decides about drafts. Raises GrammarError for a grammar that cannot go on.
     """
-    if sequence.grammar is not None:
+    if sequence.grammar is not None and not sequence.waits:
         words = mask_width(device.sampler.vocab_size)
         rows = torch.empty(len(drafts) + 1, words, dtype=torch.int32)
         legal = sequence.grammar.masks(drafts, rows)

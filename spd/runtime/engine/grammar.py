@@ -52,10 +52,11 @@ class Grammar:
         ends: Collection[int] = (),
         after: int | None = None,
         budget: ThinkingBudget | None = None,
+        optional: bool = False,
     ) -> None:
-        """matcher: None where there is nothing but a budget."""
+        """matcher: None where there is nothing but a budget; optional: whether `after` need not come."""
         self._matcher, self._own_ends, self._ends = matcher, tuple(own_ends), frozenset(ends)
-        self._after, self._budget = after, budget
+        self._after, self._budget, self._optional = after, budget, optional
         self.began = matcher is not None and after is None
         self._left = budget.tokens if budget is not None and budget.inside else None
         """Tokens of thinking that are left; None outside of it."""
@@ -70,8 +71,9 @@ class Grammar:
     @property
     def complete(self) -> bool:
         """Whether the text may end here."""
-        guided = self._matcher is not None
-        return not guided or self.finished or (self.began and bool(self._matcher.is_accepting()))
+        if self._matcher is None or not self.began:
+            return self._matcher is None or self._optional
+        return self.finished or bool(self._matcher.is_accepting())
 
     def masks(self, drafts: Sequence[int], rows: Tensor) -> int:
         """Write a mask for the row of each draft and one more; returns how many drafts lead legally.
@@ -173,7 +175,7 @@ class GrammarCompiler:
         kept = self._kept(text.kind, text.text)
         with self._lock:
             matcher = kept.deep_copy()
-        return Grammar(matcher, self._tokenizer.eos_tokens, ends, text.after, budget)
+        return Grammar(matcher, self._tokenizer.eos_tokens, ends, text.after, budget, text.optional)
 
     def _read(self, kind: str, text: str) -> Any:
         try:

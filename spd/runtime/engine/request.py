@@ -26,12 +26,14 @@ def derived_seed(*parts: int | str) -> int:
 class GrammarText:
     """What a reply must look like: a JSON schema, a regular expression or a Lark grammar.
 
-    With `after`, a token id, it applies behind the first such token: what comes before is thinking.
+    With `after`, a token id, it applies behind the first such token: what comes before is thinking, or, where
+    it is `optional`, a text that is whole without it.
     """
 
     kind: Literal["schema", "regex", "lark"]
     text: str
     after: int | None = None
+    optional: bool = False
 
 
 @dataclass(frozen=True)

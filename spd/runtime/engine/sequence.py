@@ -42,6 +42,10 @@ class Sequence:
     needs: SamplerClass
     grammar: Grammar | None = None
     """Keeps it out of the rounds between one it took part in and the arrival of its next masks."""
+    waits: bool = False
+    """Whether the grammar has to begin yet, behind the last of `stop_ids`: it keeps out of none before."""
+    silent: int = 0
+    """Rounds on their way that were enqueued before it stopped there: they do nothing for it."""
     runs: list[Run] = field(default_factory=list)
     """Which program writes the prompt's positions; what follows is written by tiles."""
     slot: int = NO_SLOT
@@ -90,6 +94,10 @@ class Sequence:
         cuts the rest away. At each token stop ids come first, then stop strings, then the length limit, so a
         stop on the last allowed token is a stop.
         """
+        if self.waits and ended == "stop" and tokens[-1] == self.stop_ids[-1]:
+            self.waits, self.stop_ids = False, self.stop_ids[:-1]
+            self.needs = replace(self.needs, grammar=True)
+            ended = "length" if self.length + len(tokens) >= self.length_limit else None
         reason, error = ended, None
         spoken = tokens[:-1] if ended == "stop" else tokens  # a stop id has no text
         if self.plain:
@@ -194,14 +202,18 @@ class RequestChecks:
         stops = tuple(ends)[:NUM_STOP_IDS]
         limit = self.plan.shape.ctx if params.max_tokens is None else length + params.max_tokens
         grammar = self._grammars.compile(request.grammar, stops, request.thinking)
+        after = None if request.grammar is None else request.grammar.after
+        free = request.thinking is None and not params.min_tokens and after not in (None, *stops)
+        waits = free and len(stops) < NUM_STOP_IDS
         bytes_of = self.tokenizer.bytes_of if self.tokenizer else lambda _tokens: b""
         return Sequence(
             request=request,
             length_limit=min(self.plan.shape.ctx, limit),
-            stop_ids=stops,
+            stop_ids=(*stops, after) if waits and after is not None else stops,
             detokenizer=Detokenizer(bytes_of, params.stop, params.min_tokens),
-            needs=replace(SamplerClass.of(params), grammar=grammar is not None),
+            needs=replace(SamplerClass.of(params), grammar=grammar is not None and not waits),
             grammar=grammar,
+            waits=waits,
             runs=program_runs(request.spans or (("prompt", length),), self.plan.shape.chunk),
         )
 

@@ -236,7 +236,7 @@ class Crew:
 CLEARING = ("retire", "clear", "restart")
 """What is done after an end: no longer worth an error where everything has ended."""
 ORDERS = (
-    *("place", "show_pages", "write", "save", "flush", "allow", "set_active", "launch", "capture"),
+    *("place", "show_pages", "write", "save", "flush", "allow", "resume", "set_active", "launch", "capture"),
     *CLEARING,
 )
 

@@ -208,6 +208,11 @@ class RoundQueue:
             self.state.draft[slot, : len(drafts)] = to_device(drafts, torch.long, self.state.device)
         self.state.num_drafts[slot].fill_(legal)
 
+    def resume(self, slot: int, stop_ids: tuple[int, ...]) -> None:
+        """Have a slot that a stop id has silenced stop at these from now on: it is to go on."""
+        self.state.stop_at(slot, stop_ids)
+        self.behind = max(self.behind, 1)  # nothing was drafted for it since
+
     def set_active(self, slot: int, active: bool) -> None:
         """Let a slot take part in rounds from the next one on, or keep it out of them."""
         self.state.set_active(slot, active)

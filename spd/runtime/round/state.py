@@ -114,6 +114,10 @@ class RoundState:
         self.match[slot].fill_(0)
         self.draft_limit[slot].fill_(draft_limit)
         self.draft_cap[slot].fill_(self.max_draft if draft_cap is None else draft_cap)
+        self.stop_at(slot, stop_ids)
+
+    def stop_at(self, slot: int, stop_ids: Sequence[int]) -> None:
+        """Have a slot stop behind these tokens."""
         padded = [*stop_ids, *[-1] * (NUM_STOP_IDS - len(stop_ids))]
         self.stop_ids[slot] = to_device(padded, torch.long, self.device)
 

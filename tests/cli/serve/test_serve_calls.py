@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import random
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from spd.cli.serve import wishes
 from spd.cli.serve.forms import (
     CALL,
     CALL_END,
@@ -21,11 +23,14 @@ from spd.cli.serve.forms import (
     SEPARATOR,
     CallParser,
     ChannelParser,
+    Form,
     Tools,
     call_form,
 )
 from spd.formats.folder import ModelFolder
 from spd.runtime.engine.grammar import GrammarCompiler, GrammarError
+from spd.runtime.engine.request import GrammarText
+from tests.cli.conftest import SPECIALS, write_tokenizer
 
 WEATHER = {
     "type": "object",
@@ -253,38 +258,82 @@ def test_a_call_keeps_the_id_that_the_model_gave() -> None:
 HELD = [*(name for name, form in FORMS.items() if form.call is not None), "Gemma 4"]
 
 
+def call_text(form: Form) -> str:
+    """A call in a form's own marks, which hold it together as a grammar does, with {} for its arguments."""
+    before, behind, after = form.call or ("", "", "")
+    call = f"{before}get_weather{behind}{{}}{after}"
+    return form.opening + (f"[{call}]" if form.is_array else call) + form.closing
+
+
+def arguments_text(form: Form) -> str:
+    """Paris in a form."""
+    if form.pair is None:
+        return ARGS
+    pair = [f"{form.pair[0]}{key}{form.pair[1]}{{}}{form.pair[2]}" for key in PARIS]
+    return "".join(pair).replace("{}", PARIS["city"], 1).replace("{}", "3", 1)
+
+
+def is_allowed(compiler: GrammarCompiler, grammar: GrammarText, ids: list[int]) -> bool:
+    """Whether a grammar takes a whole text."""
+    matcher = compiler.compile(grammar, (258,))
+    with suppress(GrammarError):
+        for token in ids:
+            matcher.accept(token)
+        return bool(matcher.complete)
+    return False
+
+
+def wrong(text: str) -> str:
+    """The same with another type of its last argument."""
+    return text[::-1].replace("3", "x", 1)[::-1]
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("form", [name for name in HELD if name not in ("gpt-oss", "Gemma 4")])
+def test_a_call_that_may_come_is_held_once_its_mark_has_come(form: str, special: bool, model: Path) -> None:
+    """Marks are tokens, special ones or not; before them, and behind calls, any text is allowed."""
+    written = FORMS[form]
+    marks = sorted(mark for mark in MARKS if mark in str(written[1:3] + (written.call or ())))
+    write_tokenizer(model, (*SPECIALS, *marks))
+    file = json.loads((model / "tokenizer.json").read_text())
+    for token in file["added_tokens"]:
+        token["special"] = special or token["content"] in SPECIALS
+    (model / "tokenizer.json").write_text(json.dumps(file))
+    tokenizer = ModelFolder.of(model).tokenizer
+    body = {"tools": [{"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}]}
+    tools = wishes.tools_of(body, f"tools {' '.join(written.signs)}", tokenizer)
+    grammar = tools.grammar
+    assert grammar.after == tokenizer.token_to_id(written.opening) and grammar.optional
+    compiler, call = GrammarCompiler(model, 320), call_text(written).replace("{}", arguments_text(written))
+    for said, may_be in (
+        ("Well", True),
+        (f"Well. {call}", True),
+        (f"{call} So.", True),
+        (f"{call}\n{call}", True),
+        (f"{call} So. {call} So.", True),
+        (call.replace("get_weather", "get_money"), False),
+        (wrong(call), False),
+        (f"{call} So. {wrong(call)}", False),
+    ):
+        assert is_allowed(compiler, grammar, tokenizer.encode(said, parse_special=True)) is may_be, said
+
+
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("form", HELD)
 def test_calls_are_held_to_their_schemas(form: str, strict: bool) -> None:
     """What the grammar allows is read as the call; another type or name is not allowed."""
-    wishes = {"strict": True} if strict else {"required": True}
-    tools = tools_of(form, **wishes)
+    tools = tools_of(form, **({"strict": True} if strict else {"required": True}))
     if (grammar := tools.grammar) is None:
         assert strict and form == "Gemma 4"
         return
     demo = ModelFolder.named("demo")
     compiler = GrammarCompiler(demo.path, demo.config.vocab_size)
     written = tools.written
-    before, behind, after = written.call
-    arguments = ARGS
-    if written.pair is not None:
-        pair = [f"{written.pair[0]}{key}{written.pair[1]}{{}}{written.pair[2]}" for key in PARIS]
-        arguments = "".join(pair).replace("{}", PARIS["city"], 1).replace("{}", "3", 1)
-    call = f"{before}get_weather{behind}{{}}{after}"
-    call = f"[{call}]" if written.is_array else call
-    text = "Well. " * (strict and form != "gpt-oss") + written.opening + call + written.closing
-    whole = text.replace("{}", arguments)
-    for said, is_allowed in (
-        (whole, True),
-        (whole.replace("get_weather", "get_money"), False),
-        (whole[::-1].replace("3", "x", 1)[::-1], False),
-    ):
-        matcher, ended = compiler.compile(grammar, ()), False
-        with suppress(GrammarError):
-            for token in demo.tokenizer.encode(said):
-                matcher.accept(token)
-            ended = True
-        assert (ended and matcher.complete) is is_allowed, said
+    text = "Well. " * (strict and form != "gpt-oss") + call_text(written)
+    whole = text.replace("{}", arguments_text(written))
+    texts = ((whole, True), (whole.replace("get_weather", "get_money"), False), (wrong(whole), False))
+    for said, may_be in texts:
+        assert is_allowed(compiler, grammar, demo.tokenizer.encode(said)) is may_be, said
     text, calls = replies(tools, list(whole.replace(written.opening, "", not written.opening)))
     assert [(name, json.loads(said)) for name, said in calls] == ONE
     assert text.strip() == ("Well." if strict and form != "gpt-oss" else "")

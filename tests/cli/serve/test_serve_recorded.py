@@ -1,113 +1,107 @@
-"""A recorded conversation in the forms of Kimi, MiniMax and DeepSeek: transformers' prompt; calls are read.
+"""Conversations in every form of calls: prompts are `transformers`' own, byte for byte, and calls are read.
 
 The templates are written for this test, with the marks and the means of the families' own.
 """
 
 from __future__ import annotations
 
-import json
-from typing import Any
+import re
 
 import pytest
-from transformers.utils.chat_template_utils import render_jinja_template
 
-from spd.cli.serve.forms import FORMS, CallParser, Tools, call_form
-from spd.cli.serve.wishes import CHAT, for_template
-from spd.formats.chat_template import ChatTemplate
+from spd.cli.serve.forms import FORMS, call_form
+from tests.every_template import cells, read_back
 
-TEMPLATES = {
-    "Kimi K2": (
-        "{%- if tools -%}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{%- endif -%}\n"
-        "{%- for m in messages -%}\n"
-        "  <|im_{{ 'system' if m.role == 'tool' else m.role }}|>{{ m.get('name') or m.role }}<|im_middle|>\n"
-        "  {%- if m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n{% endif -%}\n"
-        "  {%- if m.get('reasoning_content') %}<think>{{ m.reasoning_content }}</think>{% endif -%}\n"
-        "  {{- m.content }}\n"
-        "  {%- if m.get('tool_calls') %}<|tool_calls_section_begin|>{% for c in m.tool_calls -%}\n"
-        "    <|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}"
-        "<|tool_call_end|>\n"
-        "  {%- endfor %}<|tool_calls_section_end|>{% endif -%}\n"
-        "  <|im_end|>\n"
-        "{%- endfor -%}\n"
-        "{%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>{%- endif -%}\n"
-    ),
-    "MiniMax M2": (
-        "{%- macro shown(tool) -%}<tool>{{ tool.function | tojson() }}</tool>{%- endmacro -%}\n"
-        "{%- set ns = namespace(last=-1) -%}\n"
-        "{%- for m in messages if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endfor -%}\n"
-        "{%- for t in tools or [] %}{{ shown(t) }}\n{% endfor -%}\n"
-        "{%- for m in messages -%}\n"
-        "  {{- ']~b]' ~ m.role ~ '\\n' ~ m.content }}\n"
-        "  {%- if m.tool_calls %}{{ '<minimax:tool_call>\\n' }}{% for c in m.tool_calls -%}\n"
-        "    {{- '<invoke name=\"' + c.function.name + '\">' }}\n"
-        "    {%- for k, v in c.function.arguments | items %}\n"
-        "    {{- '<parameter name=\"' + k + '\">' }}{{ v | tojson if v is not string else v }}</parameter>\n"
-        "    {%- endfor %}</invoke>\n"
-        "  {% endfor %}</minimax:tool_call>{% endif -%}\n"
-        "  {{- '[e~[' ~ '\\n' }}\n"
-        "{%- endfor -%}\n"
-        "{%- if add_generation_prompt %}{{ ']~b]ai' ~ '\\n' ~ '<think>' ~ '\\n' }}{% endif -%}\n"
-    ),
-    "DeepSeek V3.1": (
-        "{% set ns = namespace(first=true) %}{{ bos_token }}{{ tools | tojson if tools else '' }}\n"
-        "{%- for message in messages -%}\n"
-        "  {{- {'user': '<｜User｜>', 'assistant': '<｜Assistant｜>'}.get(message['role'], '') }}\n"
-        "  {{- message['content'] }}\n"
-        "  {%- if message['tool_calls'] is defined %}{{ '<｜tool▁calls▁begin｜>' }}\n"
-        "    {%- for tool in message['tool_calls'] -%}\n"
-        "    {{'<｜tool▁call▁begin｜>' + tool['function']['name'] + '<｜tool▁sep｜>' "
-        "+ tool['function']['arguments'] + '<｜tool▁call▁end｜>'}}\n"
-        "    {%- endfor %}{{'<｜tool▁calls▁end｜><｜end▁of▁sentence｜>'}}\n"
-        "  {%- endif -%}\n"
-        "{%- endfor -%}\n"
-        "{% if add_generation_prompt %}{{'<｜Assistant｜>'}}"
-        "{{ '<think>' if thinking else '</think>' }}{% endif %}"
-    ),
+WORDS = {
+    "each": "{%- for c in m['tool_calls'] %}",
+    "done": "{% endfor -%}",
+    "name": "{{ c.function.name }}",
+    "arguments": "{{ c['function']['arguments'] | tojson }}",
+    "object": '{"name": "«name»", "arguments": «arguments»}',
+    "comma": "{{ ', ' if not loop.last }}",
+    "array": "[«each»«object»«comma»«done»]",
+    "pairs": "{% for key, value in c.function.arguments | items %}",
+    "key": "{{ key }}",
+    "value": "{{ value if value is string else value | tojson }}",
+    "coder": "<function=«name»>\n«pairs»<parameter=«key»>\n«value»\n</parameter>\n{% endfor %}</function>\n",
+    "python": "«name»(«pairs»«key»={{ value if value is mapping else value | tojson }}«comma»{% endfor %})",
+    "quoted": "{% if value is string %}{{ '<|\"|>' + value + '<|\"|>' }}{% else %}«value»{% endif %}",
 }
-PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}, "n": {"type": "integer"}}}
-READ = {"name": "read", "description": "Läse <a> & b", "parameters": PARAMETERS}
-ARGUMENTS = {"path": 'ä"b\\ <x>', "n": 3}
+CALLS = {
+    "gpt-oss": "«each»{{- '<|start|>assistant<|channel|>commentary to=functions.' + c.function.name }}"
+    "{{- ' <|constrain|>json<|message|>' }}«arguments»<|call|>«done»",
+    "Gemma 4": "«each»<|tool_call>call:«name»{{ '{' }}«pairs»«key»:«quoted»{{ ',' if not loop.last }}"
+    "{% endfor %}{{ '}' }}<tool_call|>«done»",
+    "Kimi K2": "<|tool_calls_section_begin|>«each»<|tool_call_begin|>functions.«name»:{{ loop.index0 }}"
+    "<|tool_call_argument_begin|>«arguments»<|tool_call_end|>«done»<|tool_calls_section_end|>",
+    "DeepSeek V3": "<｜tool▁calls▁begin｜>«each»{{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' }}"
+    "{{- c['function']['name'] + '\\n' + '```json' + '\\n' + c['function']['arguments'] + '\\n' + '```' }}"
+    "{{- '<｜tool▁call▁end｜>' + ('\\n' if not loop.last else '') }}«done»<｜tool▁calls▁end｜>",
+    "DeepSeek V3.1": "<｜tool▁calls▁begin｜>«each»{{- '<｜tool▁call▁begin｜>' + c['function']['name'] }}"
+    "{{- '<｜tool▁sep｜>' + c['function']['arguments'] + '<｜tool▁call▁end｜>' }}«done»<｜tool▁calls▁end｜>",
+    "MiniMax M2": "{{ '<minimax:tool_call>\\n' }}«each»{{- '<invoke name=\"' + c.function.name + '\">\\n' }}"
+    '«pairs»<parameter name="«key»">«value»</parameter>\n{% endfor %}</invoke>\n«done»</minimax:tool_call>',
+    "Seed-OSS": "«each»<seed:tool_call>\n«coder»</seed:tool_call>«done»",
+    "Qwen3-Coder, Qwen3.5": "«each»<tool_call>\n«coder»</tool_call>\n«done»",
+    "GLM-4.5, GLM-4.7": "«each»<tool_call>«name»\n«pairs»<arg_key>«key»</arg_key>\n<arg_value>«value»"
+    "</arg_value>\n{% endfor %}</tool_call>«done»",
+    "Hermes, Qwen3": "«each»\n<tool_call>\n«object»\n</tool_call>«done»",
+    "LFM2": "{# List of tools: #}<|tool_call_start|>[«each»«python»«comma»«done»]<|tool_call_end|>",
+    "Granite 3": "<|tool_call|>«array»",
+    "Nemotron Nano 2": "<TOOLCALL>«array»</TOOLCALL>",
+    "Command R7B, A": '<|START_ACTION|>[\n«each»    {"tool_call_id": "{{ loop.index0 }}", '
+    '"tool_name": "«name»", "parameters": «arguments»}«comma»\n«done»]<|END_ACTION|>',
+    "Mistral": "«each»[TOOL_CALLS]«name»[ARGS]«arguments»«done»",
+    "Mistral before 2025": "[TOOL_CALLS]«array»",
+    "Llama 3": "{%- set call = m.tool_calls[0].function -%}"
+    '{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}',
+}
+DEEPSEEK = "{{ {'user': '<｜User｜>', 'assistant': '<｜Assistant｜>'}.get(m['role'], '') }}", "<｜end｜>"
+FRAMES = {
+    "gpt-oss": ("<|start|>{{ m.role }}<|message|>", "<|end|>"),
+    "Kimi K2": ("<|im_{{ m.role }}|>{{ m.get('name') or m.role }}<|im_middle|>", "<|im_end|>"),
+    "DeepSeek V3": DEEPSEEK,
+    "DeepSeek V3.1": DEEPSEEK,
+    "MiniMax M2": ("{{- ']~b]' ~ m.role ~ '\\n' }}", "{{- '[e~[' ~ '\\n' }}"),
+    "Mistral": ("[{{ m.role | upper }}]", "[/{{ m.role | upper }}]"),
+    "Llama 3": ("<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n", "<|eot_id|>"),
+}
+TEMPLATE = """{{ bos_token }}
+{%- macro shown(tool) -%}<tool>{{ tool.function | tojson() }}</tool>{%- endmacro -%}
+{%- set ns = namespace(last=-1) -%}
+{%- for m in messages if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endfor -%}
+{%- for tool in tools or [] %}{{ shown(tool) }}
+{% endfor -%}
+{%- for m in messages -%}
+  «begin»
+  {%- if m.get('reasoning_content') and loop.index0 > ns.last %}<think>
+{{ m.reasoning_content | trim }}
+</think>
+{% endif -%}
+  {{- m.content }}
+  {%- if m.get('tool_calls') %}«calls»{% endif -%}
+  «end»
+{%- endfor -%}
+{%- if add_generation_prompt %}{% set m = {'role': 'assistant'} -%}«begin»{% endif -%}
+"""
 
 
-def call(number: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """A call as a client sends it back."""
-    function = {"name": "read", "arguments": json.dumps(arguments)}
-    return {"id": f"functions.read:{number}", "type": "function", "function": function}
+def template_of(form: str) -> str:
+    """A template in the style of a form's families."""
+    begin, end = FRAMES.get(form, ("<|im_start|>{{ m.role }}\n", "<|im_end|>\n"))
+    words, text = {**WORDS, "begin": begin, "end": end, "calls": CALLS[form]}, TEMPLATE
+    if form == "Llama 3":  # a call stands where the text would
+        text = text.replace("{{- m.content }}", "{{- m.content if not m.get('tool_calls') }}")
+    while "«" in text:
+        text = re.sub("«([a-z]+)»", lambda word: words[word[1]], text)
+    return text
 
 
-SAID: list[dict[str, Any]] = [
-    {"role": "system", "content": "Be exact.\n"},
-    {"role": "user", "content": "Read a & b <x>"},
-    {"role": "assistant", "content": "Yes.", "tool_calls": [call(0, ARGUMENTS), call(1, {})]},
-    {"role": "tool", "tool_call_id": "functions.read:0", "content": "A\n"},
-    {"role": "tool", "tool_call_id": "functions.read:1", "content": "B"},
-    {"role": "user", "content": "Go on."},
-]
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_recorded_conversation(name: str) -> None:
-    template = TEMPLATES[name]
-    form = call_form(template)
-    assert form is FORMS[name]
-    messages = [for_template(message, template) for message in CHAT["messages"](SAID, "messages")]
-    own = ChatTemplate("test", {"default": template}, {"bos_token": "<B>"})
-    for tools in (None, [{"type": "function", "function": READ}]):
-        for end in (2, 5, 6):
-            asked = {"conversations": [messages[:end]], "tools": tools, "chat_template": template}
-            theirs = render_jinja_template(**asked, add_generation_prompt=True, bos_token="<B>")[0][0]
-            assert own.render(messages[:end], tools=tools) == theirs
-    begin = theirs.index("Yes.")
-    said = theirs[begin : theirs.index(form.closing, begin) + len(form.closing)]
-    for size in (1, 3, len(said)):
-        parser = CallParser(Tools({"read": PARAMETERS}, form))
-        pieces = [one for at in range(0, len(said), size) for one in parser.feed(said[at : at + size])]
-        pieces += parser.feed("", final=True)
-        assert "".join(piece.text for piece in pieces if piece.kind == "text") == "Yes."
-        calls = [piece for piece in pieces if piece.kind == "call"]
-        assert [(piece.name, json.loads(piece.text)) for piece in calls] == [
-            ("read", ARGUMENTS),
-            ("read", {}),
-        ]
-        if name == "Kimi K2":
-            assert [piece.id for piece in calls] == ["functions.read:0", "functions.read:1"]
+@pytest.mark.parametrize("form", FORMS)
+def test_prompts_are_transformers_own_and_calls_are_read(form: str) -> None:
+    """With tools and without; replies as the template writes them, cut at every place."""
+    template = template_of(form)
+    assert call_form(template) is FORMS[form]
+    for name, what, mine, theirs in cells(template):
+        assert mine is not None and mine in theirs, (name, what)
+    assert read_back(template) == ("1 calls read" if form == "Llama 3" else "2 calls read")
