@@ -56,7 +56,7 @@ SEEING = {
 }
 SEEN = ("step3", "muse_glimmer")
 ALONE = ("mimo", *SEEN)
-"""Families of which the library has no class of text alone; those of SEEN are part of one that reads images."""
+"""Families of which the library has no class of text alone; SEEN are parts of classes that read images."""
 FEW = (
     *("llama2", "llama3", "biases", "yarn", "tied", "qwen3", "gqa8", "deepseek_v2", "deepseek_v3"),
     *("glm4_moe", "glm4_moe_lite", "qwen3_moe", "mimo", "ernie4_5", "ernie4_5_moe"),
