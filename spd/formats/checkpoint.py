@@ -132,8 +132,8 @@ def unpacked(name: str, meta: TensorMeta) -> Iterator[tuple[str, TensorMeta]]:
 _ENDINGS = {of: (1 if of == "_scale_2" else 3, f"weight{of}") for of in _SCALES}
 _ENDINGS |= {"_blocks": (4, "weight_packed"), "_scales": (3, "weight_scale")}
 """Dimensions of what packs experts, by the ends of names, and what is called so of one expert."""
-_PACKED = {f"{name}_proj{of}": (f"{name}_proj",) for name in ("gate_up", *_PARTS) for of in _ENDINGS}
-_PACKED["gate_up_proj"] = ("gate_proj", "up_proj")
+_PACKED = {f"{name}_proj{of}": [f"{name}_proj"] for name in ("gate_up", *_PARTS) for of in _ENDINGS}
+_PACKED["gate_up_proj"] = ["gate_proj", "up_proj"]
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):

@@ -306,7 +306,7 @@ class Fields:
     def token_ids(self, key: str, end: int) -> tuple[int, ...]:
         """Token ids, one or a list; empty when absent. No text has those from `end` on: they are dropped."""
         value = self.get(key)
-        ids = [] if value is None else value if isinstance(value, list) else [value]
+        ids: list[Any] = [] if value is None else value if isinstance(value, list) else [value]
         self.require(len(ids) <= 1000, key, f"{len(ids)} token ids are more than 1000")
         for token_id in ids:
             self.require(type(token_id) is int and token_id >= 0, key, f"{shown(token_id)} is not a token id")

@@ -499,6 +499,52 @@ GPT_OSS: Config = {
 }
 
 
+def gemma4(c: Config) -> Iterator[Entry]:
+    """Layers that share another's cache are published with keys and values of their own."""
+    hidden, per, inside = c["hidden_size"], c["hidden_size_per_layer_input"], "model.language_model."
+    layers, vocab, kinds = c["num_hidden_layers"], c["vocab_size"], c["layer_types"]
+    yield from entries(inside, embed_tokens__weight=(vocab, hidden), norm__weight=(hidden,))
+    if per:
+        yield from entries(
+            inside,
+            embed_tokens_per_layer__weight=(vocab, layers * per),
+            per_layer_model_projection__weight=(layers * per, hidden),
+            per_layer_projection_norm__weight=(per,),
+        )
+    for layer in range(layers):
+        stem, wide = f"{inside}layers.{layer}.", kinds[layer] == "full_attention"
+        size, keys = (c["global_head_dim"] if wide else c["head_dim"]), c["num_key_value_heads"]
+        keys, alike = (c["num_global_key_value_heads"] or keys if wide else keys), c["attention_k_eq_v"]
+        for name, tensor, shape in attention(
+            f"{stem}self_attn.", hidden, c["num_attention_heads"], keys, size
+        ):
+            if not (wide and alike and "v_proj" in name):
+                yield name, tensor, shape
+        yield from entries(f"{stem}self_attn.", q_norm__weight=(size,), k_norm__weight=(size,))
+        doubled = c.get("use_double_wide_mlp") and layer >= layers - c["num_kv_shared_layers"]
+        yield from gated(f"{stem}mlp.", hidden, c["intermediate_size"] * (2 if doubled else 1))
+        norms = (
+            "input_layernorm post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm"
+        )
+        if c["enable_moe_block"]:
+            count, width = c["num_experts"], c["moe_intermediate_size"]
+            norms += " pre_feedforward_layernorm_2 post_feedforward_layernorm_1 post_feedforward_layernorm_2"
+            yield from entries(stem, router__scale=(hidden,), router__proj__weight=(count, hidden))
+            yield from entries(stem, router__per_expert_scale=(count,))
+            yield from entries(stem, experts__gate_up_proj=(count, 2 * width, hidden))
+            yield from entries(stem, experts__down_proj=(count, hidden, width))
+        yield from entries(
+            stem, **{f"{name}__weight": (hidden,) for name in norms.split()}, layer_scalar=(1,)
+        )
+        if per:
+            yield from entries(
+                stem,
+                per_layer_input_gate__weight=(per, hidden),
+                per_layer_projection__weight=(hidden, per),
+                post_per_layer_input_norm__weight=(hidden,),
+            )
+
+
 def write_release(folder: Path, config: Config, tensors: Callable[[Config], Iterator[Entry]]) -> Path:
     """A folder whose one file is a header; returns it."""
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))

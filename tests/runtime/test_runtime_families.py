@@ -62,7 +62,7 @@ def test_gpt_oss_as_published(tmp_path: Path) -> None:
     engine = make_engine(folder)
     layer = engine._device.runner.model.layers[0]
     assert (
-        isinstance(layer.mlp.experts.through.__self__.gate_up, GroupedWeight)
+        isinstance(layer.mlp.experts.args[0].__self__.gate_up, GroupedWeight)
         and engine.plan.shape.form.words == "e2m1"
     )
     (run,) = run_all(engine, [prompt], params)

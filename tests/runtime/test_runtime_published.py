@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,9 @@ from tests.recipes.published_hybrids import (
     write_published,
 )
 from tests.recipes.published_quantized import QUANTIZED, parts_of, write_quantized
+from tests.runtime.test_runtime_assistant import E2B_TARGET, PUBLISHED
 
+BILLIONS = {"12B": 11.9e9, "26B-A4B": 25.2e9, "31B": 30.7e9}
 CARD = Machine("cuda", 80 * 2**30, (9, 0), foreseen=True)
 
 
@@ -211,6 +214,38 @@ def test_every_tensor_of_other_families_is_used(name: str, tmp_path: Path) -> No
     else:  # scales of FP8 blocks stand at every row
         most = 1.01 if folder.config.quantization is None else 1.04
         assert plan.need.weights + plan.need.draft_weights < most * stored
+
+
+E4B = {
+    **{**E2B_TARGET, "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 42},
+    **{"num_key_value_heads": 2, "num_kv_shared_layers": 18, "use_double_wide_mlp": False},
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 7,
+}
+GEMMA4S: dict[str, tuple[dict[str, Any], float]] = {
+    "E2B": (E2B_TARGET, (10_246_621_918 - 0.95e9) / 2),
+    "E4B": (E4B, (15.9e9 - 0.95e9) / 2),
+    **{name: (PUBLISHED[name][0]["text_config"], size) for name, size in BILLIONS.items()},
+}
+"""Configurations of google/gemma-4-*-it, and elements: files without what sees and hears, or as they say."""
+
+
+@pytest.mark.parametrize("name", GEMMA4S)
+def test_gemma_4_uses_all_but_keys_of_layers_that_share(name: str, tmp_path: Path) -> None:
+    text, size = GEMMA4S[name]
+    config = {**text, "architectures": ["Gemma4ForCausalLM"]}
+    table = list(others.gemma4(config))
+    folder = ModelFolder(others.write_release(tmp_path, config, others.gemma4))
+    shares = range(config["num_hidden_layers"] - config["num_kv_shared_layers"], config["num_hidden_layers"])
+    unused = [
+        f"model.layers.{i}.self_attn.{name}.weight" for i in shares for name in ("k_proj", "v_proj", "k_norm")
+    ]
+    assert sorted(check_weights(folder.checkpoint, folder.config, family_layout(folder.config))) == sorted(
+        unused
+    )
+    assert elements(table) == pytest.approx(size, rel=0.01)
+    assert name != "E2B" or len(table) == 600, "as its header at 9dbdf8a has below model.language_model"
+    stored = (tmp_path / "model.safetensors").stat().st_size
+    assert 0.98 * stored < planned(folder).need.weights < 1.001 * stored
 
 
 def test_the_table_of_nemotron_makes_as_many_tensors_as_ultra_has() -> None:

@@ -18,58 +18,53 @@ from spd.kernels.experts.moe import FEW_ROWS, MANY_ROWS, ClampedExperts, by_expe
 from spd.kernels.linear.eight_bits import expert_linear
 from spd.kernels.linear.few_bits import GroupedWeight, tiled
 from spd.kernels.linear.norm_gate import gelu_mul, rms_norm
-from spd.kernels.linear.skinny_linear import AnyWeight, plain_weight
-from spd.kernels.native.library import NativeLibrary, PackedWeight
+from spd.kernels.linear.skinny_linear import plain_weight
 from spd.runtime.layers.base import ForwardBatch, Residual
 from spd.runtime.layers.linear import AnyLinear, added, in_tiles, normed, squared
-from spd.runtime.models.builder import LayerBuilder, Tensors
+from spd.runtime.models.builder import Kept, LayerBuilder, Tensors
 from spd.runtime.models.layouts import MlpLayout, MoeLayout, SideLayout
 
 Chosen = tuple[Tensor, Tensor]
 """For each row the experts int64 [T, k] that it goes to, and their weights float32 [T, k]."""
 
 
-class NativeExperts:
-    """Experts in packed weights of C kernels, gated [E, 2 I, K] and plain [E, K, I]."""
-
-    def __init__(self, gate_up: PackedWeight, down: PackedWeight, library: NativeLibrary) -> None:
-        self.gate_up, self.down, self.library = gate_up, down, library
-
-    def onto(self, x: Tensor, chosen: Chosen, stream: Residual, batch: ForwardBatch) -> Residual:
-        return Residual(self.library.experts(x, *chosen, self.gate_up, self.down, stream.x))
+Experts = Callable[[Tensor, Chosen, Residual, ForwardBatch], Residual]
+"""All routed experts of a layer: the stream [T, K] and the weighed sum of what they make of rows x [T, K]."""
 
 
-class RoutedExperts:
-    """Experts that only compute the rows that go to them; gate_up [E, 2 I, K], down [E, K, I]."""
+def by_kernels(
+    gate_up: Kept,
+    down: Kept,
+    kernels: Kernels,
+    x: Tensor,
+    chosen: Chosen,
+    stream: Residual,
+    batch: ForwardBatch,
+) -> Residual:
+    """`Experts` that only compute the rows that go to them; gate_up [E, 2 I, K], down [E, K, I]."""
+    case = (x, *chosen, gate_up, down)
+    if stream.squares is not None:
+        return Residual(*kernels.experts(*case, stream.x))
+    return Residual(stream.x + kernels.experts(*case, chunk=batch.chunk_start is not None)[0])
 
-    def __init__(
-        self, gate_up: AnyWeight | GroupedWeight, down: AnyWeight | GroupedWeight, kernels: Kernels
-    ) -> None:
-        self.gate_up, self.down, self.kernels = gate_up, down, kernels
 
-    def onto(self, x: Tensor, chosen: Chosen, stream: Residual, batch: ForwardBatch) -> Residual:
-        case = (x, *chosen, self.gate_up, self.down)
-        if stream.squares is not None:
-            return Residual(*self.kernels.experts(*case, stream.x))
-        return Residual(stream.x + self.kernels.experts(*case, chunk=batch.chunk_start is not None)[0])
-
-
-class TorchExperts:
-    """Experts of which a function [T, K] and a number makes [T, K]; torch's form alone."""
-
-    def __init__(self, through: Callable[[Tensor, int], Tensor]) -> None:
-        self.through = through
-
-    def onto(self, x: Tensor, chosen: Chosen, stream: Residual, batch: ForwardBatch) -> Residual:
-        tile = FEW_ROWS if batch.chunk_start is None else MANY_ROWS
-        return Residual(stream.x + by_expert(x, *chosen, tile, self.through))
+def by_torch(
+    through: Callable[[Tensor, int], Tensor],
+    x: Tensor,
+    chosen: Chosen,
+    stream: Residual,
+    batch: ForwardBatch,
+) -> Residual:
+    """`Experts` of which `through` makes [T, K] of rows [T, K] and a number; torch's form alone."""
+    tile = FEW_ROWS if batch.chunk_start is None else MANY_ROWS
+    return Residual(stream.x + by_expert(x, *chosen, tile, through))
 
 
 def biased_experts(layout: MoeLayout, tensors: Tensors, build: LayerBuilder) -> ClampedExperts:
     """Clamped experts with biases, of gate_up and down as they are stored: see `MoeLayout`."""
     assert layout.experts.clamped is not None
     count, limits = layout.experts.num_experts, layout.experts.clamped
-    each: list[AnyWeight | GroupedWeight] = [
+    each: list[Kept] = [
         tensors[name].view(count, -1, tensors[name].shape[1]).mT.contiguous()
         if layout.turned
         else build.stacked(tensors, name, count, cut=False)
@@ -88,8 +83,13 @@ def cut_silu(x: Tensor, limit: float) -> Tensor:
 
 
 EXPERT_NAMES = ("experts_gate_up", "experts_down")
-Experts = NativeExperts | RoutedExperts | TorchExperts
-"""All routed experts of a layer; `onto` adds the weighed sum of what they make of x [T, K] to a stream."""
+
+
+def between(plain: bool, limit: float | None) -> Callable[[Tensor], Tensor] | None:
+    """What torch's operations make of a first product alone; None: gates that a product ends with."""
+    if limit is not None:
+        return partial(cut_silu, limit=limit)
+    return (lambda x: x.relu().square()) if plain else None
 
 
 class GatedMlp:
@@ -102,9 +102,8 @@ class GatedMlp:
         self, layout: MlpLayout, tensors: Tensors, build: LayerBuilder, shared: bool = False
     ) -> None:
         """shared: it stands beside experts, whose sum over ranks takes its part along."""
-        self.plain, self.limit = layout.gate is None, layout.limit
-        gate = layout.gate if self.limit is None else None
-        self.gate_up = build.after_norm(tensors, "gate_up", gate)
+        self.between = between(layout.gate is None, layout.limit)
+        self.gate_up = build.after_norm(tensors, "gate_up", None if self.between else layout.gate)
         if shared:
             self.down = build.matrix(tensors, "down", cut=True)
         else:
@@ -113,9 +112,7 @@ class GatedMlp:
     def inner(self, stream: Residual, batch: ForwardBatch) -> Residual:
         """What the last matrix reads."""
         inner = self.gate_up(stream, batch)
-        if self.limit is not None:
-            return Residual(cut_silu(inner.x, self.limit))
-        return Residual(inner.x.relu().square()) if self.plain else inner
+        return Residual(self.between(inner.x)) if self.between else inner
 
     def __call__(self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None) -> Residual:
         """The stream [T, hidden], or `onto`, with this block of the stream added."""
@@ -155,10 +152,10 @@ class MoeMlp:
                 inner = Residual((inner.x * factors).to(x.dtype))
             onto = self.shared.down(inner, batch, onto)
         if self.latent is None:
-            whole = self.experts.onto(x, chosen, onto, batch)
+            whole = self.experts(x, chosen, onto, batch)
         else:
             narrow = self.latent[0](Residual(x), batch).x
-            made = self.experts.onto(narrow, chosen, Residual(torch.zeros_like(narrow)), batch)
+            made = self.experts(narrow, chosen, Residual(torch.zeros_like(narrow)), batch)
             whole = self.latent[1](made, batch, onto)
         return whole if self.ranks is None else added(stream, self.ranks.sum(whole.x), self.kernels)
 
@@ -177,26 +174,24 @@ class MoeMlp:
 def _experts(layout: MoeLayout, tensors: Tensors, build: LayerBuilder) -> Experts:
     """Of gate_up [E * 2 I, K] and down [E * K, I]."""
     if layout.experts.clamped is not None:
-        return TorchExperts(biased_experts(layout, tensors, build).through)
+        return partial(by_torch, biased_experts(layout, tensors, build).through)
     gate_up, down = (
         build.stacked(tensors, name, layout.experts.num_experts, cut=name == EXPERT_NAMES[1])
         for name in EXPERT_NAMES
     )
-    limit = layout.limits[0]
-    if layout.experts.plain or limit is not None:
-        act = partial(cut_silu, limit=limit) if limit is not None else lambda x: x.relu().square()
-        return TorchExperts(lambda x, e: expert_linear(act(expert_linear(x, gate_up, e)), down, e))
+    if (act := between(layout.experts.plain, layout.limits[0])) is not None:
+        return partial(by_torch, lambda x, e: expert_linear(act(expert_linear(x, gate_up, e)), down, e))
     if build.kernels.facts.folds_norms:
         gate_up, down = (tiled(each) if isinstance(each, GroupedWeight) else each for each in (gate_up, down))
     if (native := build.kernels.native) is None:
-        return RoutedExperts(gate_up, down, build.kernels)
+        return partial(by_kernels, gate_up, down, build.kernels)
     gated, plain = (
         native.pack_codes(each, gated=each is gate_up)
         if isinstance(each, GroupedWeight)
         else native.pack(plain_weight(each, build.dtype), gated=each is gate_up)
         for each in (gate_up, down)
     )
-    return NativeExperts(gated, plain, native)
+    return lambda x, chosen, stream, batch: Residual(native.experts(x, *chosen, gated, plain, stream.x))
 
 
 class LayerEmbeddings:
@@ -223,7 +218,10 @@ class SideExperts:
         assert layout.experts is not None
         count, self.rule, self.epsilon = layout.experts.num_experts, layout.experts.router, build.epsilon
         self.kernels, self.ranks = build.kernels, build.ranks
-        self.gate_up, self.down = (tensors[n].view(count, -1, tensors[n].shape[1]) for n in EXPERT_NAMES)
+        gate_up, down = (tensors[n].view(count, -1, tensors[n].shape[1]) for n in EXPERT_NAMES)
+        self.experts: Experts = partial(
+            by_torch, lambda x, e: F.linear(gelu_mul(F.linear(x, gate_up[e])), down[e])
+        )
         self.router, self.expert_scale = tensors["router"], tensors["expert_scale"]
         self.router_norm = tensors["router_scale"] * layout.mlp.hidden_size**-0.5
         self.norms = tensors["before_norm"], tensors["behind_norm"]
@@ -233,14 +231,11 @@ class SideExperts:
         routed = rms_norm(x, self.router_norm, self.epsilon)
         logits = in_tiles(lambda rows: self.kernels.router_logits(rows, self.router), routed, batch.tile)
         ids, weights = self.kernels.route(logits, None, self.rule)
-        weights = weights * self.expert_scale[ids]
-        tile = FEW_ROWS if batch.chunk_start is None else MANY_ROWS
-        made = by_expert(rms_norm(x, self.norms[0], self.epsilon), ids, weights, tile, self._through)
+        chosen = ids, weights * self.expert_scale[ids]
+        read, nothing = rms_norm(x, self.norms[0], self.epsilon), Residual(torch.zeros_like(x))
+        made = self.experts(read, chosen, nothing, batch).x
         made = made if self.ranks is None else self.ranks.sum(made)
         return rms_norm(made, self.norms[1], self.epsilon)
-
-    def _through(self, rows: Tensor, expert: int) -> Tensor:
-        return F.linear(gelu_mul(F.linear(rows, self.gate_up[expert])), self.down[expert])
 
 
 class SideMlp:
