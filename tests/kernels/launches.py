@@ -20,7 +20,7 @@ from spd.kernels.attention.rotary_store import RotatedRows
 from spd.kernels.dispatch import Kernels, load_kernels
 from spd.kernels.linear.few_bits import TiledWeight
 from spd.kernels.linear.head_input import PairNorms
-from spd.kernels.linear.skinny_linear import AnyWeight, Draw, Norm, ScaledWeight
+from spd.kernels.linear.skinny_linear import AnyWeight, Draw, Norm
 from spd.kernels.recurrent.delta_rule import DeltaMemory, Rule
 from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.round.window import ENDED, Places, RoundWindow, Rows
@@ -55,7 +55,8 @@ def weight_of(dtype: torch.dtype, kind: Kind, *shape: int, normed: bool = False)
         codes = of(torch.uint8, *experts, n, k // 2 if code in ("int4", "e2m1") else k)
         columns = of(dtype, k) if normed else None
         return TiledWeight(code, codes, scales, zeros, int(group), columns, torch.Size(shape))  # type: ignore[arg-type]
-    return ScaledWeight(of(kind, *shape), of(F32, *experts, n), of(dtype, k) if normed else None)
+    scales, columns = of(F32, *experts, n, 1), of(dtype, k) if normed else None
+    return TiledWeight("int8", of(kind, *shape), scales, None, 0, columns, torch.Size(shape))
 
 
 def dense(

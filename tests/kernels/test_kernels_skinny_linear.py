@@ -23,7 +23,7 @@ from spd.kernels.linear import rows as rows_reference
 from spd.kernels.linear import rows_triton as rows_twin
 from spd.kernels.linear import skinny_linear as reference
 from spd.kernels.linear import skinny_linear_triton as twin
-from spd.kernels.linear.eight_bits import int8_rows
+from spd.kernels.linear.few_bits import int8_rows, tiled
 from spd.kernels.linear.skinny_config import LinearConfig, config_for, paired, with_tile, workspace_sizes
 from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm
 from spd.kernels.linear.skinny_product_triton import row_begins
@@ -343,7 +343,7 @@ def test_tiles_as_wide_as_the_gpu_answers_give_the_same_bits(n: int, k: int, kin
     torch.manual_seed(n)
     weight: AnyWeight = (torch.randn(n, k, device="cuda") / k**0.5).to(dtype)
     if kind == "int8":
-        weight = int8_rows(weight)
+        weight = tiled(int8_rows(weight))
     x = torch.randn(130, k, device="cuda").to(dtype)
     residual = torch.randn(130, n, device="cuda").to(dtype)
     squares = [squares_of(x, parts) for parts in (128, 64, 8, 3)]

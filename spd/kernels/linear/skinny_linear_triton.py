@@ -34,7 +34,7 @@ from spd.kernels.linear.skinny_kernels_triton import (
     head_kernel,
     linear_kernel,
 )
-from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm, ScaledWeight, step_of
+from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm, step_of
 from spd.kernels.sampling.philox_triton import choose_kernel
 
 PARTS_BLOCK = 128
@@ -65,8 +65,6 @@ def _config(
 
 def operands_of(weight: AnyWeight) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The first arguments of every product's kernel: values or codes, scales, zeros, columns' factors."""
-    if isinstance(weight, ScaledWeight):
-        return weight.values, weight.scales, None, weight.columns
     if isinstance(weight, TiledWeight):
         return weight.codes, weight.scales, weight.zeros, weight.columns
     return weight, None, None, None
@@ -80,7 +78,8 @@ def _fuses(x: Tensor) -> bool:
 
 def launch_of(config: LinearConfig, weight: AnyWeight, matrices: int = 1) -> dict[str, Any]:
     """Constants and options of a product's kernel, whose tile is of rows of so many matrices together."""
-    code, columns = (weight.kind, weight.group) if isinstance(weight, TiledWeight) else (None, 0)
+    columns = weight.group if isinstance(weight, TiledWeight) else 0
+    code = weight.kind if isinstance(weight, TiledWeight) and columns else None
     return {
         "GROUP_K": columns,
         "CODE": code,

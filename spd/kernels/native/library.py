@@ -140,8 +140,10 @@ class NativeLibrary:
         self._linear, self._attend = library.spd_linear, library.spd_attend
         self.threads = torch.get_num_threads()
 
-    def pack(self, weight: Tensor, *, gated: bool = False) -> PackedWeight:
+    def pack(self, weight: Tensor | GroupedWeight, *, gated: bool = False) -> PackedWeight:
         """A weight [N, K], or several [E, N, K], in tiles filled up with zeros."""
+        if isinstance(weight, GroupedWeight):
+            return self._pack_codes(weight, gated)
         width, depth = weight.shape[-2:]
         every = weight.reshape(-1, width, depth)
         blocks = ceil_div(width // 2, SIDE) if gated else ceil_div(width, 2 * SIDE)
@@ -152,8 +154,8 @@ class NativeLibrary:
             self.library.spd_pack(source.data_ptr(), own.data_ptr(), width, depth, int(gated), self.threads)
         return PackedWeight(tiles, width, depth, gated, every.shape[0])
 
-    def pack_codes(self, weight: GroupedWeight, *, gated: bool = False) -> PackedWeight:
-        """A weight [N, K] in codes, or several [E, N, K]; groups are 16, multiples of 32, or a whole row."""
+    def _pack_codes(self, weight: GroupedWeight, gated: bool) -> PackedWeight:
+        """Groups are 16, multiples of 32, or a whole row."""
         (width, depth), groups = weight.shape[-2:], weight.scales.shape[-1]
         group = weight.group if groups > 1 else ceil_div(depth, DEPTH) * DEPTH
         every = weight if len(weight.shape) == 3 else weight.each(lambda part: part[None])

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
 from spd.kernels.experts.moe import FEW_ROWS, MANY_ROWS, ClampedExperts, by_expert
-from spd.kernels.linear.eight_bits import expert_linear
-from spd.kernels.linear.few_bits import GroupedWeight, tiled
+from spd.kernels.linear.few_bits import GroupedWeight, expert_linear, tiled
 from spd.kernels.linear.norm_gate import gelu_mul, rms_norm
-from spd.kernels.linear.skinny_linear import AnyWeight, plain_weight
+from spd.kernels.linear.skinny_linear import AnyWeight
 from spd.kernels.native.library import NativeLibrary, PackedWeight
 from spd.runtime.layers.base import ForwardBatch, Residual
 from spd.runtime.layers.linear import AnyLinear, added, in_tiles, normed, squared
@@ -69,7 +68,7 @@ def biased_experts(layout: MoeLayout, tensors: Tensors, build: LayerBuilder) -> 
     """Clamped experts with biases, of gate_up and down as they are stored: see `MoeLayout`."""
     assert layout.experts.clamped is not None
     count, limits = layout.experts.num_experts, layout.experts.clamped
-    each: list[AnyWeight | GroupedWeight] = [
+    each: list[Tensor | GroupedWeight] = [
         tensors[name].view(count, -1, tensors[name].shape[1]).mT.contiguous()
         if layout.turned
         else build.stacked(tensors, name, count, cut=False)
@@ -186,17 +185,12 @@ def _experts(layout: MoeLayout, tensors: Tensors, build: LayerBuilder) -> Expert
     if layout.experts.plain or limit is not None:
         act = partial(cut_silu, limit=limit) if limit is not None else lambda x: x.relu().square()
         return TorchExperts(lambda x, e: expert_linear(act(expert_linear(x, gate_up, e)), down, e))
+    if (native := build.kernels.native) is not None:
+        return NativeExperts(native.pack(gate_up, gated=True), native.pack(down), native)
     if build.kernels.facts.folds_norms:
-        gate_up, down = (tiled(each) if isinstance(each, GroupedWeight) else each for each in (gate_up, down))
-    if (native := build.kernels.native) is None:
-        return RoutedExperts(gate_up, down, build.kernels)
-    gated, plain = (
-        native.pack_codes(each, gated=each is gate_up)
-        if isinstance(each, GroupedWeight)
-        else native.pack(plain_weight(each, build.dtype), gated=each is gate_up)
-        for each in (gate_up, down)
-    )
-    return NativeExperts(gated, plain, native)
+        tiles = [tiled(each) if isinstance(each, GroupedWeight) else each for each in (gate_up, down)]
+        return RoutedExperts(tiles[0], tiles[1], build.kernels)
+    return RoutedExperts(gate_up, down, build.kernels)
 
 
 class LayerEmbeddings:
