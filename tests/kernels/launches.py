@@ -26,7 +26,7 @@ from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.round.window import ENDED, Places, RoundWindow, Rows
 from spd.runtime.layers.base import HeadStates
 from spd.runtime.round.state import RoundState
-from tests.kernels.sampling_cases import EVERY_STEP, PLAIN, each, random_case
+from tests.kernels.sampling_cases import EVERY_STEP, PLAIN, each, random_case, stepping
 
 Launches = dict[str, Callable[[], Any]]
 BF16, F16, F32, I64, BOOL = torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool
@@ -189,7 +189,7 @@ def draws() -> Launches:
     logits, draft, positions = of(F32, 2, 4, VOCAB), of(I64, 2, 3), of(I64, 2, 4)
     verify = (draft, of(I64, 2), of(I64, 2), positions)
     found: Launches = {
-        name: partial(OPS.sample_rows, logits, draft, positions, replace(tensors, steps=steps))
+        name: partial(OPS.sample_rows, logits, draft, positions, stepping(tensors, steps))
         for name, steps in (
             ("greedy", replace(PLAIN, noise=False)),
             ("noise", PLAIN),
@@ -199,7 +199,7 @@ def draws() -> Launches:
         )
     }
     for name, steps in (("plain", PLAIN), ("truncated", EVERY_STEP)):
-        found[f"law_{name}"] = partial(OPS.row_laws, logits, draft, replace(tensors, steps=steps))
+        found[f"law_{name}"] = partial(OPS.row_laws, logits, draft, stepping(tensors, steps))
     for law, probabilities in (("sampled", of(F32, 2, 3, VOCAB)), ("one_hot", None)):
         for rule in ("rejection", "block"):
             given = (logits, probabilities, *verify, rule == "block")

@@ -31,7 +31,6 @@ from spd.kernels.sampling import sampling_triton
 from spd.kernels.sampling.sampling import SamplingTensors
 from spd.runtime.lab.tile_questions import ask
 from spd.runtime.load.token_tiles import KINDS, SHOWN
-from spd.runtime.round.sampling_params import SamplerClass
 from tests.kernels.compile_ahead import DEVICES
 from tests.kernels.forms import COMPILED, Form, assert_rounded, near, normal
 from tests.kernels.skinny_cases import SMALL, Operands, exact, sample_operands, squares_of
@@ -411,9 +410,9 @@ def test_sample_is_the_full_samplers_draw(device: str) -> None:
     o, keys = sample_operands(5, 2, device, torch.float16)
     seed, first, step, heat = keys
     one, none = torch.ones(5, device=device), torch.zeros(5, dtype=torch.int64, device=device)
-    history = (None, None, None, none[:, None], none, none)
+    history = (None, None, None, none[:, None], none, None)
     numbers = (heat, one, 0 * one, one, 0 * one, 0 * one, none, seed)
-    tensors = SamplingTensors(*numbers, *history, SamplerClass(noise=True), 70)
+    tensors = SamplingTensors(*numbers, *history, True, False, 70)
     logits = twin.head_logits(o.x, o.weight).view(5, 2, -1)
     positions = first[:, None] + step + torch.arange(2, device=device)
     drawn = sampling_triton.sample_rows(logits, none[:, None], positions, tensors)

@@ -217,19 +217,14 @@ def kv_one_off(patch: Patch) -> None:
 # -- the sampler -------------------------------------------------------------------------------------
 
 
-def without(tensors: SamplingTensors, **step: bool) -> SamplingTensors:
-    steps: Any = tensors.steps
-    return dataclasses.replace(tensors, steps=dataclasses.replace(steps, **step))
-
-
-def first_row_only(**step: bool) -> Mutation:
+def first_row_only(**step: Any) -> Mutation:
     """A step of the processing that verify rows do not get."""
 
     def apply(patch: Patch) -> None:
         process = sampling.process_rows
 
         def changed(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
-            cheap = process(logits, draft, without(tensors, **step))
+            cheap = process(logits, draft, dataclasses.replace(tensors, **step))
             return torch.cat((process(logits, draft, tensors)[:, :1], cheap[:, 1:]), dim=1)
 
         patch.setattr(sampling, "process_rows", changed)

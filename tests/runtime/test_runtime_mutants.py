@@ -280,7 +280,7 @@ MUTANTS: dict[str, tuple[fault.Mutation, str]] = {
         "law",
     ),
     "truncation for the first row only": (fault.first_row_only(truncation=False), "law of truncation"),
-    "bias for the first row only": (fault.first_row_only(bias=False), "law of bias"),
+    "bias for the first row only": (fault.first_row_only(bias=None), "law of bias"),
     "penalties do not see the drafts": (fault.counts(fault.without_drafts), "law of penalties"),
     "committed tokens are not counted": (
         fault.operation("round_commit", lambda a: {"generated": None}),
