@@ -22,7 +22,7 @@ from torch import Tensor
 from spd.kernels.dispatch import operation_stems
 from spd.kernels.round import commit as round_commit
 from spd.kernels.round import window as round_window
-from spd.kernels.round.commit import coupled_verify, first_sample
+from spd.kernels.round.commit import EMISSION_HEAD, Emission, coupled_verify, read_emission
 from spd.kernels.sampling import sampling
 from spd.kernels.sampling.sampling import SamplingTensors
 from spd.runtime.engine.engine import Engine
@@ -172,9 +172,9 @@ def stops_in_last_row_only(patch: Patch) -> None:
     patch.setattr(round_commit, "_decide", changed)
 
 
-def read_a_column_late(width: int) -> int:
+def read_a_column_late(row: list[int]) -> Emission:
     """The samples of an emission as if they began a column later."""
-    return first_sample(width) + 1
+    return read_emission(row)._replace(sampled=row[EMISSION_HEAD + 1 :])
 
 
 def ring_of_one(patch: Patch) -> None:

@@ -303,7 +303,7 @@ MUTANTS: dict[str, tuple[fault.Mutation, str]] = {
     "keys and values one position off": (fault.kv_one_off, "text, greedy"),
     "rounds of a slot's last occupant are read": (fault.occupants_look_alike, "text, late reading"),
     "samples are read a column late": (
-        lambda patch: patch.setattr("spd.runtime.round.round_queue.first_sample", fault.read_a_column_late),
+        lambda patch: patch.setattr("spd.runtime.engine.engine.read_emission", fault.read_a_column_late),
         "text, greedy",
     ),
     "a round is overwritten before it is read": (fault.ring_of_one, "text, late reading"),
