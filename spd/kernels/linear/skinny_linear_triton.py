@@ -7,6 +7,7 @@ how wide tiles of tokens may be on the device.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -25,7 +26,6 @@ from spd.kernels.linear.skinny_config import (
     config_for,
     paired,
     token_tile,
-    unsplit,
     with_tile,
     workspace_sizes,
 )
@@ -198,7 +198,7 @@ def head_logits(
 ) -> Tensor:
     n = weight.shape[0]
     logits = torch.empty(x.shape[0], n, dtype=torch.float32, device=x.device)
-    config = unsplit(config or _config(weight, x, widest))
+    config = replace(config or _config(weight, x, widest), split_k=1)
     _head(x, weight, n, logits, (None, None, None, 0, None, 1, None, 0), config)
     return logits
 
@@ -214,7 +214,8 @@ def head_sample(
 ) -> tuple[Tensor, Tensor]:
     """The logits are the very bits that `head_logits` stores."""
     rows, device = x.shape[0], x.device
-    config = unsplit(config or _config(weight, x, widest, most=TILES[-1] if ids is None else CROWDED_TILE))
+    config = config or _config(weight, x, widest, most=TILES[-1] if ids is None else CROWDED_TILE)
+    config = replace(config, split_k=1)
     n = draw.usable_vocab if ids is None else weight.shape[0]
     tiles = ceil_div(n, config.block_n)
     ranks = torch.empty(rows, tiles, dtype=torch.int64, device=device)
