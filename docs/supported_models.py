@@ -41,8 +41,7 @@ and so is a folder in which a tensor is missing or has another shape. Tensors th
   MTP layers; a scale a row, its largest magnitude over 127 rounded to bfloat16, so that each weight is
   off by at most half a step of its row. Embeddings, heads, routers, MTP projections and the matrix that
   latent attention absorbs stay as they are. The demo's logits move by 2.3 % of their own spread; from
-  float32 to bfloat16 they move by 2.5 %. Kept as int8 by Triton's kernels, and by torch's on CPU in
-  bfloat16; elsewhere torch multiplies the rounded values in the run's dtype, which saves no memory.
+  float32 to bfloat16 they move by 2.5 %. Every set of kernels keeps them as int8.
   Weights that are quantized already are refused.
 - **Rotary embedding**: {ropes}.
   LongRoPE works up to the model's original context, with its short factors. Beyond it every earlier position

@@ -193,7 +193,7 @@ def families(
 
 
 BESIDE: dict[str, Sequence[Any]] = {"lag": LAGS, "slots": (4,), "form": TYPES}
-IN_FEW_BITS: dict[str, Sequence[Any]] = {"k": (1, 4), "lag": (0, 1), "form": ("int8", "int4")}
+IN_FEW_BITS: dict[str, Sequence[Any]] = {"k": (2, 4), "lag": (0, 1), "form": ("int8", "int4")}
 CELLS = [
     *table(["temperatures"], 1, name=METHODS, k=(1, 2, 4, 8), lag=LAGS),
     *table(["some"], 1, name=HEADS, k=(1, 4), lag=LAGS, form=TYPES),

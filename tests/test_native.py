@@ -126,7 +126,6 @@ def test_why_not(model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) ->
     dense = model("tiny-qwen3")
     for folder, wishes, why in (
         (dense, {"dtype": "float16"}, "they multiply bfloat16 and float32, not float16"),
-        (dense, {**BFLOAT16, "quantize": "int8"}, "no int8 weights"),
         (model("tiny-qwen3", head_dim=640, heads=1, kv_heads=1), BFLOAT16, "heads of 640 are too large"),
     ):
         assert why in make_engine(folder, **wishes).plan.kernels_reason

@@ -42,12 +42,13 @@ def one_slots_sampling(bench: Bench, vocab: int, steps: SamplerClass) -> samplin
         top_k=bench.integers(1, fill=50),
         seed=bench.integers(1, fill=7),
         bias=None,
-        in_prompt=torch.rand(1, vocab, device=device) < 0.01,
-        generated=(torch.rand(1, vocab, device=device) < 0.01).to(torch.int32),
+        in_prompt=torch.rand(1, vocab, device=device) < 0.01 if steps.penalties else None,
+        generated=(torch.rand(1, vocab, device=device) < 0.01).int() if steps.penalties else None,
         stop_ids=bench.integers(1, 24, fill=-1),
         length=bench.integers(1, fill=1000),
-        min_length=bench.integers(1),
-        steps=steps,
+        min_length=None,
+        noise=steps.noise,
+        truncation=steps.truncation,
         usable_vocab=vocab,
     )
 

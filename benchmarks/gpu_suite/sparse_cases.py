@@ -17,9 +17,8 @@ from benchmarks.gpu_suite.graph_timer import Call
 from benchmarks.gpu_suite.kernel_cases import PAGE, Bench, Case, Rows
 from spd.kernels.attention.attention_chunks import num_chunks
 from spd.kernels.attention.paged_attention import AttentionHeads, Windows
-from spd.kernels.linear.eight_bits import int8_rows
-from spd.kernels.linear.few_bits import GroupedWeight, TiledWeight, int4_groups, tiled
-from spd.kernels.linear.skinny_linear import AnyWeight, ScaledWeight
+from spd.kernels.linear.few_bits import GroupedWeight, TiledWeight, int4_groups, int8_rows, tiled
+from spd.kernels.linear.skinny_linear import AnyWeight
 from spd.kernels.linear.skinny_linear_triton import operands_of
 from spd.runtime.layers.linear import SkinnyLinear, share_workspace
 
@@ -114,11 +113,9 @@ def eight_bit_case(bench: Bench, kind: str, n: int, k: int, rows: Sequence[int])
     return found
 
 
-def _few_bits(weight: Tensor, kind: str) -> ScaledWeight | TiledWeight:
-    if kind == "int4":
-        return tiled(int4_groups(weight))
-    if kind == "int8":
-        return int8_rows(weight)
+def _few_bits(weight: Tensor, kind: str) -> TiledWeight:
+    if kind in ("int4", "int8"):
+        return tiled(int4_groups(weight) if kind == "int4" else int8_rows(weight))
     n, k = weight.shape
     scales = torch.full((n, -(-k // GROUP)), k**-0.5, dtype=torch.bfloat16, device=weight.device)
     codes = (weight.float() * k**0.5).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -130,8 +127,6 @@ def _stacked(bench: Bench, kind: str, count: int, n: int, k: int) -> AnyWeight:
         return bench.normal(count, n, k, scale=k**-0.5)
     made = [_few_bits(bench.normal(n, k, scale=k**-0.5), kind) for _ in range(count)]
     first, scales = made[0], torch.stack([each.scales for each in made])
-    if isinstance(first, ScaledWeight):
-        return ScaledWeight(torch.stack([each.values for each in made]), scales)
     codes = torch.stack([each.codes for each in made])
     return replace(first, codes=codes, scales=scales, shape=torch.Size((count, n, k)))
 

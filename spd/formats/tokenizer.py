@@ -119,13 +119,7 @@ class Tokenizer:
     @classmethod
     def open(cls, folder: Path, config: TokenizerConfig | None = None) -> Tokenizer:
         """Load a folder's tokenizer; `config` where it was read. Raises `CheckpointError` naming the file."""
-        config, names = config or read_tokenizer_config(folder), names_in(folder)
-        path = folder / FILE_NAME
-        if FILE_NAME not in names:
-            if others := {"tokenizer.model", "tekken.json", "vocab.json"}.intersection(names):
-                why = f"this tokenizer format is not supported, {FILE_NAME} is"
-                raise CheckpointError(f"{folder / min(others)}: {why}")
-            raise CheckpointError(f"{path}: is missing")
+        config, path = config or read_tokenizer_config(folder), folder / FILE_NAME
         text = read_text(path, FILE_LIMIT)
         highest = _check_content(str(path), parse_json(text, str(path)))
         with _calling(str(path)):

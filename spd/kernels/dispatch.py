@@ -31,13 +31,12 @@ class Facts(NamedTuple):
     float32_norms: bool = False  # the weights of queries' and keys' norms are float32
     exact_rotary: bool = False  # cosines and sines are float32, for a rotated head is rounded once
     gathers_rotary: bool = False  # cosines and sines come as the rows' own
-    any_int8: bool = False  # products take int8 weights of every shape
 
 
 FACTS: Mapping[str, Facts] = {
     "torch": Facts(64, 32, tries_rows=True, gathers_rotary=True),
     "native": Facts(256, 256, rows_alike=True, needs_squares=False, float32_norms=True),
-    "triton": Facts(256, 64, host_free=True, folds_norms=True, exact_rotary=True, any_int8=True),
+    "triton": Facts(256, 64, host_free=True, folds_norms=True, exact_rotary=True),
 }
 
 

@@ -281,13 +281,6 @@ def test_decoders_that_are_refused(tmp_path: Path, decoder: Any) -> None:
 # Hostile files
 
 
-@pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json", "vocab.json"])
-def test_other_formats_are_named(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b"x")
-    with refused(CheckpointError, name, "tokenizer.json"):
-        Tokenizer.open(tmp_path)
-
-
 def set_regex(pattern: str) -> Any:
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     return lambda content: content.update(pre_tokenizer=split)

@@ -20,13 +20,13 @@ from spd.kernels.attention.rotary_store import RotatedRows
 from spd.kernels.dispatch import Kernels, load_kernels
 from spd.kernels.linear.few_bits import TiledWeight
 from spd.kernels.linear.head_input import PairNorms
-from spd.kernels.linear.skinny_linear import AnyWeight, Draw, Norm, ScaledWeight
+from spd.kernels.linear.skinny_linear import AnyWeight, Draw, Norm
 from spd.kernels.recurrent.delta_rule import DeltaMemory, Rule
 from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.round.window import ENDED, Places, RoundWindow, Rows
 from spd.runtime.layers.base import HeadStates
 from spd.runtime.round.state import RoundState
-from tests.kernels.sampling_cases import EVERY_STEP, PLAIN, each, random_case
+from tests.kernels.sampling_cases import EVERY_STEP, PLAIN, each, random_case, stepping
 
 Launches = dict[str, Callable[[], Any]]
 BF16, F16, F32, I64, BOOL = torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool
@@ -55,7 +55,8 @@ def weight_of(dtype: torch.dtype, kind: Kind, *shape: int, normed: bool = False)
         codes = of(torch.uint8, *experts, n, k // 2 if code in ("int4", "e2m1") else k)
         columns = of(dtype, k) if normed else None
         return TiledWeight(code, codes, scales, zeros, int(group), columns, torch.Size(shape))  # type: ignore[arg-type]
-    return ScaledWeight(of(kind, *shape), of(F32, *experts, n), of(dtype, k) if normed else None)
+    scales, columns = of(F32, *experts, n, 1), of(dtype, k) if normed else None
+    return TiledWeight("int8", of(kind, *shape), scales, None, 0, columns, torch.Size(shape))
 
 
 def dense(
@@ -188,7 +189,7 @@ def draws() -> Launches:
     logits, draft, positions = of(F32, 2, 4, VOCAB), of(I64, 2, 3), of(I64, 2, 4)
     verify = (draft, of(I64, 2), of(I64, 2), positions)
     found: Launches = {
-        name: partial(OPS.sample_rows, logits, draft, positions, replace(tensors, steps=steps))
+        name: partial(OPS.sample_rows, logits, draft, positions, stepping(tensors, steps))
         for name, steps in (
             ("greedy", replace(PLAIN, noise=False)),
             ("noise", PLAIN),
@@ -198,7 +199,7 @@ def draws() -> Launches:
         )
     }
     for name, steps in (("plain", PLAIN), ("truncated", EVERY_STEP)):
-        found[f"law_{name}"] = partial(OPS.row_laws, logits, draft, replace(tensors, steps=steps))
+        found[f"law_{name}"] = partial(OPS.row_laws, logits, draft, stepping(tensors, steps))
     for law, probabilities in (("sampled", of(F32, 2, 3, VOCAB)), ("one_hot", None)):
         for rule in ("rejection", "block"):
             given = (logits, probabilities, *verify, rule == "block")

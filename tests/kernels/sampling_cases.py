@@ -31,6 +31,14 @@ EVERY_STEP = Steps(grammar=True)
 PLAIN = Steps(truncation=False, penalties=False, bias=False, min_length=False)
 
 
+def stepping(tensors: SamplingTensors, steps: Steps, **others: Any) -> SamplingTensors:
+    """With what these steps need, and nothing else."""
+    kept = {"bias": steps.bias, "min_length": steps.min_length, "mask": steps.grammar}
+    kept |= dict.fromkeys(("in_prompt", "generated"), steps.penalties)
+    others |= {name: None for name, needed in kept.items() if not needed}
+    return replace(tensors, noise=steps.noise, truncation=steps.truncation, **others)
+
+
 def each(tensors: SamplingTensors, change: Callable[[Tensor], Tensor]) -> SamplingTensors:
     """All of them changed alike."""
     held = {name: value for name, value in vars(tensors).items() if isinstance(value, Tensor)}
@@ -46,7 +54,7 @@ class Case:
     usable_vocab: int
 
     def with_steps(self, steps: Steps) -> SamplingTensors:
-        return replace(self.tensors, steps=steps, usable_vocab=self.usable_vocab)
+        return stepping(self.tensors, steps, usable_vocab=self.usable_vocab)
 
     def arguments(self, steps: Steps) -> tuple[Any, ...]:
         return self.logits, self.draft, self.positions, self.with_steps(steps)
@@ -94,7 +102,8 @@ def random_case(slots: int, k: int, vocab: int, seed: int, device: str, coarse: 
         stop_ids=torch.randint(-1, vocab, (slots, 5), generator=g),
         length=torch.randint(1, 20, (slots,), generator=g),
         min_length=torch.randint(1, 24, (slots,), generator=g),
-        steps=EVERY_STEP,
+        noise=True,
+        truncation=True,
         usable_vocab=vocab,
         # A row more than there are, of which some allow everything.
         mask=torch.randint(-(2**31), 2**31, (slots, k + 2, -(-vocab // 32)), generator=g, dtype=torch.int32)

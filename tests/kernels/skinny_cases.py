@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from spd.kernels.linear.eight_bits import int8_rows
+from spd.kernels.linear.few_bits import TiledWeight, int8_rows, tiled
 from spd.kernels.linear.skinny_config import LinearConfig
-from spd.kernels.linear.skinny_linear import AnyWeight, ScaledWeight
+from spd.kernels.linear.skinny_linear import AnyWeight
 from tests.kernels.forms import normal
 
 SMALL = LinearConfig(block_n=16, block_k=32, stages=2)
 
 
-def make_weight(n: int, k: int, device: str, columns: bool = False) -> ScaledWeight:
+def make_weight(n: int, k: int, device: str, columns: bool = False) -> TiledWeight:
     """A random weight in int8 whose scales differ much from row to row."""
     wide = normal(n, k, seed=n + k) * torch.exp2(torch.arange(n) % 5 - 2.0)[:, None]
     factors = (1 + normal(k, seed=k).abs()).to(device) if columns else None
-    made = int8_rows(wide)
-    return ScaledWeight(made.values.to(device), made.scales.to(device), factors)
+    return tiled(replace(int8_rows(wide.to(device)), columns=factors))
 
 
 def exact(weight: AnyWeight) -> Tensor:
     """The definition, value by value, in float64."""
     if isinstance(weight, Tensor):
         return weight.double()
-    wide = weight.values.double() * weight.scales.double()[:, None]
+    wide = weight.codes.double() * weight.scales.double()
     return wide if weight.columns is None else wide * weight.columns.double()
 
 

@@ -13,8 +13,15 @@ from torch import Tensor
 from spd.kernels.experts import moe
 from spd.kernels.linear import few_bits
 from spd.kernels.linear import skinny_linear as reference
-from spd.kernels.linear.eight_bits import int8_rows
-from spd.kernels.linear.few_bits import GroupedWeight, decoded, grouped_linear, paired, tiled, unpaired
+from spd.kernels.linear.few_bits import (
+    GroupedWeight,
+    decoded,
+    grouped_linear,
+    int8_rows,
+    paired,
+    tiled,
+    unpaired,
+)
 from spd.kernels.linear.skinny_config import LinearConfig
 from spd.kernels.linear.skinny_linear import Norm
 from spd.kernels.native.library import Ending, NativeLibrary
@@ -71,14 +78,14 @@ def test_products(native: NativeLibrary, case: tuple, wide: bool) -> None:
     width, depth = weight.shape
     x, bias = noise(47, depth).to(native.dtype), noise(width).float()
     plain = x.double() @ weight.plain(torch.float64).t()
-    packed = native.pack_codes(weight)
+    packed = native.pack(weight)
     scores = native.linear(x, packed, None, Ending.FLOAT32)
     torch.testing.assert_close(scores.double(), plain, rtol=1e-5, atol=1e-5 * float(plain.abs().max()))
     assert_rounded(native.linear(x, packed, bias), plain + bias)
     assert_rounded(grouped_linear(x, weight, bias), plain + bias)
     if width % 2 == 0:
         gate, up = plain.chunk(2, dim=-1)
-        gated = native.pack_codes(weight, gated=True)
+        gated = native.pack(weight, gated=True)
         assert_rounded(native.linear(x, gated, None, Ending.SILU), F.silu(gate) * up)
 
 
@@ -87,7 +94,7 @@ def test_products(native: NativeLibrary, case: tuple, wide: bool) -> None:
 def test_rows_of_a_product_in_any_company(native: NativeLibrary, case: tuple) -> None:
     """The same bits for 1 to 300 rows, wherever a row stands, with any number of threads."""
     weight = drawn(*case)
-    packed, depth = native.pack_codes(weight), weight.shape[1]
+    packed, depth = native.pack(weight), weight.shape[1]
     x = noise(300, depth).to(native.dtype)
 
     def scores(rows: Tensor) -> Tensor:
@@ -180,7 +187,7 @@ def test_rows_of_any_size(native: NativeLibrary, kind: str) -> None:
     x[4, ::7] *= 3000
     x[5, 9] = math.inf
     x = x.to(native.dtype)
-    found = native.linear(x, native.pack_codes(weight), None, Ending.FLOAT32).double()
+    found = native.linear(x, native.pack(weight), None, Ending.FLOAT32).double()
     numbers = weight.plain(torch.float64).t()
     off, size = (found - x.double() @ numbers)[:5].abs(), (x.double().abs() @ numbers.abs())[:5]
     assert (off <= 2.0**-19 * size).all()
@@ -195,9 +202,7 @@ def test_experts(native: NativeLibrary, kind: str) -> None:
     x, stream = noise(9, 64).to(native.dtype), noise(9, 64, seed=4).to(native.dtype)
     ids = torch.arange(18).view(9, 2) * 5 % 3
     weights = torch.rand(9, 2, generator=torch.Generator().manual_seed(1))
-    made = native.experts(
-        x, ids, weights, native.pack_codes(gate_up, gated=True), native.pack_codes(down), stream
-    )
+    made = native.experts(x, ids, weights, native.pack(gate_up, gated=True), native.pack(down), stream)
     right = stream.double()
     for row in range(9):
         for expert, weight in zip(ids[row].tolist(), weights[row].tolist(), strict=True):
@@ -211,8 +216,9 @@ def test_int8_is_within_half_a_step() -> None:
     wide = normal(33, 70, seed=4) * torch.exp2(torch.arange(33) - 16.0)[:, None]
     wide[5] = 0
     made = int8_rows(wide)
-    assert ((made.plain(torch.float32) - wide).abs() <= 0.5001 * made.scales[:, None]).all()
-    assert made.values.abs().amax(1).tolist() == [127] * 5 + [0] + [127] * 27
-    assert made.scales[5] == 1 and not made.values[5].any()
+    assert ((made.plain(torch.float32) - wide).abs() <= 0.5001 * made.scales).all()
+    numbers = tiled(made).codes.int()
+    assert numbers.abs().amax(1).tolist() == [127] * 5 + [0] + [127] * 27
+    assert made.scales[5] == 1 and not numbers[5].any()
     half = int8_rows(torch.tensor([[127.0, 0.5, 1.5, -2.5]]))
-    assert half.values.tolist() == [[127, 0, 2, -2]]
+    assert half.codes.tolist() == [[255, 128, 130, 126]]

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.experts import moe
-from spd.kernels.linear.eight_bits import int8_rows
-from spd.kernels.linear.skinny_linear import AnyWeight, ScaledWeight
+from spd.kernels.linear.few_bits import int8_rows, tiled
+from spd.kernels.linear.skinny_linear import AnyWeight
 from tests.kernels.forms import EVERY, ROUNDED, Form, normal, thinned
 
 # -- routing -------------------------------------------------------------------------------------------
@@ -128,13 +128,11 @@ def stacked(kind: str, count: int, n: int, k: int, device: str, dtype: torch.dty
     wide = normal(count, n, k, seed=n + k) / k**0.5
     if kind == "plain":
         return wide.to(device, dtype)
-    made = [int8_rows(one) for one in wide]
-    values, scales = (torch.stack([getattr(m, name) for m in made]) for name in ("values", "scales"))
-    return ScaledWeight(values.to(device), scales.to(device))
+    return tiled(int8_rows(wide.to(device)))
 
 
 def widened(weight: AnyWeight, dtype: torch.dtype) -> Tensor:
-    return weight.plain(dtype) if isinstance(weight, ScaledWeight) else weight.to(dtype)
+    return weight.to(dtype) if isinstance(weight, Tensor) else weight.plain(dtype)
 
 
 def by_definition(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

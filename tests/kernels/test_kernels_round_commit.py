@@ -72,7 +72,6 @@ def expect(state: dict[str, torch.Tensor], slots: int, k: int, given: list[int] 
     """Do to the state, in plain Python, what the commit should; returns what was met."""
     met = set()
     place = int(state["counter"]) % DEPTH
-    samples_at = EMISSION_HEAD + (state["ring"].shape[2] - 8) // 2
     for s in range(slots):
         draft, sampled = state["draft"][s, :k].tolist(), state["sampled"][s, : k + 1].tolist()
         before, real = int(state["length"][s]), int(state["num_drafts"][s])
@@ -106,8 +105,7 @@ def expect(state: dict[str, torch.Tensor], slots: int, k: int, given: list[int] 
         state["length"][s] = before + count
         state["active"][s] = bool(state["active"][s]) and reason == GOING_ON
         head = [before, real, accepted, count, reason, k, int(state["match"][s])]
-        state["ring"][place, s, : EMISSION_HEAD + k] = torch.tensor(head + draft)
-        state["ring"][place, s, samples_at : samples_at + k + 1] = torch.tensor(sampled)
+        state["ring"][place, s, : EMISSION_HEAD + 2 * k + 1] = torch.tensor(head + sampled + draft)
     return met
 
 

@@ -23,7 +23,7 @@ from spd.kernels.linear import rows as rows_reference
 from spd.kernels.linear import rows_triton as rows_twin
 from spd.kernels.linear import skinny_linear as reference
 from spd.kernels.linear import skinny_linear_triton as twin
-from spd.kernels.linear.eight_bits import int8_rows
+from spd.kernels.linear.few_bits import int8_rows, tiled
 from spd.kernels.linear.skinny_config import LinearConfig, config_for, paired, with_tile, workspace_sizes
 from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm
 from spd.kernels.linear.skinny_product_triton import row_begins
@@ -31,7 +31,6 @@ from spd.kernels.sampling import sampling_triton
 from spd.kernels.sampling.sampling import SamplingTensors
 from spd.runtime.lab.tile_questions import ask
 from spd.runtime.load.token_tiles import KINDS, SHOWN
-from spd.runtime.round.sampling_params import SamplerClass
 from tests.kernels.compile_ahead import DEVICES
 from tests.kernels.forms import COMPILED, Form, assert_rounded, near, normal
 from tests.kernels.skinny_cases import SMALL, Operands, exact, sample_operands, squares_of
@@ -343,7 +342,7 @@ def test_tiles_as_wide_as_the_gpu_answers_give_the_same_bits(n: int, k: int, kin
     torch.manual_seed(n)
     weight: AnyWeight = (torch.randn(n, k, device="cuda") / k**0.5).to(dtype)
     if kind == "int8":
-        weight = int8_rows(weight)
+        weight = tiled(int8_rows(weight))
     x = torch.randn(130, k, device="cuda").to(dtype)
     residual = torch.randn(130, n, device="cuda").to(dtype)
     squares = [squares_of(x, parts) for parts in (128, 64, 8, 3)]
@@ -411,9 +410,9 @@ def test_sample_is_the_full_samplers_draw(device: str) -> None:
     o, keys = sample_operands(5, 2, device, torch.float16)
     seed, first, step, heat = keys
     one, none = torch.ones(5, device=device), torch.zeros(5, dtype=torch.int64, device=device)
-    history = (None, None, None, none[:, None], none, none)
+    history = (None, None, None, none[:, None], none, None)
     numbers = (heat, one, 0 * one, one, 0 * one, 0 * one, none, seed)
-    tensors = SamplingTensors(*numbers, *history, SamplerClass(noise=True), 70)
+    tensors = SamplingTensors(*numbers, *history, True, False, 70)
     logits = twin.head_logits(o.x, o.weight).view(5, 2, -1)
     positions = first[:, None] + step + torch.arange(2, device=device)
     drawn = sampling_triton.sample_rows(logits, none[:, None], positions, tensors)

@@ -22,7 +22,7 @@ from torch import Tensor
 from spd.kernels.dispatch import operation_stems
 from spd.kernels.round import commit as round_commit
 from spd.kernels.round import window as round_window
-from spd.kernels.round.commit import coupled_verify, first_sample
+from spd.kernels.round.commit import EMISSION_HEAD, Emission, coupled_verify, read_emission
 from spd.kernels.sampling import sampling
 from spd.kernels.sampling.sampling import SamplingTensors
 from spd.runtime.engine.engine import Engine
@@ -172,9 +172,9 @@ def stops_in_last_row_only(patch: Patch) -> None:
     patch.setattr(round_commit, "_decide", changed)
 
 
-def read_a_column_late(width: int) -> int:
+def read_a_column_late(row: list[int]) -> Emission:
     """The samples of an emission as if they began a column later."""
-    return first_sample(width) + 1
+    return read_emission(row)._replace(sampled=row[EMISSION_HEAD + 1 :])
 
 
 def ring_of_one(patch: Patch) -> None:
@@ -217,19 +217,14 @@ def kv_one_off(patch: Patch) -> None:
 # -- the sampler -------------------------------------------------------------------------------------
 
 
-def without(tensors: SamplingTensors, **step: bool) -> SamplingTensors:
-    steps: Any = tensors.steps
-    return dataclasses.replace(tensors, steps=dataclasses.replace(steps, **step))
-
-
-def first_row_only(**step: bool) -> Mutation:
+def first_row_only(**step: Any) -> Mutation:
     """A step of the processing that verify rows do not get."""
 
     def apply(patch: Patch) -> None:
         process = sampling.process_rows
 
         def changed(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
-            cheap = process(logits, draft, without(tensors, **step))
+            cheap = process(logits, draft, dataclasses.replace(tensors, **step))
             return torch.cat((process(logits, draft, tensors)[:, :1], cheap[:, 1:]), dim=1)
 
         patch.setattr(sampling, "process_rows", changed)

@@ -205,7 +205,7 @@ def test_triton_on_a_cpu_is_the_interpreters(tiny: Callable[..., Path], monkeypa
 @pytest.mark.parametrize(("held", "kernels"), [((7, 5), "torch"), ((8, 0), "triton"), ((12, 0), "triton")])
 def test_a_gpu_too_old_for_tritons_kernels_runs_torchs(held: tuple[int, int], kernels: str) -> None:
     pytest.importorskip("triton")
-    asked: tuple[Any, ...] = (Machine("cuda", 2**30, held), "float16", "none", ())
+    asked: tuple[Any, ...] = (Machine("cuda", 2**30, held), "float16", ())
     chosen, why = choose_kernels("auto", *asked)
     assert chosen == kernels and ("sm_80, and this one is sm_75" in why) == (kernels == "torch")
     if kernels == "torch":

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from spd.kernels.round.commit import FAILED, GOING_ON, first_sample
+from spd.kernels.round.commit import FAILED, GOING_ON, read_emission
 from spd.runtime import Event, Request, SamplingParams
 from spd.runtime.engine.detokenizer import Detokenizer
 from spd.runtime.engine.engine import REASONS
@@ -32,15 +32,14 @@ def told(
 ) -> tuple[list[int], RoundResult]:
     """A ring's row of a round of 4 drafts at most, and the round's result."""
     kept = accepted + 1 if committed is None else committed
-    row = [9, drafts, accepted, kept, reason, 4, *[7] * 4, *range(5)]
-    return row, RoundResult([row], first_sample(len(row)), None, 4, 0, None, (0.0, 0.0, 0.0), 0.0)
+    row = [9, drafts, accepted, kept, reason, 4, 0, *range(5), *[7] * 4]
+    return row, RoundResult([row], None, 4, 0, None, (0.0, 0.0, 0.0), 0.0)
 
 
 def event_of(sequence: Sequence, row: list[int], result: RoundResult, now: float) -> Event:
     """What the round brought, as the engine reads it."""
-    _, drafts, matched, committed, reason = row[:5]
-    tokens = row[result.first_sample : result.first_sample + committed]
-    return sequence.take(tokens, drafts, matched, REASONS[reason], now)
+    _, drafts, matched, committed, reason, *_, sampled = read_emission(row)
+    return sequence.take(sampled[:committed], drafts, matched, REASONS[reason], now)
 
 
 def test_definitions_by_hand() -> None:

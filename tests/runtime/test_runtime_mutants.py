@@ -280,7 +280,7 @@ MUTANTS: dict[str, tuple[fault.Mutation, str]] = {
         "law",
     ),
     "truncation for the first row only": (fault.first_row_only(truncation=False), "law of truncation"),
-    "bias for the first row only": (fault.first_row_only(bias=False), "law of bias"),
+    "bias for the first row only": (fault.first_row_only(bias=None), "law of bias"),
     "penalties do not see the drafts": (fault.counts(fault.without_drafts), "law of penalties"),
     "committed tokens are not counted": (
         fault.operation("round_commit", lambda a: {"generated": None}),
@@ -303,7 +303,7 @@ MUTANTS: dict[str, tuple[fault.Mutation, str]] = {
     "keys and values one position off": (fault.kv_one_off, "text, greedy"),
     "rounds of a slot's last occupant are read": (fault.occupants_look_alike, "text, late reading"),
     "samples are read a column late": (
-        lambda patch: patch.setattr("spd.runtime.round.round_queue.first_sample", fault.read_a_column_late),
+        lambda patch: patch.setattr("spd.runtime.engine.engine.read_emission", fault.read_a_column_late),
         "text, greedy",
     ),
     "a round is overwritten before it is read": (fault.ring_of_one, "text, late reading"),

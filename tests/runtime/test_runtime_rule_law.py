@@ -82,11 +82,11 @@ def test_ids_beyond_the_vocabulary_change_no_law(rule: str) -> None:
 # -- seeded faults -------------------------------------------------------------------------------------
 
 
-def target_rows(**step: bool) -> Mutation:
+def target_rows(**step: Any) -> Mutation:
     """A step of the processing that the tested rows do not get."""
 
     def changed(a: Any) -> dict[str, object]:
-        return {"tensors": fault.without(a.tensors, **step)} if a.draft.shape[1] else {}
+        return {"tensors": dataclasses.replace(a.tensors, **step)} if a.draft.shape[1] else {}
 
     return fault.operation("row_laws", changed)
 
@@ -156,10 +156,10 @@ def with_params(params: SamplingParams, **changes: Any) -> RuleCase:
 
 
 MUTANTS: dict[str, tuple[Mutation, RuleCase]] = {
-    "the rule sees no penalties": (target_rows(penalties=False), with_params(PENALTIES)),
+    "the rule sees no penalties": (target_rows(generated=None), with_params(PENALTIES)),
     "the rule sees no truncation": (target_rows(truncation=False), with_params(TRUNCATION)),
-    "the rule sees no bias": (target_rows(bias=False), with_params(BIASED)),
-    "the rule sees no minimum length": (target_rows(min_length=False), with_params(MIN_TOKENS)),
+    "the rule sees no bias": (target_rows(bias=None), with_params(BIASED)),
+    "the rule sees no minimum length": (target_rows(min_length=None), with_params(MIN_TOKENS)),
     "penalties see other drafts": (
         fault.operation("row_laws", lambda a: {"draft": a.draft.roll(1, 1)}),
         with_params(PENALTIES),

@@ -173,34 +173,44 @@ def attend_blocks(
     maximum, total, acc, q, key_pages, value_pages, page_row, page_ids, head, position, begin, end,
     scale,
     K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    SLIDING: tl.constexpr, SOFTCAP: tl.constexpr, FIRST: tl.constexpr,
+    SLIDING: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Take keys [begin, end) into a tile's online softmax, masked by each row's position.
+    """Take keys [begin, end) into a tile's online softmax; MASKED unless every row sees all of them.
 
-    begin is a multiple of BLOCK; for scale see `score_scale`. page_ids are all that the span touches: where
-    pages hold whole blocks, a block whose address waited for a load of its own could not be fetched ahead.
+    begin is a multiple of BLOCK; for scale see `score_scale`. Where pages hold whole blocks, a block whose
+    address waited for a load of its own could not be fetched ahead. So page_ids are all that a short span
+    touches, whose keys are read once. Without them the next page's is loaded one block early; one loop takes
+    all keys, for nested ones over spans of pages were measured slower.
     """
     column = tl.arange(0, BLOCK_D)
     kept = (column < D)[None, :]
     WHOLE: tl.constexpr = PAGE % BLOCK == 0
-    first_page = begin // PAGE
-    ahead = tl.arange(0, page_ids.shape[0])
+    ONCE: tl.constexpr = page_ids is not None
+    POLICY: tl.constexpr = "evict_first" if ONCE else ""
+    if ONCE:
+        first_page = begin // PAGE
+        ahead = tl.arange(0, page_ids.shape[0])
+    else:
+        page = tl.load(page_row + begin // PAGE, mask=begin < end, other=0)
     for start in range(begin, end, BLOCK):
         key = start + tl.arange(0, BLOCK)
         # Beyond `end` the pools may hold anything, NaN too, and zero times NaN is NaN.
-        live = (key < end)[:, None] & kept
+        live = (key < end)[:, None] & kept if MASKED else kept
         offsets = head * D + column[None, :]
         if WHOLE:
-            page = tl.sum(tl.where(ahead == start // PAGE - first_page, page_ids, 0), 0)
+            if ONCE:
+                page = tl.sum(tl.where(ahead == start // PAGE - first_page, page_ids, 0), 0)
             first = (page * PAGE + start % PAGE) * (K * D)
             offsets += tl.arange(0, BLOCK)[:, None] * (K * D)
+            if not ONCE:
+                page = tl.load(page_row + (start + BLOCK) // PAGE, mask=start + BLOCK < end, other=0)
         else:
             pages = tl.load(page_row + key // PAGE, mask=key < end, other=0)
             first = ((pages * PAGE + key % PAGE) * (K * D))[:, None]
-        k = tl.load(key_pages + first + offsets, mask=live, other=0.0, eviction_policy="evict_first")
-        v = tl.load(value_pages + first + offsets, mask=live, other=0.0, eviction_policy="evict_first")
+        k = tl.load(key_pages + first + offsets, mask=live, other=0.0, eviction_policy=POLICY)
+        v = tl.load(value_pages + first + offsets, mask=live, other=0.0, eviction_policy=POLICY)
         maximum, total, acc = softmax_step(
-            maximum, total, acc, q, k, v, key, position, scale, SLIDING, SOFTCAP, True, FIRST
+            maximum, total, acc, q, k, v, key, position, scale, SLIDING, SOFTCAP, MASKED, FIRST
         )
     return maximum, total, acc
 
@@ -259,7 +269,8 @@ def attend_chunk_kernel(
         maximum, total, acc = attend_blocks(
             tl.full((TILE,), UNSEEN, tl.float32), tl.zeros((TILE,), tl.float32),
             tl.zeros((TILE, BLOCK_D), tl.float32), q, key_pages, value_pages, page_row, page_ids,
-            head, seen, begin, end, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, FIRST,
+            head, seen, begin, end, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, True,
+            FIRST,
         )  # fmt: skip
         at = ((slot * max_chunks + chunk) * K + head) * rows + row
         tl.store(partial + at[:, None] * D + column[None, :], acc, mask=wanted)
@@ -311,42 +322,6 @@ def combine_chunks_kernel(
     tl.store(to, acc.to(out.dtype.element_ty), mask=column < D)
 
 
-@triton.jit
-def attend_range(
-    maximum, total, acc, q, key_pages, value_pages, page_row, head, position, begin, end, scale,
-    K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    SLIDING: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr,
-):  # fmt: skip
-    """Take keys [begin, end) into a tile's online softmax; MASKED unless every row sees all of them.
-
-    begin is a multiple of BLOCK; for scale see `score_scale`. One loop over all of the keys, however many:
-    nested ones over spans of pages were measured slower.
-    """
-    column = tl.arange(0, BLOCK_D)
-    kept = (column < D)[None, :]
-    page = tl.load(page_row + begin // PAGE, mask=begin < end, other=0)
-    for start in range(begin, end, BLOCK):
-        key = start + tl.arange(0, BLOCK)
-        # Beyond `end` the pools may hold anything, NaN too, and zero times NaN is NaN.
-        live = (key < end)[:, None] & kept if MASKED else kept
-        offsets = head * D + column[None, :]
-        if PAGE % BLOCK == 0:
-            first = (page * PAGE + start % PAGE) * (K * D)
-            offsets += tl.arange(0, BLOCK)[:, None] * (K * D)
-            # One block ahead: keys that wait for their page's number could not be fetched early.
-            following = start + BLOCK
-            page = tl.load(page_row + following // PAGE, mask=following < end, other=0)
-        else:
-            pages = tl.load(page_row + key // PAGE, mask=key < end, other=0)
-            first = ((pages * PAGE + key % PAGE) * (K * D))[:, None]
-        k = tl.load(key_pages + first + offsets, mask=live, other=0.0)
-        v = tl.load(value_pages + first + offsets, mask=live, other=0.0)
-        maximum, total, acc = softmax_step(
-            maximum, total, acc, q, k, v, key, position, scale, SLIDING, SOFTCAP, MASKED, FIRST
-        )
-    return maximum, total, acc
-
-
 @triton.jit(do_not_specialize=["rows", "start"], do_not_specialize_on_alignment=["page_row"])
 def prefill_attention_kernel(
     query, key_pages, value_pages, page_row, out, scale, rows, start,
@@ -375,17 +350,17 @@ def prefill_attention_kernel(
         begin = tl.maximum(start + tile * TILE - (SLIDING - 1), 0) // BLOCK * BLOCK
         cut = tl.maximum(end - SLIDING + BLOCK - 1, 0) // BLOCK * BLOCK
         cut = tl.minimum(tl.maximum(cut, begin), seen_by_all)
-        maximum, total, acc = attend_range(
-            maximum, total, acc, q, key_pages, value_pages, page_row, head // GROUPS, position,
+        maximum, total, acc = attend_blocks(
+            maximum, total, acc, q, key_pages, value_pages, page_row, None, head // GROUPS, position,
             begin, cut, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, True, FIRST,
         )  # fmt: skip
         begin = cut
-    maximum, total, acc = attend_range(
-        maximum, total, acc, q, key_pages, value_pages, page_row, head // GROUPS, position,
+    maximum, total, acc = attend_blocks(
+        maximum, total, acc, q, key_pages, value_pages, page_row, None, head // GROUPS, position,
         begin, seen_by_all, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, FIRST > 0, FIRST,
     )  # fmt: skip
-    maximum, total, acc = attend_range(
-        maximum, total, acc, q, key_pages, value_pages, page_row, head // GROUPS, position,
+    maximum, total, acc = attend_blocks(
+        maximum, total, acc, q, key_pages, value_pages, page_row, None, head // GROUPS, position,
         seen_by_all, end, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, True, FIRST,
     )  # fmt: skip
     tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted)

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spd.kernels.linear.eight_bits import expert_linear
-from spd.kernels.linear.few_bits import GroupedWeight
+from spd.kernels.linear.few_bits import GroupedWeight, expert_linear
 from spd.kernels.linear.norm_gate import silu_mul
 from spd.kernels.linear.rows import sum_of_squares
 from spd.kernels.linear.skinny_linear import AnyWeight, plain_weight

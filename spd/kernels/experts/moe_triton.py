@@ -22,7 +22,6 @@ from spd.kernels.linear.skinny_config import (
     LinearConfig,
     config_for,
     paired,
-    unsplit,
     with_tile,
 )
 from spd.kernels.linear.skinny_linear import AnyWeight, step_of
@@ -284,7 +283,7 @@ def _product_config(n: int, k: int, weight: AnyWeight, *, pair: bool) -> LinearC
     """As a dense weight's of this shape, but K whole and tiles tall: many experts fill a device anyway."""
     values = operands_of(weight)[0]
     facts, size = device_facts(values.device), values.element_size()
-    config = unsplit(config_for(n, k, size, facts, step_of(weight)))
+    config = replace(config_for(n, k, size, facts, step_of(weight)), split_k=1)
     if size > 1:
         config = with_tile(replace(config, block_n=TALL, stages=3), TOKEN_TILE, size, facts)
     return paired(config, n) if pair else config

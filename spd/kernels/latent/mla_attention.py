@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spd.kernels.attention.paged_attention import AttentionPlan, Scores, paged_attention
+from spd.kernels.attention.paged_attention import AttentionPlan, Scores, paged_attention, prefill_attention
 from spd.kernels.attention.rotary_store import RotatedRows, apply_rotary, tamed
 from spd.kernels.linear.norm_gate import rms_norm
 
@@ -55,12 +55,5 @@ def mla_prefill(
     The chunk's own latents are in the pool [P, page, L + R] already; page_row int64 [pages]. A row sees the
     positions up to its own. Returns [T, H, L], L = rank.
     """
-    rows, page = query.shape[0], pages.shape[1]
-    count = -(-(start + rows) // page)
-    keys = pages[page_row[:count]].flatten(0, 1)
-    scores = torch.einsum("thd,kd->htk", query.float(), keys.float()) * scale
-    position = torch.arange(start, start + rows, device=query.device)
-    hidden = torch.arange(count * page, device=query.device) > position.unsqueeze(-1)
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
-    values = torch.where(hidden[-1:].T, torch.zeros_like(keys[:, :rank]), keys[:, :rank])
-    return torch.einsum("htk,kl->thl", weights, values.float()).to(query.dtype)
+    pool = pages.unsqueeze(2)
+    return prefill_attention(query, (pool, pool), page_row, start, Scores(scale))[..., :rank]

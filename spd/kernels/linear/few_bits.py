@@ -18,6 +18,7 @@ MIDDLE = {"int4": 8, "int8": 128}
 """The zero point of integers where none is kept."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes by the lower three bits of a code; the fourth is the sign."""
+INT8_LARGEST = 127
 INT4_GROUP = 64
 """Columns that share a scale where weights are rounded at load."""
 INT4_SHARES = (1.0, 0.93, 0.87, 0.81, 8 / 7)
@@ -94,7 +95,8 @@ class TiledWeight:
     """A `GroupedWeight` [..., N, K] as tiles on a matrix unit read it, made by `tiled`.
 
     codes: uint8 [..., N, K]; or two of four bits in a byte, in whole steps of `step` columns: byte j of one
-    holds those of columns j, in its low half, and j + step / 2.
+    holds those of columns j, in its low half, and j + step / 2. group 0: codes are numbers, int8 [..., N, K],
+    whose scales, of whole rows, meet the sums.
     """
 
     kind: CodeKind
@@ -106,9 +108,9 @@ class TiledWeight:
     shape: torch.Size
 
     @property
-    def step(self) -> int:
-        """Columns that a tile takes at a time."""
-        return tile_step(self.kind, self.group)
+    def step(self) -> int | None:
+        """Columns that a tile takes at a time; None where any number will do."""
+        return tile_step(self.kind, self.group) if self.group else None
 
     @property
     def device(self) -> torch.device:
@@ -118,10 +120,13 @@ class TiledWeight:
     def plain(self, dtype: torch.dtype) -> Tensor:
         """The weight [..., N, K] in a dtype, each value rounded once."""
         codes, width = self.codes, self.shape[-1]
-        if self.kind in ("int4", "e2m1"):
-            steps = codes.view(*codes.shape[:-1], -1, self.step // 2)
-            codes = torch.stack((steps & 15, steps >> 4), dim=-2).flatten(-3)[..., :width]
-        made = values(self.kind, codes, self.scales, self.zeros, self.group)
+        if not self.group:
+            made = codes.float() * self.scales.float()
+        else:
+            if self.kind in ("int4", "e2m1"):
+                steps = codes.view(*codes.shape[:-1], -1, tile_step(self.kind, self.group) // 2)
+                codes = torch.stack((steps & 15, steps >> 4), dim=-2).flatten(-3)[..., :width]
+            made = values(self.kind, codes, self.scales, self.zeros, self.group)
         return (made if self.columns is None else made * self.columns.float()).to(dtype)
 
 
@@ -134,6 +139,8 @@ def tiled(weight: GroupedWeight) -> TiledWeight:
     """A weight laid out for tiles. Groups are of 16, 32, 64, a multiple of 128, or all columns."""
     width, codes = weight.shape[-1], weight.codes
     group = weight.group if weight.group < width else -(-width // 128) * 128
+    if weight.kind == "int8" and weight.zeros is None and weight.group >= width:
+        codes, group = (codes ^ MIDDLE["int8"]).view(torch.int8), 0
     if weight.kind in ("int4", "e2m1"):
         step, parts = tile_step(weight.kind, group), torch.split(codes.flatten(0, -2), max(1, STRIP // width))
         strips = (F.pad(unpaired(part), (0, -width % step)) for part in parts)
@@ -170,6 +177,34 @@ def values(kind: CodeKind, codes: Tensor, scales: Tensor, zeros: Tensor | None, 
     elif kind in MIDDLE:
         made -= MIDDLE[kind]
     return made.mul_(scales.float().repeat_interleave(group, -1)[..., :width])
+
+
+def magnitudes(weight: Tensor) -> Tensor:
+    """The largest magnitude of each row of weight [..., N, K]: float32 [..., N]."""
+    rows = weight.flatten(0, -2)
+    strips = torch.split(rows, max(1, STRIP // rows.shape[1]))
+    return torch.cat([strip.float().abs().amax(dim=1) for strip in strips]).view(weight.shape[:-1])
+
+
+def int8_rows(weight: Tensor, largest: Tensor | None = None) -> GroupedWeight:
+    """weight [..., N, K] as int8 with one scale a row: its largest magnitude over 127; ties go to even.
+
+    largest: float32 [..., N], the `magnitudes` of whole rows, where these are parts of rows. A scale is a
+    bfloat16 number, so that products of any type have it exactly; each value is off by at most half its row's
+    scale. A row of zeros keeps the scale 1. Equal weights give equal bits everywhere: nothing is summed.
+    """
+    whole = magnitudes(weight) if largest is None else largest
+    scales = (whole.flatten() / INT8_LARGEST).to(torch.bfloat16).float()
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    rows = weight.flatten(0, -2)
+    codes = torch.empty(rows.shape, dtype=torch.uint8, device=weight.device)
+    step = max(1, STRIP // rows.shape[1])
+    for strip, to, scale in zip(*(torch.split(each, step) for each in (rows, codes, scales)), strict=True):
+        rounded = torch.round(strip.float() / scale[:, None]).clamp_(-INT8_LARGEST, INT8_LARGEST)
+        to.copy_(rounded.add_(MIDDLE["int8"]))
+    return GroupedWeight(
+        "int8", codes.view(weight.shape), scales.view(*weight.shape[:-1], 1), None, weight.shape[-1]
+    )
 
 
 def int4_groups(weight: Tensor) -> GroupedWeight:
@@ -212,3 +247,11 @@ def grouped_linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None)
     return F.linear(x.float(), weight.plain(torch.float32), None if bias is None else bias.float()).to(
         x.dtype
     )
+
+
+def expert_linear(x: Tensor, weights: Tensor | GroupedWeight | TiledWeight, expert: int) -> Tensor:
+    """x [T, K] times one of the weights [E, N, K], whatever form they are kept in: [T, N]."""
+    if isinstance(weights, GroupedWeight):
+        return grouped_linear(x, weights.expert(expert))
+    plain = weights if isinstance(weights, Tensor) else weights.plain(x.dtype)
+    return F.linear(x, plain[expert])

@@ -118,11 +118,6 @@ def chunk_config(config: LinearConfig) -> LinearConfig:
     return replace(config, block_n=64, split_k=1, warps=4, stages=3, block_t=TILES[-1])
 
 
-def unsplit(config: LinearConfig) -> LinearConfig:
-    """The choices for a product whose K stays whole."""
-    return replace(config, split_k=1)
-
-
 def workspace_sizes(n: int, rows: int, config: LinearConfig) -> tuple[int, int]:
     """Float32 partials and int32 counters that suffice for products of up to `rows` rows by a weight of n
     rows, paired or not: (0, 0) unsplit."""

@@ -5,8 +5,7 @@ row of x as stored, however many. Their sum over P, divided by K, is the mean sq
 its reader one factor a row. The norm's own weight is folded into the matrix that follows it when weights
 are loaded: W' = W * norm_weight. Weights are [N, K], contiguous, as checkpoints store them.
 
-Where a contract says weight, a `ScaledWeight` will do: int8 with scales of rows; or a `TiledWeight`: codes of
-four or eight bits with scales of groups.
+Where a contract says weight, a `TiledWeight` will do: codes of four or eight bits, with scales.
 
 The torch forms below also serve prompt chunks of hundreds of rows on a GPU.
 """
@@ -35,35 +34,7 @@ class LinearWorkspace:
     counters: Tensor
 
 
-@dataclass(frozen=True)
-class ScaledWeight:
-    """A weight int8 [N, K] with float32 scales of rows [N]; or one an expert, [E, N, K].
-
-    columns [K] are factors of the columns, such as the weight of the norm before, which cannot be folded into
-    the values; x meets them, rounded once.
-    """
-
-    values: Tensor
-    scales: Tensor
-    columns: Tensor | None = None
-
-    @property
-    def shape(self) -> torch.Size:
-        """(N, K), behind the number of experts if there are any."""
-        return self.values.shape
-
-    @property
-    def device(self) -> torch.device:
-        """Where it lies."""
-        return self.values.device
-
-    def plain(self, dtype: torch.dtype) -> Tensor:
-        """The weight [N, K] in a dtype, each value rounded once."""
-        weight = self.values.float() * self.scales[..., None]
-        return (weight if self.columns is None else weight * self.columns.float()).to(dtype)
-
-
-AnyWeight = Tensor | ScaledWeight | TiledWeight
+AnyWeight = Tensor | TiledWeight
 
 
 def step_of(weight: AnyWeight) -> int | None:

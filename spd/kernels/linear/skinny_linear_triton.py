@@ -7,6 +7,7 @@ how wide tiles of tokens may be on the device.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -25,7 +26,6 @@ from spd.kernels.linear.skinny_config import (
     config_for,
     paired,
     token_tile,
-    unsplit,
     with_tile,
     workspace_sizes,
 )
@@ -34,7 +34,7 @@ from spd.kernels.linear.skinny_kernels_triton import (
     head_kernel,
     linear_kernel,
 )
-from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm, ScaledWeight, step_of
+from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm, step_of
 from spd.kernels.sampling.philox_triton import choose_kernel
 
 PARTS_BLOCK = 128
@@ -65,8 +65,6 @@ def _config(
 
 def operands_of(weight: AnyWeight) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The first arguments of every product's kernel: values or codes, scales, zeros, columns' factors."""
-    if isinstance(weight, ScaledWeight):
-        return weight.values, weight.scales, None, weight.columns
     if isinstance(weight, TiledWeight):
         return weight.codes, weight.scales, weight.zeros, weight.columns
     return weight, None, None, None
@@ -80,7 +78,8 @@ def _fuses(x: Tensor) -> bool:
 
 def launch_of(config: LinearConfig, weight: AnyWeight, matrices: int = 1) -> dict[str, Any]:
     """Constants and options of a product's kernel, whose tile is of rows of so many matrices together."""
-    code, columns = (weight.kind, weight.group) if isinstance(weight, TiledWeight) else (None, 0)
+    columns = weight.group if isinstance(weight, TiledWeight) else 0
+    code = weight.kind if isinstance(weight, TiledWeight) and columns else None
     return {
         "GROUP_K": columns,
         "CODE": code,
@@ -199,7 +198,7 @@ def head_logits(
 ) -> Tensor:
     n = weight.shape[0]
     logits = torch.empty(x.shape[0], n, dtype=torch.float32, device=x.device)
-    config = unsplit(config or _config(weight, x, widest))
+    config = replace(config or _config(weight, x, widest), split_k=1)
     _head(x, weight, n, logits, (None, None, None, 0, None, 1, None, 0), config)
     return logits
 
@@ -215,7 +214,8 @@ def head_sample(
 ) -> tuple[Tensor, Tensor]:
     """The logits are the very bits that `head_logits` stores."""
     rows, device = x.shape[0], x.device
-    config = unsplit(config or _config(weight, x, widest, most=TILES[-1] if ids is None else CROWDED_TILE))
+    config = config or _config(weight, x, widest, most=TILES[-1] if ids is None else CROWDED_TILE)
+    config = replace(config, split_k=1)
     n = draw.usable_vocab if ids is None else weight.shape[0]
     tiles = ceil_div(n, config.block_n)
     ranks = torch.empty(rows, tiles, dtype=torch.int64, device=device)

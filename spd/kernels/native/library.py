@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -95,8 +95,8 @@ class PackedWeight:
     def described(self) -> Weight:
         """What is handed to C: it points into these tensors."""
         wide = self.scales is not None and self.scales.dtype == torch.float32
-        parts = (address(each) for each in (self.tiles, self.scales, self.zeros))
-        return Weight(*parts, self.group, self.groups, ceil_div(self.depth, DEPTH), self.kind, int(wide))
+        parts = at(self.tiles, self.scales, self.zeros)
+        return Weight(*parts, self.group, self.groups, ceil_div(self.depth, DEPTH), self.kind, wide)
 
     @property
     def address(self) -> int:
@@ -105,6 +105,11 @@ class PackedWeight:
 
 def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def at(*tensors: Tensor | None) -> Iterator[int | None]:
+    """Where tensors lie. What every layer calls writes them out, which takes half the time."""
+    return map(address, tensors)
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,10 @@ class AmxRefused(NativeUnavailable):
 
 
 class NativeLibrary:
-    """The kernels of one compiled library, for one thread at a time: they share room for a product's rows."""
+    """The kernels of one compiled library, for one thread at a time: they share room for a product's rows.
+
+    Operations have the contracts of their torch forms, see `spd.kernels.dispatch.OPERATIONS`.
+    """
 
     def __init__(self, path: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """dtype is that of the file's elements. Raises NativeUnavailable."""
@@ -140,8 +148,10 @@ class NativeLibrary:
         self._linear, self._attend = library.spd_linear, library.spd_attend
         self.threads = torch.get_num_threads()
 
-    def pack(self, weight: Tensor, *, gated: bool = False) -> PackedWeight:
+    def pack(self, weight: Tensor | GroupedWeight, *, gated: bool = False) -> PackedWeight:
         """A weight [N, K], or several [E, N, K], in tiles filled up with zeros."""
+        if isinstance(weight, GroupedWeight):
+            return self._pack_codes(weight, gated)
         width, depth = weight.shape[-2:]
         every = weight.reshape(-1, width, depth)
         blocks = ceil_div(width // 2, SIDE) if gated else ceil_div(width, 2 * SIDE)
@@ -149,11 +159,11 @@ class NativeLibrary:
         tiles = torch.empty(every.shape[0], size, dtype=self.dtype)
         for own, one in zip(tiles, every, strict=True):
             source = one.to(self.dtype).contiguous()
-            self.library.spd_pack(source.data_ptr(), own.data_ptr(), width, depth, int(gated), self.threads)
+            self.library.spd_pack(*at(source, own), width, depth, gated, self.threads)
         return PackedWeight(tiles, width, depth, gated, every.shape[0])
 
-    def pack_codes(self, weight: GroupedWeight, *, gated: bool = False) -> PackedWeight:
-        """A weight [N, K] in codes, or several [E, N, K]; groups are 16, multiples of 32, or a whole row."""
+    def _pack_codes(self, weight: GroupedWeight, gated: bool) -> PackedWeight:
+        """Groups are 16, multiples of 32, or a whole row."""
         (width, depth), groups = weight.shape[-2:], weight.scales.shape[-1]
         group = weight.group if groups > 1 else ceil_div(depth, DEPTH) * DEPTH
         every = weight if len(weight.shape) == 3 else weight.each(lambda part: part[None])
@@ -167,10 +177,9 @@ class NativeLibrary:
         for number in range(count):
             own = [part.contiguous() for part in every.expert(number).parts]
             to = [tiles[number], *(each[number] for each in beside)]
-            sources, targets = ([each.data_ptr() for each in parts] for parts in (own, to))
             self.library.spd_pack_codes(
-                *[*sources, None][:3], *[*targets, None][:3], width, depth, groups, int(gated), kind,
-                int(weight.scales.dtype == torch.float32), self.threads,
+                *at(*[*own, None][:3], *[*to, None][:3]), width, depth, groups, gated, kind,
+                weight.scales.dtype == torch.float32, self.threads,
             )  # fmt: skip
         return PackedWeight(tiles, width, depth, gated, count, kind, group, groups, *beside)
 
@@ -196,9 +205,9 @@ class NativeLibrary:
         scratch = self.room(ceil_div(rows, SIDE) * ceil_div(weight.depth, DEPTH))
         x = x.contiguous()
         self._linear(
-            x.data_ptr(), address(norm), epsilon, weight.address, address(bias),
-            address(residual), y.data_ptr(), rows, 1, weight.depth, weight.width, weight.depth, 0, width,
-            0, ending, scratch, self.threads,
+            x.data_ptr(), address(norm), epsilon, weight.address, address(bias), address(residual),
+            y.data_ptr(), rows, 1, weight.depth, weight.width, weight.depth, 0, width, 0, ending, scratch,
+            self.threads,
         )  # fmt: skip
         return y
 
@@ -209,13 +218,13 @@ class NativeLibrary:
         return self._scratch.data_ptr()
 
     def head_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        """See `spd.kernels.latent.mla_attention`; weight packs the heads' own, transposed."""
+        """Weight packs the heads' own, transposed."""
         rows, heads, depth = x.shape
         assert x.stride(2) == 1 and heads == weight.count
         y = torch.empty(rows, heads, weight.width, dtype=self.dtype)
         self._linear(
-            x.data_ptr(), None, 0.0, weight.address, None, None, y.data_ptr(), rows, heads, depth,
-            weight.width, x.stride(0), x.stride(1), y.stride(0), y.stride(1), Ending.ROUNDED,
+            *at(x, None), 0.0, weight.address, *at(None, None, y), rows, heads, depth, weight.width,
+            x.stride(0), x.stride(1), y.stride(0), y.stride(1), Ending.ROUNDED,
             self.room(heads * ceil_div(rows, SIDE) * ceil_div(depth, DEPTH)), self.threads,
         )  # fmt: skip
         return y
@@ -223,26 +232,23 @@ class NativeLibrary:
     def norm(self, x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None) -> Tensor:
         """The RMS norm of x [T, N] with scales weight float32 [N], plus residual [T, N]; rounded once."""
         x, y = x.contiguous(), torch.empty(x.shape, dtype=self.dtype)
-        self.library.spd_norm(
-            x.data_ptr(), weight.data_ptr(), epsilon, address(residual), y.data_ptr(), x.shape[0],
-            x.shape[1], self.threads,
-        )  # fmt: skip
+        self.library.spd_norm(*at(x, weight), epsilon, *at(residual, y), *x.shape, self.threads)
         return y
 
     def rms_norm_rows(self, x: Tensor, squares: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
-        """See `spd.kernels.linear.skinny_linear`; no squares are needed."""
+        """No squares are needed."""
         return self.norm(x, weight.float(), epsilon)
 
     def rotary_store(
         self,
         qkv: Tensor,
         rows: RotatedRows,
-        qk_weight: Tensor | None,
+        norm: Tensor | None,
         epsilon: float,
         pools: Pools,
         num_heads: int,
     ) -> Tensor:
-        """See `spd.kernels.attention.rotary_store`; positions are needed, qk_weight is float32.
+        """Positions are needed, the norm's scales are float32.
 
         A page holds what these kernels alone read, head by head: as if it were [K, page, D].
         """
@@ -251,7 +257,7 @@ class NativeLibrary:
         query = torch.empty(qkv.shape[0], num_heads, size, dtype=self.dtype)
         self.library.spd_rotary_store(
             qkv.data_ptr(), rows.cos.data_ptr(), rows.sin.data_ptr(), rows.positions.data_ptr(),
-            rows.kv_slots.data_ptr(), address(qk_weight), epsilon, keys.data_ptr(), values.data_ptr(),
+            rows.kv_slots.data_ptr(), address(norm), epsilon, keys.data_ptr(), values.data_ptr(),
             query.data_ptr(), qkv.shape[0], num_heads, kv_heads, size, page, self.threads,
         )  # fmt: skip
         return query
@@ -259,77 +265,73 @@ class NativeLibrary:
     def plan_attention(
         self, windows: Windows, heads: AttentionHeads, page_size: int, dtype: torch.dtype
     ) -> NativePlan:
-        """See `spd.kernels.attention.paged_attention`: nothing is made but contiguous."""
+        """Nothing is made but contiguous."""
         return NativePlan(windows.page_table.contiguous(), windows.positions.contiguous(), heads.first_key)
 
-    def paged_attention(self, query: Tensor, pools: Pools, plan: AttentionPlan, scores: Scores) -> Tensor:
-        """See `spd.kernels.attention.paged_attention`."""
-        return self._mixed(query, pools, plan, scores, query.shape[-1])
-
-    def _mixed(
-        self, query: Tensor, pools: Pools, plan: AttentionPlan, scores: Scores, value_size: int
+    def paged_attention(
+        self, query: Tensor, pools: Pools, plan: AttentionPlan, scores: Scores, rank: int | None = None
     ) -> Tensor:
-        """Attend query [S, Q, H, D] to pools [P, page, K, D]: [S, Q, H, V], the values' first V elements."""
+        """Of values the first `rank` elements."""
         assert isinstance(plan, NativePlan)
         (slots, width, heads, size), (keys, values) = query.shape, pools
-        query, mixed = query.contiguous(), torch.empty(slots, width, heads, value_size, dtype=self.dtype)
+        query, mixed = query.contiguous(), torch.empty(slots, width, heads, rank or size, dtype=self.dtype)
         self._attend(
             query.data_ptr(), keys.data_ptr(), values.data_ptr(), plan.page_table.data_ptr(),
             plan.page_table.shape[1], plan.positions.data_ptr(), mixed.data_ptr(), slots, width, heads,
-            keys.shape[2], size, value_size, keys.shape[1], scores.scale, scores.softcap or 0.0,
+            keys.shape[2], size, rank or size, keys.shape[1], scores.scale, scores.softcap or 0.0,
             plan.first_key, scores.sliding or 0, self.threads,
         )  # fmt: skip
         return mixed
 
     def prefill_attention(
-        self, query: Tensor, pools: Pools, page_row: Tensor, start: int, scores: Scores, first_key: int = 0
+        self,
+        query: Tensor,
+        pools: Pools,
+        page_row: Tensor,
+        start: int,
+        scores: Scores,
+        first_key: int = 0,
+        rank: int | None = None,
     ) -> Tensor:
-        """See `spd.kernels.attention.paged_attention`."""
+        """Of values the first `rank` elements."""
         positions = torch.arange(start, start + query.shape[0])[None]
         plan = NativePlan(page_row.contiguous()[None], positions, first_key)
-        return self.paged_attention(query[None], pools, plan, scores)[0]
+        return self.paged_attention(query[None], pools, plan, scores, rank)[0]
 
     def latent_store(
         self, query: Tensor, latent: Tensor, rows: RotatedRows, norm: Tensor, epsilon: float, pages: Tensor
     ) -> Tensor:
-        """See `spd.kernels.latent.mla_attention`; positions are needed."""
+        """Positions are needed."""
         assert rows.positions is not None and query.stride(2) == latent.stride(1) == 1
         count, heads, turned = query.shape
         out, scales = torch.empty(query.shape, dtype=self.dtype), norm.float()
         self.library.spd_latent_store(
-            query.data_ptr(), latent.data_ptr(), rows.cos.data_ptr(), rows.sin.data_ptr(),
-            rows.positions.data_ptr(), rows.kv_slots.data_ptr(), scales.data_ptr(), epsilon,
-            pages.data_ptr(), out.data_ptr(), count, heads, norm.shape[0], turned, query.stride(0),
-            query.stride(1), latent.stride(0), self.threads,
+            *at(query, latent, rows.cos, rows.sin, rows.positions, rows.kv_slots, scales), epsilon,
+            *at(pages, out), count, heads, norm.shape[0], turned, query.stride(0), query.stride(1),
+            latent.stride(0), self.threads,
         )  # fmt: skip
         return out
 
     def mla_attention(
         self, query: Tensor, pages: Tensor, plan: AttentionPlan, rank: int, scale: float
     ) -> Tensor:
-        """See `spd.kernels.latent.mla_attention`."""
         pool = pages.unsqueeze(2)
-        return self._mixed(query, (pool, pool), plan, Scores(scale), rank)
+        return self.paged_attention(query, (pool, pool), plan, Scores(scale), rank)
 
     def mla_prefill(
         self, query: Tensor, pages: Tensor, page_row: Tensor, start: int, rank: int, scale: float
     ) -> Tensor:
-        """See `spd.kernels.latent.mla_attention`."""
-        positions = torch.arange(start, start + query.shape[0])[None]
-        plan = NativePlan(page_row.contiguous()[None], positions, 0)
-        return self.mla_attention(query[None], pages, plan, rank, scale)[0]
+        pool = pages.unsqueeze(2)
+        return self.prefill_attention(query, (pool, pool), page_row, start, Scores(scale), rank=rank)
 
     def router_logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        """See `spd.kernels.experts.moe`."""
         x, weight = x.contiguous(), weight.contiguous()
         logits = torch.empty(x.shape[0], 1, weight.shape[0])
-        self.library.spd_router(
-            x.data_ptr(), weight.data_ptr(), logits.data_ptr(), *x.shape, weight.shape[0], self.threads
-        )
+        self.library.spd_router(*at(x, weight, logits), *x.shape, weight.shape[0], self.threads)
         return logits
 
     def route(self, parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[Tensor, Tensor]:
-        """See `spd.kernels.experts.moe`; parts [T, 1, E] are `router_logits`'."""
+        """Parts [T, 1, E] are `router_logits`'."""
         rows, _, experts = parts.shape
         correction = None if correction is None else correction.float().contiguous()
         ids = torch.empty(rows, rule.per_token, dtype=torch.int64)
@@ -337,9 +339,9 @@ class NativeLibrary:
         each = ceil_div(4 * (2 * experts + rule.groups) + experts + rule.groups, 64) * 64
         room = torch.empty(rows * each, dtype=torch.uint8)
         self.library.spd_route(
-            parts.data_ptr(), address(correction), ids.data_ptr(), weights.data_ptr(), room.data_ptr(),
-            rows, experts, rule.per_token, rule.groups, rule.groups_kept, rule.group_best,
-            int(rule.sigmoid), int(rule.normalised), rule.added, rule.scale, self.threads,
+            *at(parts, correction, ids, weights, room), rows, experts, rule.per_token, rule.groups,
+            rule.groups_kept, rule.group_best, rule.sigmoid, rule.normalised, rule.added, rule.scale,
+            self.threads,
         )  # fmt: skip
         return ids, weights
 
@@ -351,60 +353,55 @@ class NativeLibrary:
         tensors: SamplingTensors,
         stream: int = STREAM_TARGET,
     ) -> tuple[Tensor, Tensor]:
-        """See `spd.kernels.sampling.sampling`; bias, penalties, minimum length and masks are torch's."""
-        steps = tensors.steps
-        if steps.bias or steps.penalties or steps.min_length or steps.grammar:
+        """Bias, penalties, minimum length and masks are torch's."""
+        steps = (tensors.bias, tensors.generated, tensors.min_length, tensors.mask)
+        if any(step is not None for step in steps):
             logits = adjust_rows(logits, draft, tensors)
         logits, positions, (slots, width, vocab) = logits.contiguous(), positions.contiguous(), logits.shape
         tokens = torch.empty(slots, width, dtype=torch.int64)
         finite = torch.empty(slots, width, dtype=torch.bool)
         usable = min(tensors.usable_vocab, vocab)
         bytes_each = ceil_div(16 * usable, 64) * 64
+        numbers = (tensors.temperature, tensors.top_p, tensors.min_p, tensors.top_k, tensors.seed)
         self.library.spd_sample(
-            logits.data_ptr(), tensors.temperature.data_ptr(), tensors.top_p.data_ptr(),
-            tensors.min_p.data_ptr(), tensors.top_k.data_ptr(), tensors.seed.data_ptr(), positions.data_ptr(),
-            tokens.data_ptr(), finite.data_ptr(), self.room(ceil_div(self.threads * bytes_each, TILE_BYTES)),
-            slots, width, vocab, usable, stream, int(steps.noise), int(steps.truncation), self.threads,
+            *at(logits, *numbers, positions, tokens, finite),
+            self.room(ceil_div(self.threads * bytes_each, TILE_BYTES)), slots, width, vocab, usable, stream,
+            tensors.noise, tensors.truncation, self.threads,
         )  # fmt: skip
         return tokens, finite
 
     def ngram_lookup(
         self, state: RoundTensors, k: int, ngram_min: int, ngram_max: int, bound: int, over: bool = False
     ) -> None:
-        """See `spd.kernels.round.ngram_lookup`; bound is not used."""
+        """Bound is not used."""
         tokens, draft = state.tokens, state.draft
         self.library.spd_lookup(
-            tokens.data_ptr(), state.length.data_ptr(), state.active.data_ptr(), draft.data_ptr(),
-            state.num_drafts.data_ptr(), state.match.data_ptr(), tokens.shape[0], tokens.stride(0),
-            draft.stride(0), k, ngram_min, ngram_max, int(over),
+            *at(tokens, state.length, state.active, draft, state.num_drafts, state.match), tokens.shape[0],
+            tokens.stride(0), draft.stride(0), k, ngram_min, ngram_max, over,
         )  # fmt: skip
 
     def short_conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, rows: Segments, silu: bool = True
     ) -> Tensor:
-        """See `spd.kernels.recurrent.short_conv`."""
         assert x.stride(1) == 1
         out, table = torch.zeros(x.shape), rows.table.contiguous()
         self.library.spd_short_conv(
-            x.data_ptr(), weight.data_ptr(), address(bias), ring.data_ptr(), out.data_ptr(),
-            table.data_ptr(), rows.applied.data_ptr(), table.shape[1], x.stride(0), x.shape[1],
-            weight.shape[0], ring.shape[1], x.shape[0], int(silu), self.threads,
+            *at(x, weight, bias, ring, out, table, rows.applied), table.shape[1], x.stride(0), x.shape[1],
+            weight.shape[0], ring.shape[1], x.shape[0], silu, self.threads,
         )  # fmt: skip
         return out
 
     def delta_rule(
         self, mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments
     ) -> Tensor:
-        """See `spd.kernels.recurrent.delta_rule`."""
         assert raw_gates.stride(1) == 1
         (heads, width, size), (depth, key_heads) = memory.state.shape[1:], memory.keys.shape[1:3]
         out, table = torch.zeros(mixed.shape[0], heads, size), rows.table.contiguous()
         room = self.room(ceil_div(self.threads * (32 * width + len(mixed) * (2 * width + 2)), SIDE * DEPTH))
         self.library.spd_delta_rule(
-            mixed.data_ptr(), raw_gates.data_ptr(), rule.rate.data_ptr(), rule.bias.data_ptr(),
-            *(kept.data_ptr() for kept in memory), room, out.data_ptr(), table.data_ptr(),
-            rows.applied.data_ptr(), table.shape[1], raw_gates.stride(0), heads, key_heads, width, size,
-            depth, mixed.shape[0], int(rule.corrects), self.threads,
+            *at(mixed, raw_gates, rule.rate, rule.bias, *memory), room, *at(out, table, rows.applied),
+            table.shape[1], raw_gates.stride(0), heads, key_heads, width, size, depth, mixed.shape[0],
+            rule.corrects, self.threads,
         )  # fmt: skip
         return out
 
@@ -414,12 +411,11 @@ class NativeLibrary:
     def gated_norm(
         self, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, first: bool = False
     ) -> Tensor:
-        """See `spd.kernels.recurrent.delta_rule`."""
         assert gate.stride(1) == 1
         out = torch.empty(gate.shape, dtype=self.dtype)
         self.library.spd_gated_norm(
-            x.data_ptr(), gate.data_ptr(), weight.data_ptr(), epsilon, out.data_ptr(), x.shape[0],
-            gate.stride(0), *x.shape[1:], (weight.dim() - 1) * x.shape[2], int(first), self.threads,
+            *at(x, gate, weight), epsilon, *at(out), x.shape[0], gate.stride(0), *x.shape[1:],
+            (weight.dim() - 1) * x.shape[2], first, self.threads,
         )  # fmt: skip
         return out
 
@@ -437,11 +433,10 @@ class NativeLibrary:
         pairs, inner, depth, count = rows * per_token, down.depth, down.width, down.count
         out, made = torch.empty(x.shape, dtype=self.dtype), torch.empty(pairs, inner, dtype=self.dtype)
         lists, sums = torch.empty(pairs + 3 * count + 1, dtype=torch.int64), torch.empty(pairs, depth)
+        room = self.room((pairs // SIDE + count + 1) * ceil_div(max(depth, inner), DEPTH))
         self.library.spd_experts(
-            x.data_ptr(), ids.data_ptr(), weights.data_ptr(), gate_up.address, down.address,
-            stream.data_ptr(), out.data_ptr(), rows, depth, inner, count, per_token,
-            lists.data_ptr(), self.room((pairs // SIDE + count + 1) * ceil_div(max(depth, inner), DEPTH)),
-            made.data_ptr(), sums.data_ptr(), self.threads,
+            *at(x, ids, weights), gate_up.address, down.address, *at(stream, out), rows, depth, inner, count,
+            per_token, *at(lists), room, *at(made, sums), self.threads,
         )  # fmt: skip
         return out
 

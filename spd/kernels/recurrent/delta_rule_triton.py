@@ -112,7 +112,6 @@ def delta_rule_kernel(
 
 
 def delta_rule(mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments) -> Tensor:
-    """See the torch form."""
     assert raw_gates.stride(1) == 1
     (heads, width, size), depth = memory.state.shape[1:], memory.keys.shape[1]
     out = torch.zeros((mixed.shape[0], heads, size), dtype=torch.float32, device=mixed.device)
@@ -256,7 +255,6 @@ def delta_chunks_kernel(
 
 
 def delta_chunks(mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments) -> Tensor:
-    """See the torch form."""
     assert raw_gates.stride(1) == 1
     heads, width, size = memory.state.shape[1:]
     out = torch.zeros((mixed.shape[0], heads, size), dtype=torch.float32, device=mixed.device)
@@ -294,7 +292,6 @@ def gated_norm_kernel(
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, first: bool = False) -> Tensor:
-    """See the torch form."""
     assert gate.stride(1) == 1
     rows, heads, size = x.shape
     out = torch.empty((rows, heads * size), dtype=gate.dtype, device=x.device)

@@ -69,7 +69,6 @@ def short_conv_kernel(
 def short_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, rows: Segments, silu: bool = True
 ) -> Tensor:
-    """See the torch form."""
     assert x.stride(1) == 1
     (count, channels), runs = x.shape, rows.table.shape[1]
     out = torch.zeros((count, channels), dtype=torch.float32, device=x.device)

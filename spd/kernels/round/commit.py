@@ -12,8 +12,7 @@ from spd.kernels.round.window import COMMITTED, RoundTensors, RoundWindow, mark_
 GOING_ON, STOPPED, FULL, FAILED = 0, 1, 2, 3
 
 EMISSION_HEAD = 7
-"""Columns before the drafts: length before the round, num_drafts, accepted, committed, reason, k, match."""
-NUM_DRAFTS, ACCEPTED, MATCH = 1, 2, 6
+"""Columns before the k + 1 samples and the k drafts: those of `Emission` to its match, and k after reason."""
 
 
 class Emission(NamedTuple):
@@ -30,25 +29,14 @@ class Emission(NamedTuple):
 
 
 def emission_width(max_k: int) -> int:
-    """Columns of an emission that may hold max_k drafts: head, drafts, samples."""
+    """Columns of an emission that may hold max_k drafts."""
     return EMISSION_HEAD + 2 * max_k + 1
-
-
-def emission_max_k(width: int) -> int:
-    """How many drafts an emission of that many columns may hold."""
-    return (width - EMISSION_HEAD - 1) // 2
-
-
-def first_sample(width: int) -> int:
-    """The column in which the samples of an emission of that many columns begin."""
-    return EMISSION_HEAD + emission_max_k(width)
 
 
 def read_emission(row: list[int]) -> Emission:
     """One slot's row of the ring, as `round_commit` wrote it, in host values."""
     length, num_drafts, accepted, committed, reason, k, match = row[:EMISSION_HEAD]
-    samples = first_sample(len(row))
-    draft, sampled = row[EMISSION_HEAD : EMISSION_HEAD + k], row[samples : samples + k + 1]
+    sampled, draft = row[EMISSION_HEAD:][: k + 1], row[EMISSION_HEAD + k + 1 :][:k]
     return Emission(length, num_drafts, accepted, committed, reason, match, draft, sampled)
 
 
@@ -100,9 +88,7 @@ def round_commit(
     columns = (before, num_drafts, accepted, count, reason, torch.full_like(before, k), match)
     view, place = ring[:, : before.shape[0]], state.counter % ring.shape[0]
     emitted = view.index_select(0, place)
-    samples = first_sample(ring.shape[2])
-    emitted[0, :, : EMISSION_HEAD + k] = torch.cat((torch.stack(columns, dim=1), draft), dim=1)
-    emitted[0, :, samples : samples + k + 1] = sampled
+    emitted[0, :, : emission_width(k)] = torch.cat((torch.stack(columns, dim=1), sampled, draft), dim=1)
     view.index_copy_(0, place, emitted)
 
 

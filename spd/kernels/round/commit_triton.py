@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from spd.kernels.launch import power_of_two
-from spd.kernels.round.commit import EMISSION_HEAD, FAILED, FULL, GOING_ON, STOPPED, emission_max_k
+from spd.kernels.round.commit import EMISSION_HEAD, FAILED, FULL, GOING_ON, STOPPED
 from spd.kernels.round.window import COMMITTED, NUM_TIMES, RoundTensors, RoundWindow
 from spd.kernels.round.window_triton import timer_and_now, write_time
 
@@ -19,10 +19,8 @@ _COMMITTED, _NUM_TIMES = tl.constexpr(COMMITTED), tl.constexpr(NUM_TIMES)
 
 
 @triton.jit
-def emit(
-    at, length, num_drafts, accepted, count, reason, k, match, ids, samples, max_k, ROWS: tl.constexpr
-):  # fmt: skip
-    """Write one slot's emission: the head, the drafts and the samples."""
+def emit(at, length, num_drafts, accepted, count, reason, k, match, ids, samples, ROWS: tl.constexpr):
+    """Write one slot's emission: the head, the samples and the drafts."""
     row = tl.arange(0, ROWS)
     tl.store(at, length)
     tl.store(at + 1, num_drafts)
@@ -31,8 +29,8 @@ def emit(
     tl.store(at + 4, reason)
     tl.store(at + 5, k)
     tl.store(at + 6, match)
-    tl.store(at + _HEAD + row, ids, mask=row < k)
-    tl.store(at + _HEAD + max_k + row, samples, mask=row <= k)
+    tl.store(at + _HEAD + row, samples, mask=row <= k)
+    tl.store(at + _HEAD + k + 1 + row, ids, mask=row < k)
 
 
 @triton.jit
@@ -53,7 +51,7 @@ def decide(samples, sound, row, k, right, stop_id, is_id, size, limit, live):
 
 _VARYING = (
     *("draft_stride", "sampled_stride", "finite_stride", "tokens_stride", "stop_stride", "generated_stride"),
-    *("ring_stride", "slot_stride", "depth", "k", "stops", "max_k", "now"),
+    *("ring_stride", "slot_stride", "depth", "k", "stops", "now"),
 )
 
 
@@ -62,7 +60,7 @@ _VARYING = (
 def commit_kernel(
     draft, num_drafts, sampled, finite, tokens, length, length_limit, stop_ids, active, generated,
     ring, counter, accepted, times, match, draft_stride, sampled_stride, finite_stride, tokens_stride,
-    stop_stride, generated_stride, ring_stride, slot_stride, depth, k, stops, max_k, now,
+    stop_stride, generated_stride, ring_stride, slot_stride, depth, k, stops, now,
     ROWS: tl.constexpr, STOPS: tl.constexpr, COUNTED: tl.constexpr, GIVEN: tl.constexpr,
     TIMER: tl.constexpr, LOOKED_UP: tl.constexpr,
 ):  # fmt: skip
@@ -97,7 +95,7 @@ def commit_kernel(
     tl.store(active + s, live & (reason == _GOING_ON))
     at = ring + place * ring_stride + s * slot_stride
     found = tl.load(match + s) if LOOKED_UP else tl.zeros((), tl.int64)
-    emit(at, size, real, right, count, reason, k, found, ids, samples, max_k, ROWS)
+    emit(at, size, real, right, count, reason, k, found, ids, samples, ROWS)
 
 
 def round_commit(
@@ -121,7 +119,7 @@ def round_commit(
         *(rows.stride(0) for rows in (draft, sampled, finite, state.tokens, stops)),
         0 if generated is None else generated.stride(0),
         *(ring.stride(0), ring.stride(1), ring.shape[0]),
-        *(k, stops.shape[1], emission_max_k(ring.shape[2]), now),
+        *(k, stops.shape[1], now),
         ROWS=power_of_two(k + 1),
         STOPS=power_of_two(stops.shape[1]),
         COUNTED=generated is not None,

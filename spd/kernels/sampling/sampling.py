@@ -7,7 +7,6 @@ with keyed noise at temperatures above zero. A row's result depends on its own l
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,26 +31,12 @@ EXP2_COEFFICIENTS = (
 )
 
 
-class SamplingSteps(Protocol):
-    """Which steps any row needs; the rest are skipped, which changes no token."""
-
-    @property
-    def noise(self) -> bool: ...
-    @property
-    def truncation(self) -> bool: ...
-    @property
-    def penalties(self) -> bool: ...
-    @property
-    def bias(self) -> bool: ...
-    @property
-    def min_length(self) -> bool: ...
-    @property
-    def grammar(self) -> bool: ...
-
-
 @dataclass(frozen=True)
 class SamplingTensors:
-    """Every slot's sampling parameters and history, on the device; S slots, V token ids."""
+    """Every slot's sampling parameters and history, on the device; S slots, V token ids.
+
+    What no row needs is None or False, and its step is skipped, which changes no token.
+    """
 
     temperature: Tensor  # float32 [S]; at 0 and below the likeliest token is taken
     top_p: Tensor  # float32 [S]; 1 and above keeps all
@@ -66,8 +51,9 @@ class SamplingTensors:
     generated: Tensor | None  # int32 [S, V]: how often each token was generated
     stop_ids: Tensor  # int64 [S, N], -1 where unused
     length: Tensor  # int64 [S]: committed tokens, the prompt's too; the first row's token comes at this index
-    min_length: Tensor  # int64 [S]: no stop id is drawn at an index below it
-    steps: SamplingSteps
+    min_length: Tensor | None  # int64 [S]: no stop id is drawn at an index below it
+    noise: bool  # else the likeliest token is taken
+    truncation: bool  # by top-k, top-p and min-p
     usable_vocab: int  # ids from here on are never drawn
     mask: Tensor | None = None
     """Int32 [S, >= R, words]: bit v & 31 of word v >> 5 says whether token v may be drawn in a row."""
@@ -97,7 +83,7 @@ def row_laws(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
     highest, likeliest = processed.max(dim=-1, keepdim=True)
     certain = torch.zeros_like(processed).scatter_(-1, likeliest, 1.0)
     certain = torch.where(highest.isfinite(), certain, float("nan"))
-    if not tensors.steps.noise:
+    if not tensors.noise:
         return certain
     return torch.where(tensors.temperature.view(-1, 1, 1) > 0, processed.softmax(dim=-1), certain)
 
@@ -105,26 +91,26 @@ def row_laws(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
 def process_rows(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
     """The target's processed logits [S, R, V] for the R = k + 1 rows of draft [S, k]."""
     logits = adjust_rows(logits, draft, tensors)
-    if tensors.steps.noise:
+    if tensors.noise:
         logits = scale(logits, tensors.temperature)
-    if tensors.steps.truncation:
+    if tensors.truncation:
         logits = truncate(logits, tensors.top_k, tensors.top_p, tensors.min_p)
     return logits
 
 
 def adjust_rows(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
     """What is done to single logits [S, R, V] before temperature and truncation."""
-    steps, usable_vocab = tensors.steps, tensors.usable_vocab
+    usable_vocab = tensors.usable_vocab
     if usable_vocab < logits.shape[-1]:
         logits = logits.clone()
         logits[..., usable_vocab:] = NEGATIVE_INFINITY
-    if steps.bias and tensors.bias is not None:
+    if tensors.bias is not None:
         logits = logits + tensors.bias.unsqueeze(1)
-    if steps.penalties and tensors.generated is not None and tensors.in_prompt is not None:
+    if tensors.generated is not None:
         logits = apply_penalties(logits, count_rows(tensors.generated, draft), tensors)
-    if steps.min_length:
+    if tensors.min_length is not None:
         logits = hide_stops(logits, tensors)
-    if steps.grammar and tensors.mask is not None:
+    if tensors.mask is not None:
         logits = apply_mask(logits, tensors.mask)
     return logits
 
@@ -133,7 +119,7 @@ def draw_rows(
     processed: Tensor, positions: Tensor, tensors: SamplingTensors, stream: int = STREAM_TARGET
 ) -> Tensor:
     """Token ids [S, R] at absolute positions [S, R] from processed logits [S, R, V]."""
-    if not tensors.steps.noise:
+    if not tensors.noise:
         return processed.argmax(dim=-1)
     seed = tensors.seed.unsqueeze(-1).expand_as(positions)
     noise = gumbel(seed, positions, stream, processed.shape[-1])
@@ -178,6 +164,7 @@ def apply_penalties(logits: Tensor, counts: Tensor, tensors: SamplingTensors) ->
 
 def hide_stops(logits: Tensor, tensors: SamplingTensors) -> Tensor:
     """Stop ids at -inf in rows [S, R, V] whose token would end the text before its minimum length."""
+    assert tensors.min_length is not None
     rows = torch.arange(logits.shape[1], device=logits.device)
     early = tensors.length.unsqueeze(-1) + rows < tensors.min_length.unsqueeze(-1)
     ids = tensors.stop_ids

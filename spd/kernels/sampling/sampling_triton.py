@@ -37,7 +37,7 @@ from spd.kernels.sampling.truncation_triton import find_thresholds, is_kept, row
 
 BLOCK = 2048
 """Token ids a program; a multiple of 4."""
-WARPS = 8
+OPTIONS: dict[str, Any] = {"BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
 
 VARYING = [
     *("rows_per_slot", "draft_stride", "mask_stride", "mask_words", "position_stride_0", "position_stride_1"),
@@ -50,17 +50,15 @@ VARYING = [
 def processed_logits(
     logits, draft, bias, in_prompt, generated, repetition, presence, frequency, temperature, stop_ids,
     length, min_length, mask, row, rows_per_slot, draft_stride, mask_stride, mask_words, ids,
-    vocab_size, usable_vocab,
-    STOPS: tl.constexpr, BIAS: tl.constexpr, PENALTIES: tl.constexpr, MIN_LENGTH: tl.constexpr,
-    MASK: tl.constexpr, NOISE: tl.constexpr,
+    vocab_size, usable_vocab, STOPS: tl.constexpr, NOISE: tl.constexpr,
 ):  # fmt: skip
     """A row's logits of a block of ids after every step before truncation; -inf beyond the vocabulary."""
     slot, number = row // rows_per_slot, row % rows_per_slot
     inside = ids < vocab_size
     x = tl.load(logits + row * vocab_size + ids, mask=ids < usable_vocab, other=float("-inf"))
-    if BIAS:
+    if bias is not None:
         x += tl.load(bias + slot * vocab_size + ids, mask=inside, other=0.0)
-    if PENALTIES:
+    if generated is not None:
         counts = tl.load(generated + slot * vocab_size + ids, mask=inside, other=0)
         seen = tl.load(in_prompt + slot * vocab_size + ids, mask=inside, other=0) != 0
         for i in range(number):
@@ -70,11 +68,11 @@ def processed_logits(
         x = tl.where((counts > 0) | seen, repeated, x)
         x = x - tl.load(frequency + slot) * counts.to(tl.float32)
         x = x - tl.load(presence + slot) * (counts > 0).to(tl.float32)
-    if MIN_LENGTH:
+    if min_length is not None:
         early = tl.load(length + slot) + number < tl.load(min_length + slot)
         for j in range(tl.where(early, STOPS, 0)):
             x = tl.where(ids == tl.load(stop_ids + slot * STOPS + j), float("-inf"), x)
-    if MASK:
+    if mask is not None:
         words = mask + slot * mask_stride + number * mask_words
         word = tl.load(words + (ids >> 5), mask=inside, other=0)
         x = tl.where(((word >> (ids & 31)) & 1) != 0, x, float("-inf"))
@@ -100,51 +98,38 @@ def block_rank(
 
 
 @triton.jit(do_not_specialize=VARYING)
-def draw_kernel(
-    logits, draft, positions, temperature, repetition, presence, frequency, seed, bias, in_prompt,
-    generated, stop_ids, length, min_length, mask, ranks, rows_per_slot, draft_stride, mask_stride,
-    mask_words, position_stride_0, position_stride_1, stream, vocab_size, usable_vocab, STOPS: tl.constexpr,
-    BIAS: tl.constexpr, PENALTIES: tl.constexpr, MIN_LENGTH: tl.constexpr, MASK: tl.constexpr,
-    NOISE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Process a block of a row and write its greatest rank: int64 [rows, blocks]."""
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ids = block * BLOCK + tl.arange(0, BLOCK)
-    x = processed_logits(
-        logits, draft, bias, in_prompt, generated, repetition, presence, frequency, temperature, stop_ids,
-        length, min_length, mask, row, rows_per_slot, draft_stride, mask_stride, mask_words, ids, vocab_size,
-        usable_vocab, STOPS, BIAS, PENALTIES, MIN_LENGTH, MASK, NOISE,
-    )  # fmt: skip
-    rank = block_rank(
-        x, seed, positions, temperature, row, rows_per_slot, position_stride_0, position_stride_1, stream,
-        block * BLOCK, ids, vocab_size, NOISE, BLOCK,
-    )  # fmt: skip
-    tl.store(ranks + row * tl.num_programs(1) + block, rank)
-
-
-@triton.jit(do_not_specialize=["rows_per_slot", "draft_stride", "mask_stride", "mask_words"])
 def process_kernel(
-    logits, draft, temperature, repetition, presence, frequency, bias, in_prompt, generated, stop_ids,
-    length, min_length, mask, processed, highest, rows_per_slot, draft_stride, mask_stride, mask_words,
-    vocab_size, usable_vocab, STOPS: tl.constexpr, BIAS: tl.constexpr, PENALTIES: tl.constexpr,
-    MIN_LENGTH: tl.constexpr, MASK: tl.constexpr, NOISE: tl.constexpr, BLOCK: tl.constexpr,
+    logits, draft, positions, temperature, repetition, presence, frequency, seed, bias, in_prompt,
+    generated, stop_ids, length, min_length, mask, ranks, processed, highest, rows_per_slot, draft_stride,
+    mask_stride, mask_words, position_stride_0, position_stride_1, stream, vocab_size, usable_vocab,
+    STOPS: tl.constexpr, NOISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write a row's processed block, float32 [rows, V], and its highest order key, int32 [rows, blocks]."""
+    """Process a block of a row, and write its greatest rank, int64 [rows, blocks], where there are ranks.
+
+    Else the processed block, float32 [rows, V], and its highest order key, int32 [rows, blocks].
+    """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     x = processed_logits(
         logits, draft, bias, in_prompt, generated, repetition, presence, frequency, temperature, stop_ids,
         length, min_length, mask, row, rows_per_slot, draft_stride, mask_stride, mask_words, ids, vocab_size,
-        usable_vocab, STOPS, BIAS, PENALTIES, MIN_LENGTH, MASK, NOISE,
+        usable_vocab, STOPS, NOISE,
     )  # fmt: skip
-    tl.store(processed + row * vocab_size + ids, x, mask=ids < vocab_size)
-    tl.store(highest + row * tl.num_programs(1) + block, tl.max(order_key(x)))
+    if ranks is not None:
+        rank = block_rank(
+            x, seed, positions, temperature, row, rows_per_slot, position_stride_0, position_stride_1, stream,
+            block * BLOCK, ids, vocab_size, NOISE, BLOCK,
+        )  # fmt: skip
+        tl.store(ranks + row * tl.num_programs(1) + block, rank)
+    else:
+        tl.store(processed + row * vocab_size + ids, x, mask=ids < vocab_size)
+        tl.store(highest + row * tl.num_programs(1) + block, tl.max(order_key(x)))
 
 
 @triton.jit(do_not_specialize=["rows_per_slot", "position_stride_0", "position_stride_1", "stream"])
 def kept_draw_kernel(
     processed, thresholds, positions, temperature, min_p, seed, ranks, rows_per_slot, position_stride_0,
-    position_stride_1, stream, vocab_size, NOISE: tl.constexpr, BLOCK: tl.constexpr,
+    position_stride_1, stream, vocab_size, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The greatest rank of a block of a processed row among the tokens that truncation keeps."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -153,7 +138,7 @@ def kept_draw_kernel(
     kept = is_kept(x, ids, thresholds, temperature, min_p, row, row // rows_per_slot)
     rank = block_rank(
         tl.where(kept, x, float("-inf")), seed, positions, temperature, row, rows_per_slot,
-        position_stride_0, position_stride_1, stream, block * BLOCK, ids, vocab_size, NOISE, BLOCK,
+        position_stride_0, position_stride_1, stream, block * BLOCK, ids, vocab_size, True, BLOCK,
     )  # fmt: skip
     tl.store(ranks + row * tl.num_programs(1) + block, rank)
 
@@ -217,28 +202,19 @@ def sample_rows(
     logits: Tensor, draft: Tensor, positions: Tensor, tensors: SamplingTensors, stream: int = STREAM_TARGET
 ) -> tuple[Tensor, Tensor]:
     """Every tensor but draft and positions lies dense."""
-    steps = tensors.steps
     slots, rows_per_slot, vocab_size = logits.shape
     rows, blocks = slots * rows_per_slot, ceil_div(vocab_size, BLOCK)
-    grid, device = (rows, blocks), logits.device
+    device = logits.device
     ranks = torch.empty(rows, blocks, dtype=torch.int64, device=device)
-    where = (rows_per_slot, positions.stride(0), positions.stride(1), stream, vocab_size)
-    noise: dict[str, Any] = {
-        "NOISE": steps.noise, "BLOCK": BLOCK, "num_warps": WARPS, "enable_fp_fusion": False
-    }  # fmt: skip
-    if steps.truncation and steps.noise:
+    if tensors.truncation and tensors.noise:
         processed, highest = processed_rows(logits, draft, tensors)
         thresholds = find_thresholds(processed, highest, rows_per_slot, tensors)
-        kept_draw_kernel[grid](
+        kept_draw_kernel[rows, blocks](
             processed, thresholds, positions, tensors.temperature, tensors.min_p, tensors.seed, ranks,
-            *where, **noise,
+            rows_per_slot, positions.stride(0), positions.stride(1), stream, vocab_size, **OPTIONS,
         )  # fmt: skip
     else:
-        flags, numbers, history = _parameters(logits, tensors)
-        draw_kernel[grid](
-            logits, draft, positions, *numbers, tensors.seed, *history, ranks, rows_per_slot,
-            draft.stride(0), *_mask_strides(tensors), *where[1:], tensors.usable_vocab, **flags, **noise,
-        )  # fmt: skip
+        _process(logits, draft, tensors, (ranks, None, None), positions, stream)
     sampled = torch.empty(slots, rows_per_slot, dtype=torch.int64, device=device)
     finite = torch.empty(slots, rows_per_slot, dtype=torch.bool, device=device)
     choose_kernel[(rows,)](ranks, sampled, finite, blocks, BLOCK=power_of_two(blocks), PDL=0, num_warps=1)
@@ -247,20 +223,18 @@ def sample_rows(
 
 def row_laws(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
     """Every tensor but draft lies dense."""
-    steps = tensors.steps
     slots, rows_per_slot, vocab_size = logits.shape
     processed, highest = processed_rows(logits, draft, tensors)
     rows, blocks = highest.shape
-    truncation = steps.truncation and steps.noise
+    truncation = tensors.truncation and tensors.noise
     thresholds = find_thresholds(processed, highest, rows_per_slot, tensors) if truncation else highest
     sums = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
     firsts = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
     row = (processed, highest, thresholds, tensors.temperature, tensors.min_p)
     arguments = (*row, sums, firsts, rows_per_slot, vocab_size, blocks)
-    options: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False, "BLOCK": BLOCK}
-    options |= {"TRUNCATION": truncation, "HIGHEST_BLOCKS": power_of_two(blocks)}
+    options = {**OPTIONS, "TRUNCATION": truncation, "HIGHEST_BLOCKS": power_of_two(blocks)}
     weigh_kernel[rows, blocks](*arguments, **options)
-    law_kernel[rows, blocks](*arguments, NOISE=steps.noise, **options)
+    law_kernel[rows, blocks](*arguments, NOISE=tensors.noise, **options)
     return processed.view(slots, rows_per_slot, vocab_size)
 
 
@@ -273,31 +247,26 @@ def processed_rows(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> t
     rows, blocks = slots * rows_per_slot, ceil_div(vocab_size, BLOCK)
     processed = torch.empty(rows, vocab_size, dtype=torch.float32, device=logits.device)
     highest = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
-    flags, numbers, history = _parameters(logits, tensors)
-    process_kernel[rows, blocks](
-        logits, draft, *numbers, *history, processed, highest, rows_per_slot, draft.stride(0),
-        *_mask_strides(tensors), vocab_size, tensors.usable_vocab, **flags, NOISE=tensors.steps.noise,
-        BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
-    )  # fmt: skip
+    _process(logits, draft, tensors, (None, processed, highest))
     return processed, highest
 
 
-def _mask_strides(tensors: SamplingTensors) -> tuple[int, int]:
-    return (0, 0) if tensors.mask is None else (tensors.mask.stride(0), tensors.mask.stride(1))
-
-
-def _parameters(
-    logits: Tensor, tensors: SamplingTensors
-) -> tuple[dict[str, Any], tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Which steps look at a slot's history, its numbers, and its history; absent tensors are never read."""
-    own, steps = tensors, tensors.steps
-    flags = {
-        "STOPS": own.stop_ids.shape[1],
-        "BIAS": steps.bias and own.bias is not None,
-        "PENALTIES": steps.penalties and own.in_prompt is not None and own.generated is not None,
-        "MIN_LENGTH": steps.min_length,
-        "MASK": steps.grammar and own.mask is not None,
-    }
-    numbers = (own.temperature, own.repetition_penalty, own.presence_penalty, own.frequency_penalty)
-    given = (own.bias, own.in_prompt, own.generated, own.stop_ids, own.length, own.min_length, own.mask)
-    return flags, numbers, tuple(logits if tensor is None else tensor for tensor in given)
+def _process(
+    logits: Tensor,
+    draft: Tensor,
+    tensors: SamplingTensors,
+    outputs: tuple[Tensor | None, ...],
+    positions: Tensor | None = None,
+    stream: int = 0,
+) -> None:
+    """Launch the kernel that takes every step before truncation."""
+    own, (slots, rows_per_slot, vocab_size) = tensors, logits.shape
+    numbers = (own.temperature, own.repetition_penalty, own.presence_penalty, own.frequency_penalty, own.seed)
+    history = (own.bias, own.in_prompt, own.generated, own.stop_ids, own.length, own.min_length, own.mask)
+    mask_strides = (0, 0) if own.mask is None else own.mask.stride()[:2]
+    places = (0, 0) if positions is None else positions.stride()
+    process_kernel[slots * rows_per_slot, ceil_div(vocab_size, BLOCK)](
+        logits, draft, positions, *numbers, *history, *outputs, rows_per_slot, draft.stride(0), *mask_strides,
+        *places, stream, vocab_size, own.usable_vocab, STOPS=own.stop_ids.shape[1], NOISE=own.noise,
+        **OPTIONS,
+    )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spd.kernels.dispatch import Kernels, load_kernels
-from spd.kernels.linear.eight_bits import int8_rows
+from spd.kernels.linear.few_bits import int8_rows, tiled
 from spd.kernels.linear.skinny_config import TILES
 from spd.kernels.linear.skinny_linear import AnyWeight, Norm
 from spd.runtime.load.token_tiles import KINDS, Widest, bound_to, keep_answer
@@ -86,7 +86,7 @@ def _products(
 
     def weight(n: int, k: int) -> AnyWeight:
         wide: Tensor = draw(n, k) / k**0.5
-        return int8_rows(wide) if kind == "int8" else wide
+        return tiled(int8_rows(wide)) if kind == "int8" else wide
 
     (n, k), (both, inner), head = shapes
     yield "linear", (draw(ASKED_ROWS, k), weight(n, k), None, None, None, draw(ASKED_ROWS, n))

@@ -7,9 +7,6 @@ in the prompt-chunk program, which has one size.
 
 `NativeLinear` is C's: norms before and sums after are a part of the product.
 
-The first two take weights of eight bits. Triton's products multiply them as they are, torch's where it has
-such a product (`multiplies_int8`); elsewhere torch's form keeps their values in the run's dtype.
-
 Of some layers every rank holds a part: sums after a block, the vocabulary at both ends.
 """
 
@@ -25,11 +22,10 @@ from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
 from spd.kernels.launch import device_facts
-from spd.kernels.linear.eight_bits import int8_linear
 from spd.kernels.linear.few_bits import GroupedWeight, grouped_linear
 from spd.kernels.linear.norm_gate import gelu_mul, rms_norm, silu_mul
 from spd.kernels.linear.skinny_config import config_for, workspace_sizes
-from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm, ScaledWeight, step_of
+from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm, step_of
 from spd.kernels.native.library import Ending, NativeLibrary
 from spd.runtime.layers.base import Communicator, ForwardBatch, Residual
 
@@ -118,14 +114,11 @@ def normed(stream: Residual, weight: Tensor, epsilon: float, kernels: Kernels) -
 
 
 class Linear(AnyHead):
-    """Torch's form, with W packed once and never changed.
-
-    Int8 rows are read as they are, by the CPU alone; codes are multiplied out at each call, in float32.
-    """
+    """Torch's form, with W packed once and never changed; codes are multiplied out at each call."""
 
     def __init__(
         self,
-        weight: Tensor | ScaledWeight | GroupedWeight,
+        weight: Tensor | GroupedWeight,
         dtype: torch.dtype,
         bias: Tensor | None = None,
         around: Around = ALONE,
@@ -135,7 +128,7 @@ class Linear(AnyHead):
         self.packed = isinstance(weight, Tensor) and can_prepack(weight)
         if isinstance(weight, Tensor) and self.packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
-        self.weight: Tensor | ScaledWeight | GroupedWeight = weight
+        self.weight: Tensor | GroupedWeight = weight
 
     def __call__(self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None) -> Residual:
         x, around = stream.x, self.around
@@ -150,8 +143,6 @@ class Linear(AnyHead):
         return in_tiles(self._apply, x, tile)
 
     def _apply(self, x: Tensor) -> Tensor:
-        if isinstance(self.weight, ScaledWeight):
-            return int8_linear(x, self.weight, self.bias)
         if isinstance(self.weight, GroupedWeight):
             return grouped_linear(x, self.weight, self.bias)
         if self.packed:
@@ -242,8 +233,7 @@ class NativeLinear(AnyHead):
         around: Around = ALONE,
     ) -> None:
         gate, norm, post_norm = around.gate, around.norm, around.post_norm
-        pack = library.pack_codes if isinstance(weight, GroupedWeight) else library.pack
-        self.weight, self.library = pack(weight, gated=gate is not None), library  # type: ignore[arg-type]
+        self.weight, self.library = library.pack(weight, gated=gate is not None), library
         self.ending = Ending.ROUNDED if gate is None else Ending[gate.upper()]
         self.bias, self.norm, self.post_norm = (
             None if vector is None else vector.float().contiguous() for vector in (bias, norm, post_norm)

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from spd.errors import IncompatibleError
 from spd.kernels.dispatch import Kernels
-from spd.kernels.linear.eight_bits import int8_rows, magnitudes, multiplies_int8
-from spd.kernels.linear.few_bits import INT4_GROUP, GroupedWeight, int4_groups, tiled
-from spd.kernels.linear.skinny_linear import AnyWeight, ScaledWeight, plain_weight
+from spd.kernels.linear.few_bits import INT4_GROUP, GroupedWeight, int4_groups, int8_rows, magnitudes, tiled
 from spd.runtime.layers.base import Communicator
 from spd.runtime.layers.linear import (
     ALONE,
@@ -50,7 +48,7 @@ class Tensors(dict[str, Tensor]):
         """Matrices in codes, with what stands beside these."""
 
 
-Kept = Tensor | ScaledWeight | GroupedWeight
+Kept = Tensor | GroupedWeight
 LayerTensors = tuple[Tensors, Tensors]
 """One layer's: of its attention block, and of its MLP block."""
 
@@ -133,39 +131,33 @@ class WeightSpace:
 class LayerBuilder:
     """Builds products that all run in one form, for blocks allocated by `WeightSpace` and filled.
 
-    The norms before fused matrices are folded into them, as Triton's products want it, and
-    as int8 does in both forms, whose rows are thus the same; before codes they become factors of columns.
+    The norms before fused matrices are folded into them, as Triton's products want it, and before rows are
+    rounded to int8; before other codes they become factors of columns.
     With `ranks` layouts and tensors are one rank's part.
     """
 
     def __init__(self, place: Place, epsilon: float) -> None:
         self.place, self.kernels, self.epsilon = place, place.kernels, epsilon
         self.dtype, self.form, self.ranks = place.dtype, place.form, place.ranks
-        self.fold_norms = place.kernels.facts.folds_norms or place.form.kind == "int8"
+        self.fold_norms = place.kernels.facts.folds_norms
         self.products: list[Linear | SkinnyLinear | NativeLinear] = []
         """All but the heads', in the order in which they were made."""
 
     def linear(
-        self, weight: AnyWeight | GroupedWeight, bias: Tensor | None = None, around: Around = ALONE
+        self, weight: Kept, bias: Tensor | None = None, around: Around = ALONE
     ) -> Linear | SkinnyLinear | NativeLinear:
         """A product by weight [N, K] in this builder's form, with what stands around it in its layer."""
         self.products.append(self._linear(weight, bias, around))
         return self.products[-1]
 
     def _linear(
-        self, weight: AnyWeight | GroupedWeight, bias: Tensor | None, around: Around
+        self, weight: Kept, bias: Tensor | None, around: Around
     ) -> Linear | SkinnyLinear | NativeLinear:
         if self.kernels.native is not None:
-            if not isinstance(weight, GroupedWeight):
-                weight = plain_weight(weight, self.dtype)
             return NativeLinear(weight, bias, self.kernels.native, around)
         if self.kernels.facts.folds_norms:
-            weight = tiled(weight) if isinstance(weight, GroupedWeight) else weight
-            return SkinnyLinear(weight, bias, self.kernels, around)
-        if not isinstance(weight, GroupedWeight) and not (
-            isinstance(weight, ScaledWeight) and multiplies_int8(weight.device, self.dtype, weight.shape[-1])
-        ):
-            weight = plain_weight(weight, self.dtype)
+            laid_out = tiled(weight) if isinstance(weight, GroupedWeight) else weight
+            return SkinnyLinear(laid_out, bias, self.kernels, around)
         return Linear(weight, self.dtype, bias, around)
 
     def embedding(self, table: Tensor, vocab_size: int) -> AnyEmbedding:
@@ -193,20 +185,16 @@ class LayerBuilder:
 
     def after_norm(self, tensors: Tensors, name: str, gate: Gate | None = None) -> AnyLinear:
         """The fused matrix `name` that reads the block's norm, or the stream itself where there is none."""
-        bias, norm, rounds = tensors.get(f"{name}_bias"), tensors.get("norm"), self.form.kind == "int8"
+        bias, norm, folds = tensors.get(f"{name}_bias"), tensors.get("norm"), self.fold_norms
+        rounds = folds and self.form.kind == "int8"
         if norm is not None and rounds:
             tensors[name].mul_(norm)  # in float32 and rounded once, without a copy
         kept = self._kept(tensors, name)
         if norm is None:
             return self.linear(kept, bias, Around(gate=gate))
-        # Norms do not fold into codes.
-        folded = self.fold_norms and (self.kernels.facts.folds_norms or not isinstance(kept, GroupedWeight))
-        if isinstance(kept, Tensor):
-            if folded:
-                kept.mul_(norm)
-        elif folded and not rounds:
-            kept = replace(kept, columns=norm)
-        return self.linear(kept, bias, Around(self.epsilon, norm, folded, gate))
+        if folds and not rounds:  # norms do not fold into codes
+            kept = kept.mul_(norm) if isinstance(kept, Tensor) else replace(kept, columns=norm)
+        return self.linear(kept, bias, Around(self.epsilon, norm, folds, gate))
 
     def matrix(self, tensors: Tensors, name: str, *, cut: bool = False) -> AnyLinear:
         return self.linear(self._kept(tensors, name, cut=cut), tensors.get(f"{name}_bias"))
@@ -262,18 +250,12 @@ class LayerBuilder:
                 wide = tensors[each].float()
                 tensors[each] = (wide - wide.mean(0)).to(tensors[each].dtype)
 
-    def stacked(self, tensors: Tensors, name: str, count: int, *, cut: bool) -> AnyWeight | GroupedWeight:
+    def stacked(self, tensors: Tensors, name: str, count: int, *, cut: bool) -> Kept:
         """The experts' matrices [E, N, K] in the form that weights are kept in."""
         kept = self._kept(tensors, name, cut=cut)
         if isinstance(kept, GroupedWeight):
             return kept.stacked(count)
-        if isinstance(kept, Tensor):
-            return kept.view(count, -1, kept.shape[1])
-        values, scales = kept.values, kept.scales
-        each = ScaledWeight(values.view(count, -1, kept.shape[1]), scales.view(count, -1, *scales.shape[1:]))
-        multiplied = self.form.kind != "int8" or self.kernels.facts.any_int8
-        multiplied = multiplied or multiplies_int8(kept.device, self.dtype, kept.shape[1])
-        return each if multiplied else each.plain(self.dtype)
+        return kept.view(count, -1, kept.shape[1])
 
 
 def reorder_heads(tensor: Tensor, order: list[int]) -> None:

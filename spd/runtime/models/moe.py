@@ -15,10 +15,8 @@ from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
 from spd.kernels.experts.moe import FEW_ROWS, MANY_ROWS, ClampedExperts, by_expert
-from spd.kernels.linear.eight_bits import expert_linear
-from spd.kernels.linear.few_bits import GroupedWeight, tiled
+from spd.kernels.linear.few_bits import GroupedWeight, expert_linear, tiled
 from spd.kernels.linear.norm_gate import gelu_mul, rms_norm
-from spd.kernels.linear.skinny_linear import plain_weight
 from spd.runtime.layers.base import ForwardBatch, Residual
 from spd.runtime.layers.linear import AnyLinear, added, in_tiles, normed, squared
 from spd.runtime.models.builder import Kept, LayerBuilder, Tensors
@@ -181,17 +179,13 @@ def _experts(layout: MoeLayout, tensors: Tensors, build: LayerBuilder) -> Expert
     )
     if (act := between(layout.experts.plain, layout.limits[0])) is not None:
         return partial(by_torch, lambda x, e: expert_linear(act(expert_linear(x, gate_up, e)), down, e))
-    if build.kernels.facts.folds_norms:
-        gate_up, down = (tiled(each) if isinstance(each, GroupedWeight) else each for each in (gate_up, down))
-    if (native := build.kernels.native) is None:
+    if (native := build.kernels.native) is not None:
+        gated, plain = native.pack(gate_up, gated=True), native.pack(down)
+        return lambda x, chosen, stream, batch: Residual(native.experts(x, *chosen, gated, plain, stream.x))
+    if not build.kernels.facts.folds_norms:
         return partial(by_kernels, gate_up, down, build.kernels)
-    gated, plain = (
-        native.pack_codes(each, gated=each is gate_up)
-        if isinstance(each, GroupedWeight)
-        else native.pack(plain_weight(each, build.dtype), gated=each is gate_up)
-        for each in (gate_up, down)
-    )
-    return lambda x, chosen, stream, batch: Residual(native.experts(x, *chosen, gated, plain, stream.x))
+    tiles = [tiled(each) if isinstance(each, GroupedWeight) else each for each in (gate_up, down)]
+    return partial(by_kernels, tiles[0], tiles[1], build.kernels)
 
 
 class LayerEmbeddings:

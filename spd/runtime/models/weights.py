@@ -208,8 +208,6 @@ INT4_GROUP = 64
 """Columns that share a scale where weights are rounded to four bits at load."""
 STEP = 128
 """Columns of four bits that kernels read at a time, at most."""
-VECTOR = 32
-"""Columns that torch's int8 product reads at a time."""
 PARTS = ("scales", "zeros")
 """What stands beside the codes of a matrix in few bits."""
 
@@ -247,14 +245,12 @@ class PackedSpec:
 class WeightForm:
     """How the matrices of a model's layers are kept; embeddings, heads, routers and vectors never change.
 
-    int8: rounded at load, with a scale a row; int4: with a scale for `INT4_GROUP` columns. `widened` says
-    that their values are kept in the run's dtype nevertheless, `vectors` that only whole vectors are not.
-    packed: the matrices named in `packed` as codes.
+    int8: rounded at load, with a scale a row; int4: with a scale for `INT4_GROUP` columns. widened: their
+    values are kept in the run's dtype nevertheless. packed: the matrices named in `packed` as codes.
     """
 
     kind: Literal["wide", "int8", "int4", "packed"] = "wide"
     widened: bool = False
-    vectors: bool = False
     packed: Mapping[str, PackedSpec] = field(default_factory=dict, hash=False)
 
     @property
@@ -292,7 +288,7 @@ class WeightForm:
         if not table and destination.multiplied and not self.widened:
             if self.kind == "int4" and columns[0] % INT4_GROUP == 0:
                 return PackedSpec("int4", INT4_GROUP, wide_scales=False).bytes_of(*destination.shape)
-            if self.kind == "int8" and (columns[0] % VECTOR == 0 or not self.vectors):
+            if self.kind == "int8":
                 return size + 4 * rows
         return size * (4 if destination.exact else DTYPE_BYTES[dtype])
 
@@ -304,9 +300,3 @@ WIDE = WeightForm()
 def int4_form(kernels: str, dtype: str) -> WeightForm:
     """How int4 groups are kept: wide where float16 could overflow before the norm's scales."""
     return WeightForm("int4", widened=kernels == "triton" and dtype == "float16")
-
-
-def int8_form(kernels: str, on_cpu: bool, dtype: str) -> WeightForm:
-    """How int8 rows are kept by the kernels of a form: some multiply wide weights only."""
-    narrow = kernels == "triton" or (on_cpu and dtype == "bfloat16")
-    return WeightForm("int8", widened=not narrow, vectors=narrow and kernels != "triton")

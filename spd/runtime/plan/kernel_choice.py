@@ -16,7 +16,7 @@ from spd.formats.model_config import ModelConfig
 from spd.formats.quantized import CODES, Quantization
 from spd.kernels.native.build import DTYPE_FLAGS, LARGEST_HEAD, NativeUnavailable, obstacle
 from spd.runtime.models.layouts import AttentionLayout, GqaLayout, LayerLayout, MoeLayout, SideLayout
-from spd.runtime.models.weights import INT4_GROUP, STEP, WIDE, PackedSpec, WeightForm, int4_form, int8_form
+from spd.runtime.models.weights import INT4_GROUP, STEP, WIDE, PackedSpec, WeightForm, int4_form
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.plan.machine import Machine
 
@@ -29,14 +29,12 @@ SCALES = {"int8": "a scale a row", "int4": f"a scale for {INT4_GROUP} columns"}
 """What `--quantize` makes of a matrix."""
 
 
-def native_obstacle(machine: Machine, dtype: str, quantize: str, layers: Iterable[LayerLayout]) -> str | None:
+def native_obstacle(machine: Machine, dtype: str, layers: Iterable[LayerLayout]) -> str | None:
     """What keeps the C kernels from running models of these layers; nothing is compiled for an answer."""
     if not machine.on_cpu:
         return "they are a CPU's"
     if dtype not in DTYPE_FLAGS:
         return f"they multiply {' and '.join(DTYPE_FLAGS)}, not {dtype}"
-    if quantize == "int8":
-        return "they know no int8 weights"
     layers = list(layers)
     if (only := torch_alone(layers)) is not None:
         return only
@@ -62,9 +60,7 @@ def torch_alone(layers: Iterable[LayerLayout]) -> str | None:
     return None
 
 
-def choose_kernels(
-    wish: str, machine: Machine, dtype: str, quantize: str, layers: Iterable[LayerLayout]
-) -> tuple[str, str]:
+def choose_kernels(wish: str, machine: Machine, dtype: str, layers: Iterable[LayerLayout]) -> tuple[str, str]:
     """The form of the kernels and why. Raises ResourceError, IncompatibleError for what cannot be."""
     layers = list(layers)
     if wish == "torch":
@@ -72,7 +68,7 @@ def choose_kernels(
     if (only := torch_alone(layers)) is not None:
         return _torch_instead(wish, only)
     if wish == "native" or (wish == "auto" and machine.on_cpu):
-        return _native(wish, native_obstacle(machine, dtype, quantize, layers), dtype, machine.foreseen)
+        return _native(wish, native_obstacle(machine, dtype, layers), dtype, machine.foreseen)
     if not machine.foreseen and find_spec("triton") is None:
         if wish == "auto":
             return "torch", "triton is not installed"
@@ -134,7 +130,7 @@ def choose_form(
             )
         why = f"--quantize {wishes.quantize}: {SCALES[wishes.quantize]}, made at load"
         rows = wishes.quantize == "int8"
-        form = int8_form(kernels, machine.on_cpu, dtype) if rows else int4_form(kernels, dtype)
+        form = WeightForm("int8") if rows else int4_form(kernels, dtype)
         return form, f"{why}, kept as {dtype}, for these kernels want wide weights" if form.widened else why
     if model.quantization is not None:
         return _packed(model.quantization, folder, wishes, kernels, dtype)

@@ -24,7 +24,6 @@ from spd.runtime.models.weights import (
     ModelLayout,
     WeightForm,
     int4_form,
-    int8_form,
     layout_bytes,
 )
 from spd.runtime.plan.config import METHODS, EngineConfig, show_size
@@ -410,8 +409,7 @@ def _otherwise(shape: EngineShape, draft_flag: bool) -> Iterator[tuple[str, Engi
     models = (shape.target, shape.draft, shape.mtp.config if shape.mtp else None)
     stored = [model.quantization for model in models if model is not None]
     if wide and not any(stored):
-        forms = int8_form(shape.kernels, shape.on_cpu, shape.dtype), int4_form(shape.kernels, shape.dtype)
-        for form in forms:
+        for form in (WeightForm("int8"), int4_form(shape.kernels, shape.dtype)):
             if not form.widened:
                 yield f"--quantize {form.kind}", replace(shape, form=form, draft_form=form)
     if shape.dtype == "float32":

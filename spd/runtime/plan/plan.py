@@ -175,7 +175,7 @@ def _kernels(
     """
     layers = family_layout(model).layers
     dtype = _dtype(wishes.dtype, machine, model, wishes.kernels)
-    kernels, why = choose_kernels(wishes.kernels, machine, dtype, wishes.quantize, layers)
+    kernels, why = choose_kernels(wishes.kernels, machine, dtype, layers)
     dtype = _dtype(wishes.dtype, machine, model, kernels)
     drafting = () if drafter.folder is None else family_layout(drafter.folder.config).layers
     if drafter.mtp is not None:
@@ -184,7 +184,7 @@ def _kernels(
         raise IncompatibleError(
             "--draft-model cannot run by the target's kernels", reason=[f"{only}."], fix=["--kernels torch"]
         )
-    others = kernels == "native" and native_obstacle(machine, dtype, wishes.quantize, drafting) is not None
+    others = kernels == "native" and native_obstacle(machine, dtype, drafting) is not None
     return dtype, kernels, why, "torch" if others else kernels
 
 

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spd.kernels.round.commit import first_sample
 from spd.kernels.round.window import BEGAN, COMMITTED, ENDED, VERIFIED
 from spd.runtime.round.cpu_load import FollowedThreads
 from spd.runtime.round.graphs import CapturedRounds, RoundShape
@@ -47,8 +46,6 @@ class RoundResult(NamedTuple):
 
     rows: list[list[int]]
     """Of the ring, one a slot; see `read_emission`."""
-    first_sample: int
-    """The column of those rows where the samples begin."""
     logprobs: HostLogprobs | None
     k: int
     draft_forwards: int
@@ -80,7 +77,6 @@ class Ticket(NamedTuple):
         scores = None if logprobs is None else HostLogprobs(*(tensor.tolist() for tensor in logprobs))
         return RoundResult(
             ring.tolist(),
-            first_sample(ring.shape[1]),
             scores,
             self.k,
             self.draft_forwards,

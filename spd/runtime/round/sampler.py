@@ -113,8 +113,9 @@ class Sampler:
             generated=self.generated if needs.penalties else None,
             stop_ids=state.stop_ids,
             length=state.length,
-            min_length=state.min_length,
-            steps=needs,
+            min_length=state.min_length if needs.min_length else None,
+            noise=needs.noise,
+            truncation=needs.truncation,
             usable_vocab=usable_vocab or self.usable_vocab,
             mask=self.mask if needs.grammar else None,
         )
