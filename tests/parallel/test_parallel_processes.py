@@ -20,9 +20,10 @@ from spd.kernels.native.build import obstacle
 from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.ranks import crew
 from spd.runtime.round.model_runner import bucket_for
-from tests.helpers import INTERPRETED, make_engine, random_prompts, read_model_config, run_all
-from tests.parallel.process_ranks import count_traffic, damped, most_memory, nothing_is_left, pids
+from tests.helpers import INTERPRETED, Damped, make_engine, random_prompts, read_model_config, run_all
+from tests.parallel.process_ranks import count_traffic, most_memory, nothing_is_left, pids
 
+damped = Damped(loud=2)
 PROMPTS = [*random_prompts(1, 75, 256), *random_prompts(1, 20, 256, seed=1)]
 PARAMS = [SamplingParams(max_tokens=16), SamplingParams(max_tokens=16, temperature=0.9, seed=4)]
 
