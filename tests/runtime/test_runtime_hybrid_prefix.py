@@ -26,7 +26,7 @@ from spd.runtime.round.limits import PAGE_SIZE
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.round_queue import RoundQueue
 from spd.runtime.round.state_store import StateStore
-from tests.helpers import Run, make_engine, random_prompts, run_all, run_requests
+from tests.helpers import Run, assert_same, make_engine, random_prompts, run_all, run_requests
 from tests.page_checks import check_pages
 from tests.pairs import Pairs
 from tests.runtime.test_runtime_hybrid import FORMS
@@ -61,8 +61,7 @@ def turns(engine: Engine, prompt: tuple[int, ...], params: SamplingParams, count
 
 
 def same(found: list[Run], fresh: list[Run]) -> None:
-    assert [run.output for run in found] == [run.output for run in fresh]
-    assert [run.logprobs for run in found] == [run.logprobs for run in fresh]
+    assert_same(found, fresh)
     assert [run.drafts for run in found] == [run.drafts for run in fresh]
     assert all(run.metrics.cached_tokens == 0 for run in fresh)
 
@@ -104,17 +103,13 @@ def hits(
         check_pages(made[0]._scheduler)
 
 
-CASES = [(0, 1, 0.0), (4, 2, 0.0), (3, 1, 1.0)]
-"""Drafts, lag, temperature; the third is that of the planted faults."""
-
-
 @pytest.mark.parametrize("method", ["ngram", "mtp", "draft", "mtp+ngram"])
 @pytest.mark.parametrize("form", ["native", pytest.param("torch", marks=pytest.mark.slow)])
 def test_a_hit_is_a_miss(pairs: Pairs, form: str, method: str) -> None:
     needs(form)
-    for k, lag, temperature in CASES[1:] if (form, method) == ("native", "mtp") else CASES[2:3]:
-        lengths = LENGTHS if form == "native" else LENGTHS[1:2]
-        hits(pairs, form, method if k else "off", temperature, lengths, lag=lag, draft_max=k or None)
+    if (form, method) == ("native", "mtp"):
+        hits(pairs, form, method, 0.0, LENGTHS, lag=2, draft_max=4)
+    hits(pairs, form, method, 1.0, LENGTHS[1:3] if form == "native" else LENGTHS[1:2], lag=1, draft_max=3)
 
 
 @pytest.mark.parametrize(
@@ -236,15 +231,12 @@ def test_a_preempted_text_goes_on_from_a_checkpoint(
     monkeypatch.setattr(
         StateStore, "load", lambda self, *given: starts.append(given[2]) or load(self, *given)
     )
-    for lag in {"mtp": (0, 2), "draft": (2,), "off": (1,)}[method]:
-        starts.clear()
-        engine = engine_of(pairs, form, method, slots=3, lag=lag, cache_pages=5, **wishes)
-        runs = run_all(engine, prompts, params)
-        assert [run.output for run in runs] == [run.output for run in fresh]
-        assert [run.logprobs for run in runs] == [run.logprobs for run in fresh]
-        assert sum(run.metrics.preemptions for run in runs) == len(starts) > 0
-        assert all(start > 60 for start in starts)
-        check_pages(engine._scheduler)
+    engine = engine_of(pairs, form, method, slots=3, lag=2 * (method == "mtp"), cache_pages=5, **wishes)
+    runs = run_all(engine, prompts, params)
+    assert_same(runs, fresh)
+    assert sum(run.metrics.preemptions for run in runs) == len(starts) > 0
+    assert all(start > 60 for start in starts)
+    check_pages(engine._scheduler)
 
 
 @pytest.mark.covers(1)
