@@ -67,14 +67,15 @@ INTERPRETED = [
 
 
 def few_programs(monkeypatch: pytest.MonkeyPatch, processors: int = 1) -> None:
-    """Let attention think that its device is small: idle programs take the interpreter's time too."""
+    """Few programs for the interpreter: of a small device none is idle, and one turns all heads of a row."""
     from spd.kernels import launch
-    from spd.kernels.attention import paged_attention_triton
+    from spd.kernels.attention import paged_attention_triton, rotary_store_triton
 
     def facts(device: torch.device) -> launch.Device:
         return replace(launch.device_facts(device), processors=processors)
 
     monkeypatch.setattr(paged_attention_triton, "device_facts", facts)
+    monkeypatch.setattr(rotary_store_triton, "HEADS_A_PROGRAM", 16)
 
 
 class TinyShelf:
@@ -163,6 +164,16 @@ def run_requests(engine: Engine, requests: list[Request]) -> list[Run]:
     return list(runs.values())
 
 
+def outputs(runs: Sequence[Run]) -> list[tuple[list[int], str, str | None]]:
+    """What must not depend on speculation, of each."""
+    return [run.output for run in runs]
+
+
+def drafts(runs: Sequence[Run]) -> list[list[tuple[list[int], int]]]:
+    """(drafts, accepted) of each round of each."""
+    return [run.drafts for run in runs]
+
+
 def accepted(runs: list[Run]) -> int:
     """Drafts that were accepted."""
     return sum(run.metrics.draft_n_accepted for run in runs)
@@ -208,7 +219,13 @@ def logits_of(engine: Engine, prompt: Sequence[int], chunk: int = 64) -> torch.T
 
 
 def speaks_as(
-    reference: Any, engine: Engine, prompt: tuple[int, ...], count: int = 64, *, ends: bool = False
+    reference: Any,
+    engine: Engine,
+    prompt: tuple[int, ...],
+    count: int = 64,
+    *,
+    ends: bool = False,
+    close: float = 1e-4,
 ) -> Run:
     """Assert that logits and greedy text are those of a model of `transformers`; the engine's run.
 
@@ -220,7 +237,7 @@ def speaks_as(
     with torch.inference_mode():
         whole = reference(input_ids=torch.tensor([[*prompt, *run.tokens]])).logits[0]
     first = len(prompt)
-    assert (own - whole[:first]).abs().max() < 1e-4
+    assert (own - whole[:first]).abs().max() < close
     assert run.tokens == whole[first - 1 : -1].argmax(-1).tolist()
     assert len(run.tokens) == count or ends
     return run

@@ -5,13 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from spd.formats.chat_template import ChatTemplate, encode_rendered, render_chat
@@ -143,60 +141,21 @@ def test_natural_acceptance(folder: Path, wishes: dict[str, Any], least: float) 
 
 @every_demo
 @pytest.mark.slow
-def test_held_out_bits_per_byte_beat_xz(folder: Path, say: Callable[[str], None]) -> None:
-    """On the modules that training never saw, in the same text; the recorded hash tells whether it is."""
-    corpus = build_corpus()
-    record = json.loads((folder / "training.json").read_text())
-    if record["corpus_sha256"] != corpus.digest():
-        pytest.skip("another Python version: its standard library was not held out")
-    text = "".join(corpus.held_out)
-    xz = 8 * len(lzma.compress(text.encode(), preset=9)) / len(text.encode())
-    bits = _bits_per_byte(folder, corpus.held_out)
-    say(f"held-out bits per byte: {folder.name} {bits:.3f}, xz -9 {xz:.3f}")
-    assert bits < xz
-
-
-@every_demo
-@pytest.mark.slow
-def test_mtp_layer_on_held_out_text(folder: Path, say: Callable[[str], None]) -> None:
-    """Measured again by the recipe's own forward pass, and as recorded."""
+def test_on_held_out_text_it_beats_xz_and_its_mtp_layer_a_table(
+    folder: Path, say: Callable[[str], None]
+) -> None:
+    """Measured again by the recipe's own forward pass on modules that training never saw, and as recorded."""
     corpus = build_corpus()
     record = json.loads((folder / "training.json").read_text())
     if record["corpus_sha256"] != corpus.digest():
         pytest.skip("another Python version: its standard library was not held out")
     shape = TARGETS[SHAPES[json.loads((folder / "config.json").read_text())["model_type"]]]
     tokenizer = LibraryTokenizer.from_file(str(folder / "tokenizer.json"))
-    found = held_out(folder, corpus, tokenizer, shape)
-    say(str(found))
+    found, text = held_out(folder, corpus, tokenizer, shape), "".join(corpus.held_out).encode()
+    xz = 8 * len(lzma.compress(text, preset=9)) / len(text)
+    say(f"{folder.name}: {found}; xz -9 takes {xz:.3f} bits a byte")
+    assert found["bits_per_byte"] < xz
     assert found["mtp_acceptance"] == pytest.approx(record["held_out"]["mtp_acceptance"], abs=0.01)
     first = found["mtp_acceptance"][0]
     assert first >= found["bigram_acceptance"] + 0.10
     assert first >= 0.60 or folder != demo_folder()
-
-
-@torch.inference_mode()
-def _bits_per_byte(folder: Path, texts: tuple[str, ...]) -> float:
-    """Cross entropy through spd's own forward pass, in windows of 512 tokens."""
-    from spd.runtime.round.rows import SlotView
-
-    engine = make_engine(folder, dtype="bfloat16", ctx=512)
-    runner, tokenizer = engine._device.runner, engine.tokenizer
-    assert tokenizer is not None
-    view = SlotView(512, list(range(2, 10)))
-    table = runner.page_row(view.pages, 8)[None]
-    end, nats, size = tokenizer.token_to_id("<|endoftext|>"), 0.0, 0
-    assert end is not None
-    for text in texts:
-        ids = torch.tensor([end, *tokenizer.encode(text)])
-        size += len(text.encode())
-        for start in range(0, len(ids) - 1, 512):
-            window = ids[start : start + 513]
-            for first in range(0, len(window) - 1, 32):
-                stop = min(first + 32, len(window) - 1)
-                hidden = runner.forward_prompt(
-                    window[None], first, stop, table, view.pages, chunked=False
-                ).hidden
-                logits = runner.logits(hidden)[0]
-                labels = window[first + 1 : stop + 1]
-                nats += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
-    return nats / math.log(2) / size

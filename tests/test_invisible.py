@@ -358,16 +358,6 @@ def test_draft_context_limit(target: Path, draft: Path) -> None:
     assert not any(record.draft for record in runs[-1].rounds)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("k", [1, 4])
-def test_self_draft_accepts_everything(target: Path, temperature: float, k: int) -> None:
-    params = SamplingParams(temperature=temperature, max_tokens=40, seed=8, ignore_eos=True)
-    run = run_one(target, PROMPTS[0], params, spec="draft", draft_model=target, draft_max=k, kernels="auto")
-    assert run.metrics.draft_n > 0
-    assert run.metrics.draft_n_accepted == run.metrics.draft_n
-    assert all(record.draft_forwards == k for record in run.rounds)
-
-
 def test_every_length_and_stop_position_in_the_window(target: Path, pairs: Pairs) -> None:
     long = run_one(target, PROMPTS[1], SamplingParams(max_tokens=24), kernels="auto")
     for method in ("self", "draft"):

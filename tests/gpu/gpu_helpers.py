@@ -80,11 +80,6 @@ def story(runs: Sequence[Run]) -> list[dict[str, Any]]:
     ]
 
 
-def outputs(runs: Sequence[Run]) -> list[tuple[list[int], str, str | None]]:
-    """What must not depend on anything."""
-    return [run.output for run in runs]
-
-
 def likely_stop(model: Path, prompt: tuple[int, ...], **wishes: Any) -> int:
     """A token in the middle of the greedy text after a prompt."""
     with gpu_engine(model, **wishes) as engine:

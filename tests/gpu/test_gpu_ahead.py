@@ -8,7 +8,8 @@ import pytest
 
 from spd.formats.demo import demo_folder
 from spd.runtime import SamplingParams
-from tests.gpu.gpu_helpers import demo_prompts, gpu_engine, method_wishes, outputs, run_work, story
+from tests.gpu.gpu_helpers import demo_prompts, gpu_engine, method_wishes, run_work, story
+from tests.helpers import outputs
 
 PENALTIES = SamplingParams(
     max_tokens=24, temperature=0.8, top_p=0.9, repetition_penalty=1.2, logit_bias=((9, 1.0),), seed=2

@@ -10,9 +10,9 @@ import pytest
 
 from spd.formats.demo import demo_eagle3_folder, demo_folder
 from spd.runtime import SamplingParams
-from tests.gpu.gpu_helpers import Work, demo_prompts, gpu_engine, method_wishes, outputs, run_work, story
+from tests.gpu.gpu_helpers import Work, demo_prompts, gpu_engine, method_wishes, run_work, story
 from tests.gpu.test_gpu_rounds import check_case, spoke
-from tests.helpers import Run
+from tests.helpers import Run, outputs
 from tests.recipes.fp8_twin import write_twin
 
 METHODS = ("ngram", "draft", "mtp", "eagle3", "mtp+ngram")

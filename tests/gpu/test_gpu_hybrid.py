@@ -10,9 +10,9 @@ import torch
 
 from spd.kernels.dispatch import load_kernels
 from spd.runtime import Request, SamplingParams
-from tests.gpu.gpu_helpers import DEVICE, Work, every_kind, gpu_engine, likely_stop, outputs, run_work, story
+from tests.gpu.gpu_helpers import DEVICE, Work, every_kind, gpu_engine, likely_stop, run_work, story
 from tests.gpu.test_gpu_rounds import check_case, spoke
-from tests.helpers import Run, random_prompts, run_requests
+from tests.helpers import Run, outputs, random_prompts, run_requests
 from tests.kernels.test_kernels_recurrent import Prompt, Shape, check_chunks, check_passes, check_windows
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
 

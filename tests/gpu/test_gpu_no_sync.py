@@ -13,8 +13,8 @@ from torch import Tensor
 from spd.formats.demo import demo_folder
 from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.round import model_runner, transfer
-from tests.gpu.gpu_helpers import Work, demo_prompts, gpu_engine, method_wishes, outputs, run_work, story
-from tests.helpers import replace_transfers
+from tests.gpu.gpu_helpers import Work, demo_prompts, gpu_engine, method_wishes, run_work, story
+from tests.helpers import outputs, replace_transfers
 
 WARM, WATCHED = 12, 80
 START = 440

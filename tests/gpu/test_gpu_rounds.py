@@ -17,11 +17,10 @@ from tests.gpu.gpu_helpers import (
     gpu_engine,
     likely_stop,
     method_wishes,
-    outputs,
     run_work,
     story,
 )
-from tests.helpers import Damped, Run, random_prompts
+from tests.helpers import Damped, Run, outputs, random_prompts
 
 CASES = [(method, k) for method in ("ngram", "draft") for k in (1, 4)]
 

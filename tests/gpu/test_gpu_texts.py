@@ -9,8 +9,8 @@ from spd.errors import ResourceError
 from spd.formats.demo import demo_folder
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime import SamplingParams
-from tests.gpu.gpu_helpers import Work, demo_prompts, gpu_engine, outputs, run_work
-from tests.helpers import run_one
+from tests.gpu.gpu_helpers import Work, demo_prompts, gpu_engine, run_work
+from tests.helpers import outputs, run_one
 
 PROMPT = "def read_lines(path):"
 

@@ -83,10 +83,6 @@ def count_traffic(patch: pytest.MonkeyPatch, folder: Path) -> Callable[[Engine],
     return ask
 
 
-def damped(layer: int) -> float:
-    return 1.0 if layer < 2 else 0.12
-
-
 def crew_of(engine: Engine) -> Any:
     return engine._device.crew  # type: ignore[attr-defined]
 

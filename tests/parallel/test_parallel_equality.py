@@ -17,7 +17,7 @@ from spd.runtime.load.loader import read_part
 from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import Shard
 from spd.runtime.models.weights import parts_of
-from tests.helpers import Damped, Run, quick_engine, random_prompts, read_model_config, run_all
+from tests.helpers import Damped, Run, outputs, quick_engine, random_prompts, read_model_config, run_all
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny import VARIANTS
 from tests.recipes.tiny_dense import write_dense
@@ -43,10 +43,6 @@ def texts(engine: Any, params: list[SamplingParams] = PARAMS) -> list[Run]:
     runs = run_all(engine, PROMPTS, params)
     engine.close()
     return runs
-
-
-def outputs(runs: list[Run]) -> list[Any]:
-    return [run.output for run in runs]
 
 
 def family(name: str, tiny: Callable[..., Path], folder: Path) -> Path:
@@ -137,7 +133,7 @@ def test_a_drafter_on_fewer_ranks_than_its_target(
     alone = texts(quick_engine(target, **wishes))
     accepted = [run.drafts for run in alone]
     assert outputs(alone) == plain
-    assert EAGLES.get(method, {}).get("kind") == "random" or any(n for drafts in accepted for _, n in drafts)
+    assert EAGLES.get(method, {}).get("kind") == "random" or any(n for each in accepted for _, n in each)
     for group in groups:
         runs = texts(quick_engine(target, tp=ranks, draft_tp=group, **wishes))
         assert outputs(runs) == plain, group

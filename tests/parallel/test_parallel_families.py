@@ -10,7 +10,7 @@ import pytest
 
 from spd.errors import IncompatibleError
 from spd.runtime import SamplingParams
-from tests.helpers import Run, make_engine, random_prompts, run_all
+from tests.helpers import Damped, Run, drafts, make_engine, outputs, random_prompts, run_all
 from tests.pairs import MTP_OF
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny import VARIANTS, write_tiny
@@ -39,14 +39,8 @@ HEADS_OF_A_HEAD = OWN_SHAPE["num_attention_heads"]
 """Of an EAGLE-3 head: more ranks cannot share it."""
 
 
-def loud(layer: int) -> float:
-    """Later layers speak softly."""
-    return 1.0 if layer < 1 else 0.12
-
-
-def silent(layer: int) -> float:
-    """Later layers say nothing: so drafts often agree with a target that is `loud`."""
-    return 1.0 if layer < 1 else 0.0
+loud, silent = Damped(loud=1), Damped(loud=1, soft=0.0)
+"""Later layers speak softly, or say nothing: such drafts often agree with a target that is `loud`."""
 
 
 def written(folder: Path, name: str, **options: Any) -> Path:
@@ -88,10 +82,6 @@ def runs_of(folder: Path, **wishes: Any) -> list[Run]:
     return runs
 
 
-def outputs(runs: list[Run]) -> list[Any]:
-    return [run.output for run in runs]
-
-
 def check(name: str, ranks: int, folder: Path, groups: list[int]) -> None:
     """Float32: the tokens of one rank. Bfloat16: those without speculation. Everywhere the same drafts."""
     plain: dict[Path, Any] = {}
@@ -107,8 +97,8 @@ def check(name: str, ranks: int, folder: Path, groups: list[int]) -> None:
             sizes = {"draft_tp": group} if neural else {}
             runs = runs_of(target, tp=ranks, **sizes, **wishes)
             assert outputs(runs) == plain[target], (wishes, group)
-            accepted = accepted or [run.drafts for run in runs]
-            assert [run.drafts for run in runs] == accepted, (wishes, group)
+            accepted = accepted or drafts(runs)
+            assert drafts(runs) == accepted, (wishes, group)
         if neural and wishes["spec"] != "eagle3":  # whose random head is hardly ever right
             counts = [count for run in runs for _, count in run.drafts]
             assert 0 < sum(counts) < 3 * len(counts), "some drafts are accepted and some are not"
@@ -124,7 +114,7 @@ def test_an_assistant_s_ranks_are_its_target_s(tmp_path: Path, clusters: dict[st
     wishes: dict[str, Any] = {"spec": "assistant", "draft_model": folder, "draft_max": 3, "kernels": "auto"}
     alone, runs = runs_of(target, **wishes), runs_of(target, tp=2, lag=1, **wishes)
     assert outputs(runs) == outputs(runs_of(target, kernels="auto"))
-    assert [run.drafts for run in runs] == [run.drafts for run in alone]
+    assert drafts(runs) == drafts(alone)
     with pytest.raises(IncompatibleError, match="reads its target's cache"):
         make_engine(target, tp=2, draft_tp=1, **wishes)
 
@@ -150,7 +140,7 @@ def test_a_family_s_own_mtp_layers_are_divided(tmp_path: Path, name: str) -> Non
     wishes: dict[str, Any] = {"spec": "mtp", "draft_max": 3}
     alone, runs = runs_of(folder, **wishes), runs_of(folder, tp=2, lag=1, **wishes)
     assert outputs(runs) == outputs(alone) == outputs(runs_of(folder))
-    assert [run.drafts for run in runs] == [run.drafts for run in alone]
+    assert drafts(runs) == drafts(alone)
 
 
 def test_six_heads_are_not_divided_by_four(tmp_path: Path) -> None:

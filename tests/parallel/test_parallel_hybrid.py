@@ -16,7 +16,7 @@ from spd.kernels.native.build import obstacle
 from spd.runtime import Request, SamplingParams
 from spd.runtime.models.destinations import Shard
 from spd.runtime.models.layouts import DeltaLayout
-from tests.helpers import Run, make_engine, next_turn, random_prompts, run_all, run_requests
+from tests.helpers import Run, drafts, make_engine, next_turn, outputs, random_prompts, run_all, run_requests
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
 from tests.runtime.test_runtime_hybrid import FORMS, write_sparse
 
@@ -33,14 +33,6 @@ def runs_of(folder: Path, params: list[SamplingParams] = SEEDED, **wishes: Any) 
     runs = run_all(engine, PROMPTS, params)
     engine.close()
     return runs
-
-
-def outputs(runs: list[Run]) -> list[Any]:
-    return [run.output for run in runs]
-
-
-def drafts(runs: list[Run]) -> list[Any]:
-    return [run.drafts for run in runs]
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,13 @@ import pytest
 
 from docs.parallel_tables import logits_exchange, pass_exchange
 from spd.formats.chat_template import isolated
-from spd.kernels.native.build import obstacle
 from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.ranks import crew
 from spd.runtime.round.model_runner import bucket_for
-from tests.helpers import INTERPRETED, make_engine, random_prompts, read_model_config, run_all
-from tests.parallel.process_ranks import count_traffic, damped, most_memory, nothing_is_left, pids
+from tests.helpers import INTERPRETED, Damped, make_engine, random_prompts, read_model_config, run_all
+from tests.parallel.process_ranks import count_traffic, most_memory, nothing_is_left, pids
 
+damped = Damped(loud=2)
 PROMPTS = [*random_prompts(1, 75, 256), *random_prompts(1, 20, 256, seed=1)]
 PARAMS = [SamplingParams(max_tokens=16), SamplingParams(max_tokens=16, temperature=0.9, seed=4)]
 
@@ -192,32 +192,27 @@ def test_more_ranks_than_torchrun_started(tmp_path: Path) -> None:
     assert done.returncode and b"--tp 4, but torchrun started 2 ranks" in done.stderr
 
 
-@pytest.mark.parametrize("more", [[], ["--tp", "2"]], ids=["template and compiler", "ranks"])
-def test_no_child_takes_code_from_the_working_folder(more: list[str], tmp_path: Path) -> None:
-    """Modules, programs and headers lie there under the names that children look for."""
+def test_no_child_takes_code_from_the_working_folder(tmp_path: Path) -> None:
+    """Modules and programs lie there under the names that ranks and the template's process look for.
+
+    The compiler is `test_kernels_native`'s.
+    """
     here, mark = tmp_path / "here", tmp_path / "mark"
     here.mkdir()
     for name in {
         *sys.stdlib_module_names,
-        "jinja2",
-        "markupsafe",
-        "numpy",
-        "torch",
-        "triton",
-        "sitecustomize",
+        *["jinja2", "markupsafe", "numpy", "torch", "triton", "sitecustomize"],
     }:
         (here / f"{name}.py").write_text(f"open({str(mark)!r}, 'a').write('{name} ')")
-    for name in ("gcc", "cc", "as", "ld", "cc1", "collect2", "env", "uname", "ldconfig"):
+    for name in ("env", "uname", "ldconfig"):
         (here / name).write_text(f"#!/bin/sh\necho {name} >> {mark}\nexit 1\n")
         (here / name).chmod(0o755)
-    (here / "immintrin.h").write_text("#error taken from the working folder\n")
-    argv = ["spd", "generate", "-m", "demo", "-n", "2", "--threads", "1", "--json", *more, "Hi"]
-    searched = {name: f":.:{os.environ.get(name, '')}" for name in ("PATH", "CPATH", "PYTHONPATH")}
-    compiled_anew = {} if more else {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    argv = ["spd", "generate", "-m", "demo", "-n", "2", "--threads", "1", "--json", "--tp", "2", "Hi"]
+    searched = {name: f":.:{os.environ.get(name, '')}" for name in ("PATH", "PYTHONPATH")}
     done = subprocess.run(
         isolated(f"sys.argv = {argv}; from spd.__main__ import main; sys.exit(main())"),
         cwd=here,
-        env=os.environ | searched | compiled_anew,
+        env=os.environ | searched,
         capture_output=True,
         text=True,
         timeout=300,
@@ -225,6 +220,4 @@ def test_no_child_takes_code_from_the_working_folder(more: list[str], tmp_path: 
     )
     assert not mark.exists(), mark.read_text()
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)["plan"]
-    assert found["tp"] == (2 if more else 1)
-    assert obstacle() is not None or found["dtype"] != "bfloat16" or found["kernels"] == "native"
+    assert json.loads(done.stdout)["plan"]["tp"] == 2

@@ -20,10 +20,10 @@ from spd.formats.checkpoint import Checkpoint
 from spd.formats.folder import ModelFolder
 from spd.kernels.native.build import obstacle
 from spd.kernels.recurrent.short_conv import Segments
-from spd.runtime import Engine, SamplingParams
+from spd.runtime import SamplingParams
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.rows import SlotRows
-from tests.helpers import Run, make_engine, quick_engine, random_prompts, run_all
+from tests.helpers import make_engine, outputs, quick_engine, random_prompts, run_all, speaks_as
 from tests.recipes.tiny_eagle3 import write_tiny_eagle3
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
 from tests.runtime.eagle3_reference import PlainEagle3
@@ -77,11 +77,6 @@ def work(count: int) -> tuple[list[tuple[int, ...]], list[SamplingParams]]:
     return [prompt for prompt, _ in cases], params
 
 
-def outputs(engine: Engine, count: int) -> list[Run]:
-    """All of `work` to its end."""
-    return run_all(engine, *work(count))
-
-
 # -- the model -------------------------------------------------------------------------------------
 
 
@@ -103,18 +98,8 @@ def test_logits_and_greedy_text_are_those_of_transformers(
     model.save_pretrained(tmp_path)
     assert ModelFolder(tmp_path).config == ModelFolder(folder).config
     engine = make_engine(hybrid(**SHAPES[shape], wrapped=wrapped), dtype="float32", kernels=kernels)
-    prompt = random_prompts(1, 90, 256, seed=4)[0]
-    run = run_all(engine, [prompt], [SamplingParams(max_tokens=24, ignore_eos=True, logprobs=0)])[0]
-    with torch.inference_mode():
-        text = torch.tensor([[*prompt, *run.tokens]])
-        stepped = model(text[:, : len(prompt)], use_cache=True)
-        cache, logits = stepped.past_key_values, [stepped.logits[0, -1]]
-        for token in run.tokens[:-1]:
-            logits.append(model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1])
-        scores = torch.stack(logits).log_softmax(-1)
-    assert scores.argmax(-1).tolist() == run.tokens
-    told = torch.tensor(run.logprobs)
-    assert (scores.gather(1, torch.tensor(run.tokens)[:, None])[:, 0] - told).abs().max() < 1e-4
+    # The chunks of both add up in other orders.
+    speaks_as(model, engine, random_prompts(1, 90, 256, seed=4)[0], 24, close=5e-4)
 
 
 SPARSE = {
@@ -165,14 +150,7 @@ def test_sparse_hybrids_speak_as_transformers_do(tmp_path: Path, name: str, stor
     model = write_sparse(tmp_path, name)
     if stored == "packed":
         packed(tmp_path)
-    prompt = random_prompts(1, 70, 300, seed=4)[0]
-    engine = make_engine(tmp_path, kernels="torch")
-    run = run_all(engine, [prompt], [SamplingParams(max_tokens=24, ignore_eos=True, logprobs=0)])[0]
-    with torch.inference_mode():
-        scores = model(torch.tensor([[*prompt, *run.tokens]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    assert scores.argmax(-1).tolist() == run.tokens
-    told = torch.tensor(run.logprobs)
-    assert (scores.gather(1, torch.tensor(run.tokens)[:, None])[:, 0] - told).abs().max() < 1e-4
+    speaks_as(model, make_engine(tmp_path, kernels="torch"), random_prompts(1, 70, 300, seed=4)[0], 24)
 
 
 def test_experts_packed_without_number_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,10 +187,10 @@ def test_drafts_of_its_mtp_layer_are_the_reference_s(hybrid: Shelf, k: int, kern
         prompts = random_prompts(2, 20, 256)
         params = [SamplingParams(max_tokens=30, ignore_eos=True)] * 2
         runs = run_all(make_engine(folder, kernels=kernels, spec="mtp", draft_max=k), prompts, params)
-        wrong, seen, _ = compared(PlainHybrid(folder), list(zip(prompts, runs, strict=True)), most=12)
+        wrong, seen, _ = compared(PlainHybrid(folder), list(zip(prompts, runs, strict=True)), most=6)
         assert wrong == 0
         total += seen
-    assert total > (12 if k < 4 else 25)
+    assert total > (6 if k < 4 else 12)
 
 
 @pytest.mark.parametrize(
@@ -235,8 +213,8 @@ def test_drafts_of_an_eagle3_head_are_the_reference_s(
     params = [SamplingParams(max_tokens=24 if form == "native" else 10, ignore_eos=True)] * len(prompts)
     runs = run_all(engine, prompts, params)
     plain = PlainEagle3(target, head, PlainHybrid(target))
-    wrong, seen, _ = compared(plain, list(zip(prompts, runs, strict=True)), most=16)
-    assert wrong == 0 and seen > (25 if form == "native" else 8)
+    wrong, seen, _ = compared(plain, list(zip(prompts, runs, strict=True)), most=6)
+    assert wrong == 0 and seen > (12 if form == "native" else 8)
     plain_runs = run_all(make_engine(target, **wishes), prompts, params)
     assert [run.tokens for run in runs] == [run.tokens for run in plain_runs]
 
@@ -259,20 +237,6 @@ def test_a_model_that_drafts_for_itself_is_always_right(hybrid: Shelf, form: str
         drafted = sum(run.metrics.draft_n for run in runs)
         assert drafted == sum(run.metrics.draft_n_accepted for run in runs)
         assert drafted > 50 or "adaptive" in wishes
-
-
-# -- invisibility ----------------------------------------------------------------------------------
-
-
-def ways(hybrid: Shelf, form: str) -> dict[str, dict[str, Any]]:
-    """What drafts for `hybrid(mtp=True, agreeing=True)`."""
-    draft = hybrid(agreeing=True, num_hidden_layers=2, full_attention_interval=2, dtype=FORMS[form]["dtype"])
-    return {
-        "ngram": {"spec": "ngram", "ngram_min": 1},
-        "draft": {"spec": "draft", "draft_model": draft},
-        "mtp": {"spec": "mtp"},
-        "mtp+ngram": {"spec": "mtp+ngram", "ngram_min": 1},
-    }
 
 
 # -- faults ----------------------------------------------------------------------------------------
@@ -346,16 +310,23 @@ def applied_twice(patch: pytest.MonkeyPatch) -> None:
 FAULTS = [kept_with_drafts, another_slot_s_history, a_former_owner_s_state, never_applied, applied_twice]
 
 
+@pytest.fixture(scope="module")
+def plain(hybrid: Shelf) -> list[object]:
+    """What is said without drafts and faults."""
+    return outputs(run_all(quick_engine(hybrid(mtp=True, agreeing=True)), *work(9)))
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(
-    hybrid: Shelf, fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    hybrid: Shelf,
+    plain: list[object],
+    fault: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder = hybrid(mtp=True, agreeing=True)
-    plain = [run.output for run in outputs(quick_engine(folder), 9)]
     fault(monkeypatch)
     try:
-        engine = quick_engine(folder, spec="mtp", draft_max=3, slots=2)  # fewer than texts
-        seen = [run.output for run in outputs(engine, 9)]
+        engine = quick_engine(hybrid(mtp=True, agreeing=True), spec="mtp", draft_max=3, slots=2)
+        seen = outputs(run_all(engine, *work(9)))  # more texts than slots
     except (AssertionError, RuntimeError):
         return
     assert seen != plain

@@ -25,11 +25,10 @@ from spd.runtime.round.kv_cache import KvCache, StateStore
 from spd.runtime.round.limits import PAGE_SIZE
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.round_queue import RoundQueue
-from tests.helpers import Run, make_engine, random_prompts, run_all, run_requests
+from tests.helpers import Run, assert_same, make_engine, random_prompts, run_all, run_requests
 from tests.page_checks import check_pages
-from tests.runtime.test_runtime_hybrid import FORMS, Shelf, hybrid, ways
-
-__all__ = ["hybrid"]  # a fixture
+from tests.pairs import Pairs
+from tests.runtime.test_runtime_hybrid import FORMS
 
 LENGTHS = (2, 65, 128, 150)
 """Of prompts: checkpoints at their ends stand in and at the ends of pages, and behind chunks."""
@@ -43,10 +42,9 @@ def needs(form: str) -> None:
         pytest.skip("no C kernels here")
 
 
-def engine_of(hybrid: Shelf, form: str, method: str, **wishes: Any) -> Engine:
-    folder = hybrid(mtp=True, agreeing=True, dtype=FORMS[form]["dtype"])
-    how = {} if method == "off" else ways(hybrid, form)[method]
-    return make_engine(folder, **{"ctx": 512, **FORMS[form], **how, **wishes})
+def engine_of(pairs: Pairs, form: str, method: str, **wishes: Any) -> Engine:
+    pair = pairs.get(f"hybrid/{method}")
+    return make_engine(pair.model, **{"ctx": 512, **FORMS[form], **pair.speculation, **wishes})
 
 
 def turns(engine: Engine, prompt: tuple[int, ...], params: SamplingParams, count: int) -> list[Request]:
@@ -62,8 +60,7 @@ def turns(engine: Engine, prompt: tuple[int, ...], params: SamplingParams, count
 
 
 def same(found: list[Run], fresh: list[Run]) -> None:
-    assert [run.output for run in found] == [run.output for run in fresh]
-    assert [run.logprobs for run in found] == [run.logprobs for run in fresh]
+    assert_same(found, fresh)
     assert [run.drafts for run in found] == [run.drafts for run in fresh]
     assert all(run.metrics.cached_tokens == 0 for run in fresh)
 
@@ -77,10 +74,11 @@ def poison(engine: Engine) -> None:
                 pool.fill_(float("nan"))
 
 
-def hits(hybrid: Shelf, form: str, method: str, temperature: float, **wishes: Any) -> None:
+def hits(
+    pairs: Pairs, form: str, method: str, temperature: float, lengths: tuple[int, ...], **wishes: Any
+) -> None:
     """Prompts again, gone on with, as a next turn and as an earlier one: hits are misses."""
-    made = [engine_of(hybrid, form, method, prefix_sharing=each, **wishes) for each in (True, False)]
-    lengths = LENGTHS if form == "native" else LENGTHS[1:2]
+    made = [engine_of(pairs, form, method, prefix_sharing=each, **wishes) for each in (True, False)]
     for length in lengths:
         prompt = random_prompts(1, length, 256, seed=length)[0]
         params = SamplingParams(
@@ -104,27 +102,24 @@ def hits(hybrid: Shelf, form: str, method: str, temperature: float, **wishes: An
         check_pages(made[0]._scheduler)
 
 
-CASES = [(0, 1, 0.0), (4, 2, 0.0), (3, 1, 1.0)]
-"""Drafts, lag, temperature; the third is that of the planted faults."""
-
-
 @pytest.mark.parametrize("method", ["ngram", "mtp", "draft", "mtp+ngram"])
 @pytest.mark.parametrize("form", ["native", pytest.param("torch", marks=pytest.mark.slow)])
-def test_a_hit_is_a_miss(hybrid: Shelf, form: str, method: str) -> None:
+def test_a_hit_is_a_miss(pairs: Pairs, form: str, method: str) -> None:
     needs(form)
-    for k, lag, temperature in CASES[1:] if (form, method) == ("native", "mtp") else CASES[2:3]:
-        hits(hybrid, form, method if k else "off", temperature, lag=lag, draft_max=k or None)
+    if (form, method) == ("native", "mtp"):
+        hits(pairs, form, method, 0.0, LENGTHS, lag=2, draft_max=4)
+    hits(pairs, form, method, 1.0, LENGTHS[1:3] if form == "native" else LENGTHS[1:2], lag=1, draft_max=3)
 
 
 @pytest.mark.parametrize(
     ("form", "method", "lag"),
     [("native", "mtp", 1), ("native", "draft", 2), pytest.param("torch", "ngram", 0, marks=pytest.mark.slow)],
 )
-def test_a_chat_writes_what_is_new_and_no_more(hybrid: Shelf, form: str, method: str, lag: int) -> None:
+def test_a_chat_writes_what_is_new_and_no_more(pairs: Pairs, form: str, method: str, lag: int) -> None:
     """Ten turns that end by an id or at a limit, in memory that does not grow."""
     needs(form)
     made = [
-        engine_of(hybrid, form, method, prefix_sharing=each, lag=lag, draft_max=3) for each in (True, False)
+        engine_of(pairs, form, method, prefix_sharing=each, lag=lag, draft_max=3) for each in (True, False)
     ]
     count = 10 if form == "native" else 4
     params = SamplingParams(
@@ -133,7 +128,7 @@ def test_a_chat_writes_what_is_new_and_no_more(hybrid: Shelf, form: str, method:
     requests = turns(made[0], random_prompts(1, 70, 256, seed=3)[0], params, count)
     found, fresh = (run_requests(engine, [one])[0] for engine in made for one in requests[-1:])
     same([found], [fresh])
-    again = engine_of(hybrid, form, method, lag=lag, draft_max=3)
+    again = engine_of(pairs, form, method, lag=lag, draft_max=3)
     runs = [run_requests(again, [one])[0] for one in requests]
     assert {run.finish_reason for run in runs} == {"stop", "length"} or count < 10
     held = [len(one.prompt_ids) + len(run.tokens) - 1 for one, run in zip(requests, runs, strict=True)]
@@ -146,9 +141,9 @@ def test_a_chat_writes_what_is_new_and_no_more(hybrid: Shelf, form: str, method:
     assert plan.as_dict()["checkpoint_bytes"] == plan.need.checkpoints and plan.shares_prefixes
 
 
-def test_the_least_recently_used_gives_way(hybrid: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_gives_way(pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "CHECKPOINTS", 3)
-    engine, params = engine_of(hybrid, "torch", "off"), SamplingParams(max_tokens=1, ignore_eos=True)
+    engine, params = engine_of(pairs, "torch", "off"), SamplingParams(max_tokens=1, ignore_eos=True)
     store, where = engine._device.states, set[int]()
     assert engine.plan.shape.checkpoints == 5  # two a slot; and each text keeps two, one of them of its reply
     a, b, c, d = random_prompts(4, 30, 256, seed=8)
@@ -160,12 +155,12 @@ def test_the_least_recently_used_gives_way(hybrid: Shelf, monkeypatch: pytest.Mo
 
 
 def test_memory_too_small_for_checkpoints_shares_nothing(
-    hybrid: Shelf, monkeypatch: pytest.MonkeyPatch
+    pairs: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from spd.runtime.plan import memory
 
     monkeypatch.setattr(memory, "SHARE_OF_CHECKPOINTS", 2**50)
-    engine = engine_of(hybrid, "torch", "off")
+    engine = engine_of(pairs, "torch", "off")
     assert engine.plan.shape.checkpoints == 0 and not engine.plan.shares_prefixes
     prompt, params = random_prompts(1, 70, 256), [SamplingParams(max_tokens=2)]
     assert [run_all(engine, prompt, params)[0].metrics.cached_tokens for _ in range(2)] == [0, 0]
@@ -193,22 +188,21 @@ STANDS: dict[str, tuple[list[tuple[int, ...]], Spans, list[int]]] = {
 
 
 @pytest.mark.parametrize("name", STANDS)
-def test_where_checkpoints_stand(hybrid: Shelf, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_checkpoints_stand(pairs: Pairs, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "a long prompt's way":
         monkeypatch.setattr(scheduler, "INTERVAL", 128)
     prompts, spans, cached = STANDS[name]
     params = SamplingParams(max_tokens=2, ignore_eos=True)
-    engine, fresh = (engine_of(hybrid, "torch", "off", prefix_sharing=each) for each in (True, False))
+    engine, fresh = (engine_of(pairs, "torch", "off", prefix_sharing=each) for each in (True, False))
     runs = [run_requests(engine, [Request("x", prompt, params, spans)])[0] for prompt in prompts]
     assert [run.metrics.cached_tokens for run in runs] == cached
     assert runs[-1].output == run_all(fresh, prompts[-1:], [params])[0].output
     assert engine.plan.shape.checkpoints < 15
 
 
-def test_a_recurrent_draft_model_goes_on_where_its_target_keeps_no_states(hybrid: Shelf, tiny: Shelf) -> None:
-    target = tiny("qwen3", dtype=FORMS[COMPILED]["dtype"])
-    wishes = {**FORMS[COMPILED], **ways(hybrid, COMPILED)["draft"], "draft_max": 3}
-    made = [make_engine(target, **wishes, prefix_sharing=each) for each in (True, False)]
+def test_a_recurrent_draft_model_goes_on_where_its_target_keeps_no_states(pairs: Pairs) -> None:
+    wishes = {**FORMS[COMPILED], **pairs.get("hybrid/draft").speculation, "draft_max": 3}
+    made = [make_engine(pairs.get("off").model, **wishes, prefix_sharing=each) for each in (True, False)]
     system, users = random_prompts(1, 20, 256, seed=6)[0], random_prompts(3, 15, 256, seed=7)
     params = SamplingParams(temperature=1.0, max_tokens=9, seed=3, ignore_eos=True, logprobs=0)
     asked = [Request("x", (*system, *user), params, (("prompt", 20), ("prompt", 15))) for user in users]
@@ -222,7 +216,7 @@ def test_a_recurrent_draft_model_goes_on_where_its_target_keeps_no_states(hybrid
     [("native", "mtp"), ("native", "draft"), pytest.param("torch", "off", marks=pytest.mark.slow)],
 )
 def test_a_preempted_text_goes_on_from_a_checkpoint(
-    hybrid: Shelf, form: str, method: str, monkeypatch: pytest.MonkeyPatch
+    pairs: Pairs, form: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs(form)
     prompts = [random_prompts(1, n, 256, seed=n)[0] for n in (100, 90, 64)]
@@ -230,31 +224,28 @@ def test_a_preempted_text_goes_on_from_a_checkpoint(
         SamplingParams(temperature=0.8, max_tokens=70, seed=i, ignore_eos=True, logprobs=0) for i in range(3)
     ]
     wishes: dict[str, Any] = {"ctx": 256, "draft_max": 3 if method != "off" else None}
-    alone = engine_of(hybrid, form, method, prefix_sharing=False, **wishes)
+    alone = engine_of(pairs, form, method, prefix_sharing=False, **wishes)
     fresh = [run_all(alone, [p], [q])[0] for p, q in zip(prompts, params, strict=True)]
     starts, load = list[int](), StateStore.load
     monkeypatch.setattr(
         StateStore, "load", lambda self, *given: starts.append(given[2]) or load(self, *given)
     )
-    for lag in {"mtp": (0, 2), "draft": (2,), "off": (1,)}[method]:
-        starts.clear()
-        engine = engine_of(hybrid, form, method, slots=3, lag=lag, cache_pages=5, **wishes)
-        runs = run_all(engine, prompts, params)
-        assert [run.output for run in runs] == [run.output for run in fresh]
-        assert [run.logprobs for run in runs] == [run.logprobs for run in fresh]
-        assert sum(run.metrics.preemptions for run in runs) == len(starts) > 0
-        assert all(start > 60 for start in starts)
-        check_pages(engine._scheduler)
+    engine = engine_of(pairs, form, method, slots=3, lag=2 * (method == "mtp"), cache_pages=5, **wishes)
+    runs = run_all(engine, prompts, params)
+    assert_same(runs, fresh)
+    assert sum(run.metrics.preemptions for run in runs) == len(starts) > 0
+    assert all(start > 60 for start in starts)
+    check_pages(engine._scheduler)
 
 
 @pytest.mark.covers(1)
 @pytest.mark.parametrize("ended", ["string", "abort"])
 @pytest.mark.parametrize("lag", [0, 2])
-def test_what_the_host_cuts_is_written_again_at_most(hybrid: Shelf, lag: int, ended: str) -> None:
+def test_what_the_host_cuts_is_written_again_at_most(pairs: Pairs, lag: int, ended: str) -> None:
     """Behind a cut nothing is kept; the prompt's own checkpoint is."""
     for method in ("mtp", "draft"):
         made = [
-            engine_of(hybrid, COMPILED, method, prefix_sharing=each, lag=lag, draft_max=4, slots=2)
+            engine_of(pairs, COMPILED, method, prefix_sharing=each, lag=lag, draft_max=4, slots=2)
             for each in (True, False)
         ]
         prompt = random_prompts(1, 70, 256, seed=5)[0]
@@ -283,8 +274,8 @@ def test_what_the_host_cuts_is_written_again_at_most(hybrid: Shelf, lag: int, en
                 assert found.metrics.cached_tokens == 70 + len(reply) - 1
 
 
-def test_a_copy_that_broke_off_is_never_found(hybrid: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, prompt = engine_of(hybrid, "torch", "off"), random_prompts(1, 80, 256, seed=5)
+def test_a_copy_that_broke_off_is_never_found(pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, prompt = engine_of(pairs, "torch", "off"), random_prompts(1, 80, 256, seed=5)
     params = [SamplingParams(max_tokens=3, ignore_eos=True)]
 
     def broken(*given: Any) -> None:
@@ -301,9 +292,9 @@ def test_a_copy_that_broke_off_is_never_found(hybrid: Shelf, monkeypatch: pytest
 
 
 def test_a_request_ends_once_where_its_last_copy_broke_off(
-    hybrid: Shelf, monkeypatch: pytest.MonkeyPatch
+    pairs: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, save, events = engine_of(hybrid, "torch", "off"), StateStore.save, list[Event]()
+    engine, save, events = engine_of(pairs, "torch", "off"), StateStore.save, list[Event]()
 
     def broken(self: StateStore, place: int, slot: int, end: int, page: int) -> None:
         if end > 19:
@@ -411,15 +402,15 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(hybrid: Shelf, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_fault_is_seen(pairs: Pairs, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     FAULTS[fault](monkeypatch)
     with pytest.raises((AssertionError, RuntimeError, IndexError, KeyError)):
-        hits(hybrid, COMPILED, "mtp", 1.0, draft_max=3, lag=1)
+        hits(pairs, COMPILED, "mtp", 1.0, LENGTHS[::2], draft_max=3, lag=1)
 
 
-def test_a_state_kept_behind_a_cut_is_seen(hybrid: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_kept_behind_a_cut_is_seen(pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
     end = Engine._end
     monkeypatch.setattr(Engine, "_end", lambda self, sequence, event, _: end(self, sequence, event, True))
     with pytest.raises(AssertionError):
         for ended in ("string", "abort"):
-            test_what_the_host_cuts_is_written_again_at_most(hybrid, 2, ended)
+            test_what_the_host_cuts_is_written_again_at_most(pairs, 2, ended)

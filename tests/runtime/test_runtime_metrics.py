@@ -16,7 +16,7 @@ from spd.runtime.engine.engine import REASONS
 from spd.runtime.engine.sequence import Sequence
 from spd.runtime.round.round_queue import RoundResult
 from spd.runtime.round.sampling_params import SamplerClass
-from tests.helpers import make_engine, random_prompts, run_all
+from tests.helpers import logits_of, make_engine, random_prompts, run_all
 from tests.runtime.test_runtime_scheduler import sequence_of
 
 PROMPTS = random_prompts(5, 20, 256)
@@ -113,17 +113,8 @@ def test_logprobs_are_the_models_own_at_every_kind_of_token(target: Path, spec: 
     )
     kinds = [drafted for one in done for drafted in one.drafted]
     assert any(kinds) and not all(kinds)
-    runner = engine._device.runner
     for prompt, one in zip(PROMPTS, done, strict=True):
-        text = (*prompt, *one.token_ids)
-        pages = list(range(2, 2 + runner.pages_per_block * 2))
-        table, ids = runner.page_row(pages, len(pages))[None], torch.tensor(text)[None]
-        with torch.inference_mode():
-            parts = [
-                runner.forward_prompt(ids, at, min(at + 32, len(text)), table, pages, chunked=False).hidden
-                for at in range(0, len(text), 32)
-            ]
-            scores = runner.logits(torch.cat(parts, 1))[0].log_softmax(-1)
+        scores = logits_of(engine, (*prompt, *one.token_ids), 0).log_softmax(-1)
         for i, entry in enumerate(one.logprobs):
             row = scores[len(prompt) - 1 + i]
             assert abs(float(row[entry.token_id]) - entry.logprob) < 1e-5

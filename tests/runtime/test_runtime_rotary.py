@@ -52,9 +52,3 @@ def test_a_scale_on_the_rotation_leaves_the_rest_alone() -> None:
     still = [2, 3, 4, 5, 8, 9, 10, 11]
     assert bool((table.cos[:, still] == 1).all()) and bool((table.sin[:, still] == 0).all())
     assert bool((table.cos[0, [0, 1, 6, 7]] == 1.5).all())
-
-
-def test_rows_of_a_matrix_move_by_whole_heads() -> None:
-    matrix = torch.arange(12.0)[:, None].repeat(1, 2)
-    reorder_heads(matrix, [0, 2, 1, 3])
-    assert matrix[:, 1].tolist() == [0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11]

@@ -267,8 +267,3 @@ def test_what_cannot_be_read_into_what(mixed: Checkpoint) -> None:
     for wrong in (torch.empty(4), torch.empty(7, 5).t()):
         with pytest.raises(ValueError, match="cannot fill"):
             read_tensors(mixed, {"b" if wrong.dim() == 2 else "a": wrong})
-
-
-def test_nothing_to_read_is_read_at_once(mixed: Checkpoint) -> None:
-    read_tensors(mixed, {})
-    read_tensors(mixed, {"empty": torch.empty(0, 4)})

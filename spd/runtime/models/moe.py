@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
 from spd.kernels.experts.moe import FEW_ROWS, MANY_ROWS, ClampedExperts, by_expert
-from spd.kernels.linear.few_bits import GroupedWeight, expert_linear, tiled
+from spd.kernels.linear.few_bits import GroupedWeight, TiledWeight, expert_linear, tiled
 from spd.kernels.linear.norm_gate import gelu_mul, rms_norm
 from spd.runtime.layers.base import ForwardBatch, Residual
 from spd.runtime.layers.linear import AnyLinear, added, in_tiles, normed, squared
@@ -31,8 +31,8 @@ Experts = Callable[[Tensor, Chosen, Residual, ForwardBatch], Residual]
 
 
 def by_kernels(
-    gate_up: Kept,
-    down: Kept,
+    gate_up: Kept | TiledWeight,
+    down: Kept | TiledWeight,
     kernels: Kernels,
     x: Tensor,
     chosen: Chosen,
