@@ -41,7 +41,6 @@ TORCH_FREE = {
     "spd.runtime.round.spans",
     "spd.runtime.engine.page_table",
     "spd.runtime.engine.metrics",
-    "spd.runtime.engine.detokenizer",
     "spd.runtime.engine.draft_length",
     "spd.runtime.engine.driver",
     "spd.runtime.plan.machine",
