@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from spd.runtime.engine.detokenizer import Detokenizer
+from spd.runtime.engine.sequence import Detokenizer
 
 
 def run(

@@ -11,9 +11,8 @@ import torch
 
 from spd.kernels.round.commit import FAILED, GOING_ON, read_emission
 from spd.runtime import Event, Request, SamplingParams
-from spd.runtime.engine.detokenizer import Detokenizer
 from spd.runtime.engine.engine import REASONS
-from spd.runtime.engine.sequence import Sequence
+from spd.runtime.engine.sequence import Detokenizer, Sequence
 from spd.runtime.round.round_queue import RoundResult
 from spd.runtime.round.sampling_params import SamplerClass
 from tests.helpers import logits_of, make_engine, random_prompts, run_all

@@ -9,11 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from spd.runtime.engine.detokenizer import Detokenizer
 from spd.runtime.engine.page_table import Checkpoints, PageTable
 from spd.runtime.engine.request import Request
 from spd.runtime.engine.scheduler import EnqueuedRound, Scheduler
-from spd.runtime.engine.sequence import Sequence
+from spd.runtime.engine.sequence import Detokenizer, Sequence
 from spd.runtime.round.limits import NUM_RESERVED
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 from spd.runtime.round.spans import program_runs

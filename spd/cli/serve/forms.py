@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from spd.cli.text.prompt import tail_of
+from spd.runtime.engine.request import tail_of
 
 if TYPE_CHECKING:
     from spd.runtime.engine.request import GrammarText

@@ -17,10 +17,10 @@ from spd.cli.options import GenerateOptions, ReplyOptions
 from spd.cli.text.output import Console, is_terminal
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.files import read_input_text
+from spd.runtime.engine.request import GrammarText, ThinkingBudget, tail_of
 
 if TYPE_CHECKING:
     from spd.cli.text.job import Vocabulary
-    from spd.runtime.engine.request import GrammarText, ThinkingBudget
 
 RESERVED_ARGS = frozenset({"messages", "add_generation_prompt"})
 CHAT = '[{"role": "user", "content": "Hello"}]'
@@ -172,8 +172,6 @@ TAIL = 16
 
 def read_grammar(options: GenerateOptions) -> GrammarText | None:
     """The schema, expression or grammar of the flags. Raises UsageError and NotFoundError."""
-    from spd.runtime.engine.request import GrammarText
-
     if (schema := options.schema) is not None:
         is_file = schema.lstrip()[:1] not in ("{", "") and schema.strip() not in ("true", "false")
         text = read_text(schema.removeprefix("@")) if is_file else schema
@@ -224,8 +222,6 @@ def thinking_budget(
 
     Raises IncompatibleError for a model whose thinking no single token ends.
     """
-    from spd.runtime.engine.request import ThinkingBudget
-
     if not think.isdigit() or (spent and not inside):
         return None
     begin, end = map(vocabulary.need_tokenizer().token_to_id, (OPENING, CLOSING))
@@ -292,11 +288,6 @@ class ThinkingSplitter:
             text = text.lstrip("\n")
             self._fresh = not text
         return text
-
-
-def tail_of(tag: str, text: str) -> int:
-    """Length of the longest end of `text` that begins `tag`."""
-    return next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:size])), 0)
 
 
 def parted(text: str, inside: bool | None = False) -> tuple[str | None, str]:

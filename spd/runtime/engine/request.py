@@ -22,6 +22,11 @@ def derived_seed(*parts: int | str) -> int:
     return int.from_bytes(digest[:8], "little") >> (64 - SEED_BITS)
 
 
+def tail_of(tag: str, text: str) -> int:
+    """Length of the longest end of `text` that begins `tag`: what may yet become it."""
+    return next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:size])), 0)
+
+
 @dataclass(frozen=True)
 class GrammarText:
     """What a reply must look like: a JSON schema, a regular expression or a Lark grammar.
