@@ -68,6 +68,7 @@ def server_command(options: WorkerOptions, port: int) -> list[str]:
         command += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(NGRAM_MIN)]
         command += ["--spec-ngram-simple-size-m", k]
     elif options.draft is not None:
+        command += ["--spec-type", "draft-simple"]
         command += ["-md", str(converted(options.build, options.draft, dtype)), "-td", threads]
         command += ["--spec-draft-n-max", k, "--spec-draft-n-min", "1", "--spec-draft-p-min", "0"]
         if options.imposed is not None:

@@ -118,7 +118,7 @@ static void multiply_codes(
 #if SPD_FUSED
         /* the tiles' sums are the same: with pairs, many rows are worth decoding once */
         if (is_paired(w->kind) && (!SPD_PAIRS || halved || count <= SIDE)) {
-            codes_product(left, top, count, w, codes, index * groups, groups, total);
+            codes_product(left, top, count, w, codes, index * groups, total);
             finish(ending, total, block, top, count);
             continue;
         }

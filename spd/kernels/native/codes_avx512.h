@@ -23,12 +23,12 @@ static inline __m512i zeros_of(const uint8_t *p)
 
 /* Of `count` rows from a on, with codes of one block: c [count][32]. */
 static inline __attribute__((always_inline)) void codes_rows(const bf16 *a, const int count, const Weight *w,
-    const int zeroed, const uint8_t *codes, long at, long groups, float *c)
+    const int zeroed, const uint8_t *codes, long at, float *c)
 {
     const __m512i table = numbers_of(w), low = _mm512_set1_epi16(15);
     const int halved = w->group < DEPTH;
     memset(c, 0, (size_t)count * WIDTH * sizeof *c);
-    for (long g = 0; g < groups; g++) {
+    for (long g = 0; g < w->groups; g++) {
         long k = g * w->group / DEPTH, last = parts((g + 1) * w->group, DEPTH);
         int from = halved && g % 2 ? 4 : 0, to = halved && g % 2 == 0 ? 4 : 8;
         __m512 sums[8][2];
@@ -68,8 +68,8 @@ static inline __attribute__((always_inline)) void codes_rows(const bf16 *a, cons
 }
 
 /* Rows `top` on, `count` of them, of a left side: c [count][32]. at: the block's first group. */
-static void codes_product(const bf16 *left, long top, long count, const Weight *w, const uint8_t *codes, long at,
-    long groups, float *c)
+static void codes_product(
+    const bf16 *left, long top, long count, const Weight *w, const uint8_t *codes, long at, float *c)
 {
     for (long r = 0; r < count;) {
         long room = SIDE - (top + r) % SIDE, rest = count - r < room ? count - r : room;
@@ -77,8 +77,8 @@ static void codes_product(const bf16 *left, long top, long count, const Weight *
         float *to = c + r * WIDTH;
 #define ROWS(n) \
     if (rest >= n) { \
-        if (w->zeros) codes_rows(a, n, w, 1, codes, at, groups, to); \
-        else codes_rows(a, n, w, 0, codes, at, groups, to); \
+        if (w->zeros) codes_rows(a, n, w, 1, codes, at, to); \
+        else codes_rows(a, n, w, 0, codes, at, to); \
         r += n; \
         continue; \
     }

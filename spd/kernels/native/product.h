@@ -5,7 +5,7 @@
 
 #include "tiles.h"
 
-enum { WIDTH = 2 * SIDE, ROOM = 256, AHEAD = 6 };
+enum { WIDTH = 2 * SIDE, ROOM = 256, AHEAD = SPD_WIDE ? 6 : 2 };
 enum { TO_ELEMENT, TO_FLOAT, SILU, GELU };
 
 /* Blocks of a weight's columns: of 32, or of 16 gates and what goes with them. */

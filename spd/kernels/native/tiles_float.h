@@ -43,10 +43,10 @@ static inline __attribute__((always_inline)) void rows_product(const Left *a, lo
     for (int r = 0; r < count; r++)
         for (int side = 0; side < sides; side++)
             sums[r][side] = fresh ? vzero() : loadf(c + r * 32 + side * SIDE, SIDE);
-    for (long k = 0; k < steps; k++, a += DEPTH, b += 2 * TILE) {
-        for (long i = 0; i < lines * DEPTH; i += LINE, next += LINE) __builtin_prefetch(next, 0, 2);
+    for (long k = 0; k < steps; k++, a += DEPTH, b += 2 * TILE, next += lines * DEPTH)
 #pragma GCC unroll 2
-        for (int j = 0; j < SIDE; j++)
+        for (int j = 0; j < SIDE; j++) {
+            for (int i = 0; 2 * j < lines && i < 2 * DEPTH; i += LINE) __builtin_prefetch(next + 2 * j * DEPTH + i, 0, 3);
 #pragma GCC unroll 2
             for (int second = 0; second < 2; second++) {
                 vec weights[2];
@@ -56,7 +56,7 @@ static inline __attribute__((always_inline)) void rows_product(const Left *a, lo
                     for (int side = 0; side < sides; side++) sums[r][side] = vfma(x, weights[side], sums[r][side]);
                 }
             }
-    }
+        }
     for (int r = 0; r < count; r++)
         for (int side = 0; side < sides; side++) storef(c + r * 32 + side * SIDE, SIDE, sums[r][side]);
 }
