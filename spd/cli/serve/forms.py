@@ -33,8 +33,8 @@ QUOTE = '<|"|>'
 CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
-ENDS = START, END, *_ = "<|start|>", "<|end|>", "<|call|>", "<|return|>"
-"""What ends a message of gpt-oss."""
+ENDS = START, END, *_ = "<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|eom|>", "<|eot|>"
+"""What ends a message of gpt-oss or Muse-Glimmer."""
 
 
 # -- readers -----------------------------------------------------------------------------------------
@@ -195,6 +195,8 @@ class Form(NamedTuple):
     """How a reply begins that is a call without a mark."""
     ends_reply: bool = False
     """Whether calls without a mark are calls only where nothing comes behind them."""
+    header: str = ""
+    """What names the function in the header of a message, where replies are messages."""
 
 
 def _array(opening: str, closing: str, call: tuple[str, str, str], read: Reader | None = None) -> Form:
@@ -223,6 +225,13 @@ _kimi = _objects(
     r"\s*(?:<\|tool_call_end\|>)?\s*<\|tool_call_begin\|>\s*(?=(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<)"
     r"([\w.:-]+)\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
 )
+_given = _objects(rf"{NAME}\s*(?=\{{)")
+_atem = _tagged(
+    rf'.*?<atem:invoke name="{NAME}">',
+    r'<atem:parameter name="([^"\n]+)">',
+    "</atem:parameter>",
+    r"</atem:invoke>\s*(?:</atem:function_calls>)?",
+)
 _mistral = _objects(rf"\s*{NAME}(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(?=\{{)")
 
 TAGS, INVOKES = ("<tool_call>", "</tool_call>"), ("<minimax:tool_call>", "</minimax:tool_call>")
@@ -236,8 +245,7 @@ FINAL = f"{CHANNEL}final{MESSAGE}"
 COMMENTARY = (f"{CHANNEL}commentary to=functions.", f" <|constrain|>json{MESSAGE}", "")
 
 HERMES = Form(TAGS[:1], *TAGS, _tool_call, ('\n{"name": "', '", "arguments": ', "}\n"))
-HARMONY = Form((CHANNEL, "functions"), "", "", _objects(), COMMENTARY)
-"""gpt-oss: `ChannelParser` reads it."""
+HARMONY = Form((CHANNEL, "functions"), "", "", _given, COMMENTARY, header=rf"to=functions\.{NAME}")
 GEMMA = Form(("<|tool_call>",), "<|tool_call>", "<tool_call|>", _gemma)
 THOUGHT = ("<|channel>thought\n", "<channel|>")
 """Between which Gemma 4 thinks."""
@@ -248,6 +256,7 @@ LISTED = Form((), "[", "]", _objects(), LISTED_CALL, between=", ", bare=r"\s*\["
 """An array of objects, for calls that have to come in a form without a grammar."""
 FORMS = {
     "gpt-oss": HARMONY,
+    "Muse-Glimmer": Form(("<atem:invoke", "to=self"), "", "", _atem, header=rf"to=(?!(?:self|user)\b){NAME}"),
     "Gemma 4": GEMMA,
     "Kimi K2": Form(("<|im_middle|>",), *KIMI, _kimi, KIMI_CALL, between=""),
     "DeepSeek V3": Form((CALLS[0], "```json"), *CALLS, _deepseek, FENCED, between="\n"),
@@ -258,6 +267,9 @@ FORMS = {
     "GLM-4.5, GLM-4.7": Form((*TAGS[:1], "<arg_key>"), *TAGS, _tool_call, *KEYS),
     "Hermes, Qwen3": HERMES,
     "LFM2": Form(("List of tools: ",), "<|tool_call_start|>", "<|tool_call_end|>", _python),
+    "GigaChat 3.1": Form(
+        ("<|function_call|>",), "<|function_call|>", "", _objects(), OBJECT_CALL, between=", "
+    ),
     "Granite 3": _array("<|tool_call|>", "", OBJECT_CALL),
     "Nemotron Nano 2": _array("<TOOLCALL>", "</TOOLCALL>", OBJECT_CALL),
     "Command R7B, A": _array("<|START_ACTION|>", "<|END_ACTION|>", ACTION_CALL),
@@ -540,14 +552,20 @@ class CallParser:
         return not self._depth
 
 
-class ChannelParser:
-    """Parts a reply of gpt-oss: messages in channels are thinking, text, or calls to functions.
+def parser_of(tools: Tools) -> CallParser | ChannelParser:
+    """What finds calls in a reply."""
+    return ChannelParser(tools) if tools.written.header else CallParser(tools)
 
-    Calls are handed on when they are whole, or as they come where they are `held` by a grammar.
+
+class ChannelParser:
+    """Parts a reply of messages, each with a header: thinking, text, or calls to functions.
+
+    Calls are handed on when they are whole, or as they come where they are held by a grammar.
     """
 
-    def __init__(self, *, held: bool = False) -> None:
-        self._held, self.notes = held, list[str]()
+    def __init__(self, tools: Tools) -> None:
+        self._functions, self._form, self._held = tools.functions, tools.form, tools.held
+        self.notes: list[str] = []
         self._text, self._kind, self._head, self._name, self._first = "", "", "", "", True
         self._ends = re.compile("|".join(map(re.escape, ENDS)))
 
@@ -570,9 +588,9 @@ class ChannelParser:
         if self._first and not re.match(r"\s*(?:\Z|<|t\Z|to\Z|to=)", head):
             self._kind = "text"
         elif mark:
-            named = re.search(rf"to=functions\.{NAME}", head)
+            named = re.search(self._form.header, head)
             self._head, self._name, self._text = head + mark, named[1] if named else "", rest
-            is_thinking = re.search(rf"{re.escape(CHANNEL)}\s*analysis", head)
+            is_thinking = re.search(rf"{re.escape(CHANNEL)}\s*analysis|to=self\b", head)
             self._kind = "call" if named else "thinking" if is_thinking else "text"
         elif final:
             self._kind = "text"
@@ -593,13 +611,14 @@ class ChannelParser:
             pieces.append(Piece("call", said, self._name or None))
             self._name = ""
         elif end or final:
-            with suppress(ValueError, RecursionError):
-                if isinstance(json.loads(said), dict):
-                    pieces.append(Piece("call", said.strip(), self._name))
-                    said = ""
-            if said:
-                pieces.append(Piece("text", self._head + said))
-                self.notes.append(NOTE.format(self._head, "is no JSON object"))
+            calls, rest = list[Piece](), self._name + said
+            while isinstance(found := self._form.read(rest, self._functions), tuple) and found[0]:
+                calls += [Piece("call", arguments, name) for name, arguments in found[0]]
+                rest = rest[found[1] :]
+            if rest.strip():
+                calls = [Piece("text", self._head + said)]
+                self.notes.append(NOTE.format(self._head.strip(), "is no call in this model's form"))
+            pieces += calls
         if end is not None:
             self._kind, self._first = "", False
         return end is not None

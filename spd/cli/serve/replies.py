@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from spd.cli.serve.forms import GEMMA, HARMONY, MARKS, THOUGHT, CallParser, ChannelParser, Piece, Tools
+from spd.cli.serve.forms import GEMMA, MARKS, THOUGHT, Piece, Tools, parser_of
 from spd.cli.text.prompt import ThinkingSplitter
 from spd.cli.text.reply import logprob_entry
 
@@ -58,12 +58,9 @@ class Choice:
     ) -> None:
         self.index, self._tokenizer, self._stops = index, tokenizer, stops
         self._splitter = ThinkingSplitter(inside)
-        self._parser: CallParser | ChannelParser | None = None
-        if tools is not None:
-            is_harmony = tools.form is HARMONY
-            self._parser = ChannelParser(held=tools.held) if is_harmony else CallParser(tools)
-            if tools.form is GEMMA:
-                self._splitter = ThinkingSplitter(inside, THOUGHT)
+        self._parser = None if tools is None else parser_of(tools)
+        if tools is not None and tools.form is GEMMA:
+            self._splitter = ThinkingSplitter(inside, THOUGHT)
         names = tokenizer.special_tokens if self._parser is not None else {}
         self._marks = {names[mark]: mark for mark in MARKS if mark in names}
         self.parts: list[Part] = []

@@ -426,7 +426,7 @@ def tools_of(body: Mapping[str, Any], template: str, tokenizer: Tokenizer) -> To
     elif choice not in ("none", "auto", "required"):
         refuse("tool_choice", "expected none, auto, required or a function that is among `tools`")
     if choice == "none" or (choice == "auto" and not functions):
-        return Tools({}, form, tokens=tokens) if form in (GEMMA, HARMONY) else None  # they think in channels
+        return Tools({}, form, tokens=tokens) if form is GEMMA or form.header else None  # thinking
     if not functions:
         refuse("tool_choice", "it is only allowed with `tools`")
     if choice == "auto" and "tools" not in template:
