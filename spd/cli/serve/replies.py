@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from spd.cli.serve.forms import GEMMA, MARKS, THOUGHT, Piece, Tools, parser_of
 from spd.cli.text.prompt import ThinkingSplitter
@@ -37,12 +37,8 @@ class Part:
     id: str = ""
 
 
-class Grown(NamedTuple):
-    """What an event added to a part, and whether the part begins with it."""
-
-    part: Part
-    text: str
-    begins: bool
+Grown = tuple[Part, str, bool]
+"""A part, what an event added to it, and whether it begins with that."""
 
 
 def call_of(part: Part) -> dict[str, Any]:
@@ -98,7 +94,7 @@ class Choice:
                 name = secrets.token_hex(5)[1:]  # nine characters are what Mistral wants
             self.parts.append(Part(piece.kind, len(self.parts), "", piece.name or "", name))
         self.parts[-1].text += piece.text
-        return Grown(self.parts[-1], piece.text, begins)
+        return self.parts[-1], piece.text, begins
 
     def _marked(self, event: Event) -> str:
         """An event's text, with the special tokens that calls are written with."""
@@ -320,7 +316,7 @@ class CompletionReply(ChatReply):
         yield from ()
 
     def grow(self, choice: Choice, event: Event, grown: Sequence[Grown]) -> Iterator[bytes]:
-        text = "".join(one.text for one in grown)
+        text = "".join(text for _, text, _ in grown)
         if text or event.finish_reason is not None or event.logprobs:
             logprobs = self._logprobs(event.logprobs, len(choice.all("text")) - len(text))
             yield self._chunk(choice, text=text, logprobs=logprobs, finish_reason=choice.reason)

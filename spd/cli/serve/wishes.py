@@ -432,8 +432,8 @@ def tools_of(body: Mapping[str, Any], template: str, tokenizer: Tokenizer) -> To
     if choice == "auto" and "tools" not in template:
         why = "this model's chat template has no place for tools, so the model cannot be told of them"
         refuse("tools", f"{why}; tool_choice `required` or a named function holds it to a call")
-    parallel, required = body.get("parallel_tool_calls", True), choice == "required" and named is None
-    return Tools(functions, form, named, required, parallel, strict or subset, tokens)
+    parallel = body.get("parallel_tool_calls", True)
+    return Tools(functions, form, named, choice == "required", parallel, strict or subset, tokens)
 
 
 def response_format(body: Mapping[str, Any]) -> GrammarText | None:
