@@ -311,9 +311,7 @@ class CompletionReply(ChatReply):
     """As completions."""
 
     kind, prefix = "text_completion", "cmpl"
-
-    def begin(self, cached: int) -> Iterator[bytes]:
-        yield from ()
+    begin = Reply.begin
 
     def grow(self, choice: Choice, event: Event, grown: Sequence[Grown]) -> Iterator[bytes]:
         text = "".join(text for _, text, _ in grown)
