@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from spd.cli.serve.forms import FORMS, HARMONY, CallParser, ChannelParser, Tools, call_form
+from spd.cli.serve.forms import FORMS, Tools, call_form, parser_of
 from spd.cli.serve.wishes import CHAT, for_template
 from spd.errors import SpdError
 from spd.formats.chat_template import ChatTemplate
@@ -124,7 +124,7 @@ def read_back(template: str) -> str:
         cuts = [[reply[:cut], reply[cut:]] for cut in range(len(reply))]
         for pieces in [list(reply), *cuts]:
             tools = Tools({"read": PARAMETERS, "now": {}}, form)
-            parser = ChannelParser() if form is HARMONY else CallParser(tools)
+            parser = parser_of(tools)
             found = [
                 piece for text in [*pieces, None] for piece in parser.feed(text or "", final=text is None)
             ]

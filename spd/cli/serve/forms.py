@@ -20,6 +20,7 @@ from spd.runtime.engine.request import tail_of
 if TYPE_CHECKING:
     from spd.runtime.engine.request import GrammarText
 
+Texts = tuple[str, str, str]
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schemas of functions' arguments, by name."""
 Found = tuple[Sequence[tuple[str, ...]], int]
@@ -33,8 +34,8 @@ QUOTE = '<|"|>'
 CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
-ENDS = START, END, *_ = "<|start|>", "<|end|>", "<|call|>", "<|return|>"
-"""What ends a message of gpt-oss."""
+ENDS = START, END, *_ = "<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|eom|>", "<|eot|>"
+"""What ends a message of gpt-oss or Muse-Glimmer."""
 
 
 # -- readers -----------------------------------------------------------------------------------------
@@ -144,15 +145,6 @@ def _gemma(text: str, schemas: Schemas) -> Found | bool:
     return (), 0
 
 
-def _any(*readers: Reader) -> Reader:
-    """What the first of several finds."""
-
-    def read(text: str, schemas: Schemas) -> Found | bool:
-        return next((found for one in readers if (found := one(text, schemas)) is not False), False)
-
-    return read
-
-
 def _llama(text: str, schemas: Schemas) -> Found | bool:
     """Objects or calls of Python."""
     is_python = re.match(r"\s*\[\s*(?:[A-Za-z_]|\Z)", text)
@@ -183,9 +175,9 @@ class Form(NamedTuple):
     opening: str
     closing: str
     read: Reader
-    call: tuple[str, str, str] | None = None
+    call: Texts | None = None
     """What stands before a name, behind it, and behind the arguments; without it there is no grammar."""
-    pair: tuple[str, str, str] | None = None
+    pair: Texts | None = None
     """What stands before a key, behind it, and behind its value, where arguments are no JSON."""
     between: str | None = None
     """What stands between calls that share their marks; None where each has its own."""
@@ -195,11 +187,13 @@ class Form(NamedTuple):
     """How a reply begins that is a call without a mark."""
     ends_reply: bool = False
     """Whether calls without a mark are calls only where nothing comes behind them."""
+    header: str = ""
+    """What names the function in the header of a message, where replies are messages."""
 
 
-def _array(opening: str, closing: str, call: tuple[str, str, str], read: Reader | None = None) -> Form:
-    """Calls that are objects in an array behind a mark, by which a template is told."""
-    return Form((opening,), opening, closing, read or _objects(), call, None, ", ", True)
+def _marked(mark: str, end: str, call: Texts, read: Reader | None = None, is_array: bool = True) -> Form:
+    """Calls that are objects behind a mark, by which a template is told; most stand in an array."""
+    return Form((mark,), mark, end, read or _objects(), call, None, ", ", is_array)
 
 
 _functions = _tagged(
@@ -214,8 +208,20 @@ _keys = _tagged(
     "</arg_value>",
     r"(?=</tool_call>)",
 )
-_tool_call = _any(_functions, _keys, _objects())
-_invoke = _tagged(rf'<invoke name="{NAME}">', r'<parameter name="([^"\n]+)">', "</parameter>", "</invoke>")
+
+
+def _tool_call(text: str, schemas: Schemas) -> Found | bool:
+    """Calls between one pair of tags, whatever they are made of."""
+    each = (read(text, schemas) for read in (_functions, _keys, _objects()))
+    return next((found for found in each if found is not False), False)
+
+
+_invoke = _tagged(
+    rf'(?:.*?<atem:|<)invoke name="{NAME}">',
+    r'<(?:atem:)?parameter name="([^"\n]+)">',
+    "</(?:atem:)?parameter>",
+    r"</(?:atem:)?invoke>\s*(?:</atem:function_calls>)?",
+)
 _deepseek = _objects(
     rf"\s*(?:```)?\s*(?:{CALL_END})?\s*{CALL}(?:\w*{SEPARATOR})?\s*{NAME}\s*(?:{SEPARATOR})?\s*(?:```json)?\s*(?=\{{)"
 )
@@ -223,7 +229,7 @@ _kimi = _objects(
     r"\s*(?:<\|tool_call_end\|>)?\s*<\|tool_call_begin\|>\s*(?=(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<)"
     r"([\w.:-]+)\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
 )
-_mistral = _objects(rf"\s*{NAME}(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(?=\{{)")
+_named = _objects(rf"\s*{NAME}(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(?=\{{)")
 
 TAGS, INVOKES = ("<tool_call>", "</tool_call>"), ("<minimax:tool_call>", "</minimax:tool_call>")
 PARAMETERS = ("\n<function=", ">\n", "</function>\n"), ("<parameter=", ">\n", "\n</parameter>\n")
@@ -236,18 +242,17 @@ FINAL = f"{CHANNEL}final{MESSAGE}"
 COMMENTARY = (f"{CHANNEL}commentary to=functions.", f" <|constrain|>json{MESSAGE}", "")
 
 HERMES = Form(TAGS[:1], *TAGS, _tool_call, ('\n{"name": "', '", "arguments": ', "}\n"))
-HARMONY = Form((CHANNEL, "functions"), "", "", _objects(), COMMENTARY)
-"""gpt-oss: `ChannelParser` reads it."""
+HARMONY = Form((CHANNEL, "functions"), "", "", _named, COMMENTARY, header=rf"to=functions\.{NAME}")
 GEMMA = Form(("<|tool_call>",), "<|tool_call>", "<tool_call|>", _gemma)
 THOUGHT = ("<|channel>thought\n", "<channel|>")
 """Between which Gemma 4 thinks."""
 OBJECT_CALL = ('{"name": "', '", "arguments": ', "}")
 ACTION_CALL = ('{"tool_call_id": "0", "tool_name": "', '", "parameters": ', "}")
-LISTED_CALL = ('{"name": "', '", "parameters": ', "}")
-LISTED = Form((), "[", "]", _objects(), LISTED_CALL, between=", ", bare=r"\s*\[")
+LISTED = Form((), "[", "]", _objects(), OBJECT_CALL, between=", ", bare=r"\s*\[")
 """An array of objects, for calls that have to come in a form without a grammar."""
 FORMS = {
     "gpt-oss": HARMONY,
+    "Muse-Glimmer": Form(("<atem:",), "", "", _invoke, header=rf"to=(?!self\b|user\b){NAME}"),
     "Gemma 4": GEMMA,
     "Kimi K2": Form(("<|im_middle|>",), *KIMI, _kimi, KIMI_CALL, between=""),
     "DeepSeek V3": Form((CALLS[0], "```json"), *CALLS, _deepseek, FENCED, between="\n"),
@@ -258,11 +263,12 @@ FORMS = {
     "GLM-4.5, GLM-4.7": Form((*TAGS[:1], "<arg_key>"), *TAGS, _tool_call, *KEYS),
     "Hermes, Qwen3": HERMES,
     "LFM2": Form(("List of tools: ",), "<|tool_call_start|>", "<|tool_call_end|>", _python),
-    "Granite 3": _array("<|tool_call|>", "", OBJECT_CALL),
-    "Nemotron Nano 2": _array("<TOOLCALL>", "</TOOLCALL>", OBJECT_CALL),
-    "Command R7B, A": _array("<|START_ACTION|>", "<|END_ACTION|>", ACTION_CALL),
-    "Mistral": Form(("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", "", _mistral, ("", "[ARGS]", "")),
-    "Mistral before 2025": _array("[TOOL_CALLS]", "", OBJECT_CALL, _mistral),
+    "GigaChat 3.1": _marked("<|function_call|>", "", OBJECT_CALL, is_array=False),
+    "Granite 3": _marked("<|tool_call|>", "", OBJECT_CALL),
+    "Nemotron Nano 2": _marked("<TOOLCALL>", "</TOOLCALL>", OBJECT_CALL),
+    "Command R7B, A": _marked("<|START_ACTION|>", "<|END_ACTION|>", ACTION_CALL),
+    "Mistral": Form(("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", "", _named, ("", "[ARGS]", "")),
+    "Mistral before 2025": _marked("[TOOL_CALLS]", "", OBJECT_CALL, _named),
     "Llama 3": Form(
         ("<|start_header_id|>",), "<|python_tag|>", "", _llama, bare=r"\s*[{\[]", ends_reply=True
     ),
@@ -281,8 +287,7 @@ def call_form(template: str) -> Form:
 
 NO_CALL = re.compile(BLANK + r'\{\s*[^\s"]')
 _MARK = re.compile("|".join(map(re.escape, MARKS)))
-_JSON = re.compile(r'["{}\[\]]|\\(?:.|\Z)', re.DOTALL)
-NOTE = "what follows {} {}, so it is text"
+NOTE = "what follows {} is no whole call in this model's form, so it is text"
 """What is said of a malformed call."""
 MAX_CALLS = 8
 """Calls in one reply that a grammar allows."""
@@ -290,7 +295,7 @@ MAX_CALLS = 8
 
 @dataclass(frozen=True)
 class Tools:
-    """The functions that a reply may call, or has to: one that is `named`, or any that are `required`.
+    """The functions that a reply may call, or has to where it is `required`: any, or one that is `named`.
 
     Calls that have to come are held to their schemas by a grammar, and others once the form's opening mark
     has come, where that is a token; `strict` holds them where it is none, too. `tokens` are the ids of marks
@@ -308,18 +313,13 @@ class Tools:
     @property
     def written(self) -> Form:
         """The form in which calls come."""
-        return LISTED if self.has_to and self.form.call is None else self.form
-
-    @property
-    def has_to(self) -> bool:
-        """Whether a call has to come."""
-        return self.required or self.named is not None
+        return LISTED if self.required and self.form.call is None else self.form
 
     @property
     def held(self) -> bool:
         """Whether a grammar holds every call, however its mark is spelt."""
         form = self.written
-        return form.call is not None and (self.has_to or self.strict)
+        return form.call is not None and (self.required or self.strict)
 
     @property
     def grammar(self) -> GrammarText | None:
@@ -327,7 +327,7 @@ class Tools:
         from spd.runtime.engine.request import GrammarText
 
         form = self.written
-        mark = None if self.has_to else self.tokens.get(form.opening)
+        mark = None if self.required else self.tokens.get(form.opening)
         if form.call is None or not (self.held or mark is not None):
             return None
         chosen = self.functions if self.named is None else {self.named: self.functions[self.named]}
@@ -343,13 +343,13 @@ class Tools:
         else:
             next_one = f"{self._literal(form.between)} {one}"
         several = self.parallel and self.named is None and form is not HARMONY
-        calls = f"{one} ({next_one}){f'{{0,{MAX_CALLS - 1}}}' if self.has_to else '*'}" if several else one
+        calls = f"{one} ({next_one}){f'{{0,{MAX_CALLS - 1}}}' if self.required else '*'}" if several else one
         calls = f'"[" {calls} "]"' if form.is_array else calls
         calls += f" GAP {closing}" * bool(closing)
         if form is HARMONY:
-            calls = calls if self.has_to else f"({calls} | {self._literal(FINAL)} TEXT)"
+            calls = calls if self.required else f"({calls} | {self._literal(FINAL)} TEXT)"
             start = f"{self._thought} {calls}"
-        elif self.has_to:
+        elif self.required:
             start = f"GAP {opening} {calls}"
         else:
             before = f"TEXT {opening}" if form.opening in self.tokens else "before"
@@ -432,8 +432,8 @@ class CallParser:
         before, behind = map(re.escape, (self._form.call or ("", ""))[:2])
         streams = tools.held and self._form.pair is None
         self._head = re.compile(rf"(?s:.*?){before}{NAME}{behind}\s*(?=\{{)" if streams else "(?!)")
-        self._depth, self._quoted = 0, False
-        """Where arguments that are handed on stand: open braces and brackets, and whether inside a string."""
+        self._told: int | None = None
+        """How much has been handed on of arguments, where they are handed on as they come."""
         marks = "|".join(re.escape(mark) for mark in (self._form.opening, self._form.closing) if mark)
         self._stop = re.compile(rf'"(?:[^"\\]|\\.)*(?:"|\Z)|({marks})', re.DOTALL)
         """A mark, or a string of JSON, in which none counts."""
@@ -455,7 +455,7 @@ class CallParser:
         if self._is_inside is None and (self._text.strip() or final):
             self._is_inside = self._bare.match(self._text) is not None
         may_end = any(mark in text for mark in "{}>])")  # or what is inside goes on
-        if final or may_end or self._depth or not self._is_inside:
+        if final or may_end or self._told is not None or not self._is_inside:
             while self._is_inside is not None and (self._inside() if self._is_inside else self._outside()):
                 pass
         if final and not self._called_ever:
@@ -482,7 +482,7 @@ class CallParser:
 
     def _inside(self) -> bool:
         """Take the next call, or what shows that none comes; says whether to go on."""
-        if self._depth:
+        if self._told is not None:
             return self._arguments()
         if head := self._head.match(self._text):
             self._text, self._blanks = self._text[head.end() :], ""
@@ -504,50 +504,44 @@ class CallParser:
         never = not self._called and (isinstance(found, tuple) or NO_CALL.match(self._text))
         if not (self._final or never or (stop and found is not True)):
             return False
-        if not self._called:
-            self._say(self._opening or "")
-            self._note(self._opening)
-        else:
+        said = self._opening or ""
+        if self._called:
             rest = self._text[: stop.start()] if stop else self._text
             self._text = self._text[stop.end() if stop and stop[1] == self._form.closing else len(rest) :]
             rest = _MARK.sub("", rest)[: None if stop else -tail_of(self._form.closing, rest) or None]
-            if rest.strip(" \t\r\n,;]}`"):
-                self._say(rest)
-                self._note(self._opening)
+            said = rest if rest.strip(" \t\r\n,;]}`") else ""
+        self._say(said)
+        if said and self._opening:
+            self.notes.append(NOTE.format(self._opening))
         self._is_inside = False
         return True
 
-    def _note(self, mark: str | None) -> None:
-        if mark:
-            why = "ended before the call was whole" if self._final else "is no call in this model's form"
-            self.notes.append(NOTE.format(mark, why))
-
     def _arguments(self, name: str | None = None, call_id: str = "") -> bool:
         """Hand on what has come of arguments, first with a call's name; says whether they have ended."""
-        end = len(self._text)
-        for mark in _JSON.finditer(self._text):
-            if mark[0] == '"':
-                self._quoted = not self._quoted
-            elif not self._quoted and mark[0] in "{[]}":
-                self._depth += 1 if mark[0] in "{[" else -1
-                if not self._depth:
-                    end = mark.end()
-                    break
-            elif mark[0] == "\\" and not self._final:  # what it escapes comes next
-                end = mark.start()
-        self._pieces.append(Piece("call", self._text[:end], name, call_id))
-        self._text = self._text[end:]
-        return not self._depth
+        told, end = self._told or 0, None
+        if "}" in self._text[told:]:
+            with suppress(ValueError, RecursionError):
+                end = json.JSONDecoder().raw_decode(self._text)[1]
+        self._pieces.append(Piece("call", self._text[told:end], name, call_id))
+        self._told = len(self._text) if end is None else None
+        self._text = self._text[end:] if end is not None else self._text
+        return end is not None
+
+
+def parser_of(tools: Tools) -> CallParser | ChannelParser:
+    """What finds calls in a reply."""
+    return ChannelParser(tools) if tools.written.header else CallParser(tools)
 
 
 class ChannelParser:
-    """Parts a reply of gpt-oss: messages in channels are thinking, text, or calls to functions.
+    """Parts a reply of messages, each with a header: thinking, text, or calls to functions.
 
-    Calls are handed on when they are whole, or as they come where they are `held` by a grammar.
+    Calls are handed on when they are whole, or as they come where they are held by a grammar.
     """
 
-    def __init__(self, *, held: bool = False) -> None:
-        self._held, self.notes = held, list[str]()
+    def __init__(self, tools: Tools) -> None:
+        self._functions, self._form, self._held = tools.functions, tools.form, tools.held
+        self.notes: list[str] = []
         self._text, self._kind, self._head, self._name, self._first = "", "", "", "", True
         self._ends = re.compile("|".join(map(re.escape, ENDS)))
 
@@ -570,9 +564,9 @@ class ChannelParser:
         if self._first and not re.match(r"\s*(?:\Z|<|t\Z|to\Z|to=)", head):
             self._kind = "text"
         elif mark:
-            named = re.search(rf"to=functions\.{NAME}", head)
+            named = re.search(self._form.header, head)
             self._head, self._name, self._text = head + mark, named[1] if named else "", rest
-            is_thinking = re.search(rf"{re.escape(CHANNEL)}\s*analysis", head)
+            is_thinking = re.search(rf"{re.escape(CHANNEL)}\s*analysis|to=self\b", head)
             self._kind = "call" if named else "thinking" if is_thinking else "text"
         elif final:
             self._kind = "text"
@@ -593,13 +587,14 @@ class ChannelParser:
             pieces.append(Piece("call", said, self._name or None))
             self._name = ""
         elif end or final:
-            with suppress(ValueError, RecursionError):
-                if isinstance(json.loads(said), dict):
-                    pieces.append(Piece("call", said.strip(), self._name))
-                    said = ""
-            if said:
-                pieces.append(Piece("text", self._head + said))
-                self.notes.append(NOTE.format(self._head, "is no JSON object"))
+            calls, rest = list[Piece](), self._name + said
+            while isinstance(found := self._form.read(rest, self._functions), tuple) and found[0]:
+                calls += [Piece("call", arguments, name) for name, arguments in found[0]]
+                rest = rest[found[1] :]
+            if rest.strip():
+                calls = [Piece("text", self._head + said)]
+                self.notes.append(NOTE.format(self._head.strip()))
+            pieces += calls
         if end is not None:
             self._kind, self._first = "", False
         return end is not None

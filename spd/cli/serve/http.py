@@ -84,7 +84,7 @@ class Service:
     def prepare(self, wish: Wish) -> list[Prepared]:
         """The requests of a call. Raises what encoding and compiling a grammar raise."""
         prepared: list[Prepared] = []
-        settings, may_call = self.settings, wish.tools is not None and not wish.tools.has_to
+        settings, may_call = self.settings, wish.tools is not None and not wish.tools.required
         if wish.think is not None:
             settings = dataclasses.replace(settings, think=str(wish.think))
         for asked in wish.prompts:

@@ -121,7 +121,8 @@ class MessagesReply(Reply):
 
     def whole(self) -> dict[str, Any]:
         blocks = [_block(part) for part in self._choices[0].parts]
-        return self._message(blocks, *self._counts[:3], **self._ended, **self._choices[0].noted)
+        whole = self._message(blocks, *self._counts[:3], **self._ended)
+        return {**whole, **self._choices[0].noted}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         return sse({"type": kind, **fields}, kind)

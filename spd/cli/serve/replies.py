@@ -8,9 +8,9 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
-from spd.cli.serve.forms import GEMMA, HARMONY, MARKS, THOUGHT, CallParser, ChannelParser, Piece, Tools
+from spd.cli.serve.forms import GEMMA, MARKS, THOUGHT, Piece, Tools, parser_of
 from spd.cli.text.prompt import ThinkingSplitter
 from spd.cli.text.reply import logprob_entry
 
@@ -37,12 +37,8 @@ class Part:
     id: str = ""
 
 
-class Grown(NamedTuple):
-    """What an event added to a part, and whether the part begins with it."""
-
-    part: Part
-    text: str
-    begins: bool
+Grown = tuple[Part, str, bool]
+"""A part, what an event added to it, and whether it begins with that."""
 
 
 def call_of(part: Part) -> dict[str, Any]:
@@ -58,12 +54,9 @@ class Choice:
     ) -> None:
         self.index, self._tokenizer, self._stops = index, tokenizer, stops
         self._splitter = ThinkingSplitter(inside)
-        self._parser: CallParser | ChannelParser | None = None
-        if tools is not None:
-            is_harmony = tools.form is HARMONY
-            self._parser = ChannelParser(held=tools.held) if is_harmony else CallParser(tools)
-            if tools.form is GEMMA:
-                self._splitter = ThinkingSplitter(inside, THOUGHT)
+        self._parser = None if tools is None else parser_of(tools)
+        if tools is not None and tools.form is GEMMA:
+            self._splitter = ThinkingSplitter(inside, THOUGHT)
         names = tokenizer.special_tokens if self._parser is not None else {}
         self._marks = {names[mark]: mark for mark in MARKS if mark in names}
         self.parts: list[Part] = []
@@ -101,7 +94,7 @@ class Choice:
                 name = secrets.token_hex(5)[1:]  # nine characters are what Mistral wants
             self.parts.append(Part(piece.kind, len(self.parts), "", piece.name or "", name))
         self.parts[-1].text += piece.text
-        return Grown(self.parts[-1], piece.text, begins)
+        return self.parts[-1], piece.text, begins
 
     def _marked(self, event: Event) -> str:
         """An event's text, with the special tokens that calls are written with."""
@@ -318,12 +311,10 @@ class CompletionReply(ChatReply):
     """As completions."""
 
     kind, prefix = "text_completion", "cmpl"
-
-    def begin(self, cached: int) -> Iterator[bytes]:
-        yield from ()
+    begin = Reply.begin
 
     def grow(self, choice: Choice, event: Event, grown: Sequence[Grown]) -> Iterator[bytes]:
-        text = "".join(one.text for one in grown)
+        text = "".join(text for _, text, _ in grown)
         if text or event.finish_reason is not None or event.logprobs:
             logprobs = self._logprobs(event.logprobs, len(choice.all("text")) - len(text))
             yield self._chunk(choice, text=text, logprobs=logprobs, finish_reason=choice.reason)

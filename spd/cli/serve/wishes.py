@@ -426,14 +426,14 @@ def tools_of(body: Mapping[str, Any], template: str, tokenizer: Tokenizer) -> To
     elif choice not in ("none", "auto", "required"):
         refuse("tool_choice", "expected none, auto, required or a function that is among `tools`")
     if choice == "none" or (choice == "auto" and not functions):
-        return Tools({}, form, tokens=tokens) if form in (GEMMA, HARMONY) else None  # they think in channels
+        return Tools({}, form, tokens=tokens) if form is GEMMA or form.header else None  # thinking
     if not functions:
         refuse("tool_choice", "it is only allowed with `tools`")
     if choice == "auto" and "tools" not in template:
         why = "this model's chat template has no place for tools, so the model cannot be told of them"
         refuse("tools", f"{why}; tool_choice `required` or a named function holds it to a call")
-    parallel, required = body.get("parallel_tool_calls", True), choice == "required" and named is None
-    return Tools(functions, form, named, required, parallel, strict or subset, tokens)
+    parallel = body.get("parallel_tool_calls", True)
+    return Tools(functions, form, named, choice == "required", parallel, strict or subset, tokens)
 
 
 def response_format(body: Mapping[str, Any]) -> GrammarText | None:

@@ -123,19 +123,17 @@ def test_how_a_reply_ends(served: Served, path: str) -> None:
     assert told == [(names[0], "Well"), (names[1], cut)]
 
 
+MALFORMED = {SAID[8:50]: "length", "<tool_call>[1]</tool_call> So.": "stop"}
+
+
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/chat/completions"])
-@pytest.mark.parametrize(
-    ("text", "reason", "why"),
-    [(SAID[8:50], "length", "ended"), ("<tool_call>[1]</tool_call> So.", "stop", "is no call")],
-)
-def test_a_malformed_call_is_text_with_a_note(
-    served: Served, path: str, text: str, reason: str, why: str
-) -> None:
+@pytest.mark.parametrize("text", MALFORMED)
+def test_a_malformed_call_is_text_with_a_note(served: Served, path: str, text: str) -> None:
     """Whole and streamed, in every API; a reply without one has none."""
     body = response(reasoning={}) if "resp" in path else messages(thinking={"type": "disabled"})
     if "chat" in path:
         body = {"messages": body["messages"], "tools": [function({"name": "read", "parameters": TOOL})]}
-    with scripted(served, text, text, reason=reason):
+    with scripted(served, text, text, reason=MALFORMED[text]):
         _, whole = served.send("POST", path, body)
         events = served.stream(path, **body) if "chat" in path else served.named_events(path, **body)
     with scripted(served, SAID):
@@ -149,7 +147,7 @@ def test_a_malformed_call_is_text_with_a_note(
         last, told = events[-2], whole["content"][0]["text"]
     assert told == text and "notes" not in fine
     (note,) = whole["notes"]
-    assert last["notes"] == [note] and note.startswith(f"what follows <tool_call> {why}")
+    assert last["notes"] == [note] and note.startswith("what follows <tool_call> is no whole call")
     assert served.service.counters["malformed_calls_total"] >= 2
 
 

@@ -16,7 +16,6 @@ from spd.cli.serve.forms import (
     CALL_END,
     CALLS,
     FORMS,
-    HARMONY,
     LISTED,
     MARKS,
     QUOTE,
@@ -26,6 +25,7 @@ from spd.cli.serve.forms import (
     Form,
     Tools,
     call_form,
+    parser_of,
 )
 from spd.formats.folder import ModelFolder
 from spd.runtime.engine.grammar import GrammarCompiler, GrammarError
@@ -58,6 +58,8 @@ INVOKED = (
     '<invoke name="get_weather">\n<parameter name="city">Pa"ris}{ \\</parameter>\n'
     '<parameter name="days">3</parameter>\n</invoke>\n'
 )
+ATEM = INVOKED.replace("invoke", "atem:invoke").replace("parameter", "atem:parameter")
+ATEM = f"<atem:function_calls>\n{ATEM}</atem:function_calls>"
 COMMENTARY = "<|channel|>commentary to=functions."
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 
@@ -179,6 +181,18 @@ CASES: dict[str, tuple[str, str, str, list[Call]]] = {
         "",
         ONE,
     ),
+    "harmony two objects": ("gpt-oss", *2 * [f"{COMMENTARY}now<|message|>{{}} {{}}"], []),
+    "muse": (
+        "Muse-Glimmer",
+        f" to=self<|message|>Hm.<|eom|><|start|>assistant to=get_weather<|message|>{ATEM}<|eom|>"
+        '<|start|>assistant to=now<|message|><atem:function_calls>\n<atem:invoke name="now">'
+        "\n</atem:invoke>\n</atem:function_calls><|eot|>",
+        "",
+        BOTH,
+    ),
+    "muse text": ("Muse-Glimmer", " to=user<|message|>Sunny < 3<|eot|>", "Sunny < 3", []),
+    "muse broken": ("Muse-Glimmer", *2 * [f" to=now<|message|>{ATEM[:60]}"], []),
+    "gigachat": ("GigaChat 3.1", f"So.<|function_call|>{OBJECT}", "So.", ONE),
     "harmony text": ("gpt-oss", f"{THOUGHT}<|channel|>final<|message|>Sunny < 3<|return|>", "Sunny < 3", []),
     "harmony no JSON": ("gpt-oss", *2 * [f"{COMMENTARY}now<|message|>{{a"], []),
     "harmony without channels": ("gpt-oss", *2 * ['{"a": 3}'], []),
@@ -191,14 +205,14 @@ def tools_of(form: str, **wishes: Any) -> Tools:
     return Tools(FUNCTIONS, FORMS.get(form, LISTED), **wishes)
 
 
-def parser_of(form: str) -> CallParser | ChannelParser:
+def reader_of(form: str) -> CallParser | ChannelParser:
     """What reads a form."""
-    return ChannelParser() if form == "gpt-oss" else CallParser(tools_of(form))
+    return parser_of(tools_of(form))
 
 
 def parse(form: str, pieces: list[str]) -> tuple[str, list[Call]]:
     """Content and calls of a reply that came in pieces."""
-    parser = parser_of(form)
+    parser = reader_of(form)
     found = [piece for text in pieces for piece in parser.feed(text)]
     found += parser.feed("", final=True)
     content = "".join(piece.text for piece in found if piece.kind == "text")
@@ -228,17 +242,17 @@ def test_a_cut_reply_holds_whole_calls_only(case: str) -> None:
         told, found = parse(form, [text[:cut]])
         assert found == calls[: len(found)], text[:cut]
         assert told.startswith(content) or content.startswith(told) or calls[0] not in found
-        if not found and form != "gpt-oss":
+        if not found and not tools_of(form).form.header:
             assert told.split() == text[:cut].split()
 
 
 def test_a_call_comes_when_it_is_whole_and_text_that_is_none_at_once() -> None:
-    parser = parser_of(HERMES)
+    parser = reader_of(HERMES)
     assert parser.feed('<tool_call>{"name": "get_weather", "arguments": {"city": "Par') == []
     (piece,) = parser.feed('is"}}')
     assert (piece.name, piece.text) == ("get_weather", '{"city": "Paris"}')
-    assert [piece.text for piece in parser_of("Llama 3").feed("{now} it")] == ["{now} it"]  # cannot be one
-    channels = ChannelParser()
+    assert [piece.text for piece in reader_of("Llama 3").feed("{now} it")] == ["{now} it"]  # cannot be one
+    channels = reader_of("gpt-oss")
     assert [*channels.feed("<|channel|>analysis<|message|>Hm")] == [("thinking", "Hm", None, "")]
     assert channels.thinking and [piece.text for piece in channels.feed(" <|en")] == [" "]
 
@@ -251,7 +265,7 @@ def test_a_template_says_which_form() -> None:
 
 def test_a_call_keeps_the_id_that_the_model_gave() -> None:
     """Kimi's templates show it to the model in place of the name."""
-    pieces = parser_of("Kimi K2").feed(CASES["kimi"][1])
+    pieces = reader_of("Kimi K2").feed(CASES["kimi"][1])
     assert [piece.id for piece in pieces] == ["functions.get_weather:0", "functions.now:1"]
 
 
@@ -341,7 +355,7 @@ def test_calls_are_held_to_their_schemas(form: str, strict: bool) -> None:
 
 def replies(tools: Tools, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
     """Text and calls with their arguments of a reply that a grammar holds."""
-    parser = ChannelParser(held=True) if tools.form is HARMONY else CallParser(tools)
+    parser = parser_of(tools)
     said, calls = "", list[tuple[str, str]]()
     for piece in [one for text in [*pieces, None] for one in parser.feed(text or "", final=text is None)]:
         if piece.kind == "text":

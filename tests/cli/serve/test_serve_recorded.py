@@ -30,6 +30,9 @@ WORDS = {
 CALLS = {
     "gpt-oss": "«each»{{- '<|start|>assistant<|channel|>commentary to=functions.' + c.function.name }}"
     "{{- ' <|constrain|>json<|message|>' }}«arguments»<|call|>«done»",
+    "Muse-Glimmer": "«each»<|start|>assistant to=«name»<|message|><atem:function_calls>\n"
+    '<atem:invoke name="«name»">\n«pairs»<atem:parameter name="«key»">«value»</atem:parameter>\n{% endfor %}'
+    "</atem:invoke>\n</atem:function_calls><|eom|>«done»{# to=self #}",
     "Gemma 4": "«each»<|tool_call>call:«name»{{ '{' }}«pairs»«key»:«quoted»{{ ',' if not loop.last }}"
     "{% endfor %}{{ '}' }}<tool_call|>«done»",
     "Kimi K2": "<|tool_calls_section_begin|>«each»<|tool_call_begin|>functions.«name»:{{ loop.index0 }}"
@@ -47,6 +50,7 @@ CALLS = {
     "</arg_value>\n{% endfor %}</tool_call>«done»",
     "Hermes, Qwen3": "«each»\n<tool_call>\n«object»\n</tool_call>«done»",
     "LFM2": "{# List of tools: #}<|tool_call_start|>[«each»«python»«comma»«done»]<|tool_call_end|>",
+    "GigaChat 3.1": "<|function_call|>«each»«object»«comma»«done»",
     "Granite 3": "<|tool_call|>«array»",
     "Nemotron Nano 2": "<TOOLCALL>«array»</TOOLCALL>",
     "Command R7B, A": '<|START_ACTION|>[\n«each»    {"tool_call_id": "{{ loop.index0 }}", '
@@ -59,6 +63,7 @@ CALLS = {
 DEEPSEEK = "{{ {'user': '<｜User｜>', 'assistant': '<｜Assistant｜>'}.get(m['role'], '') }}", "<｜end｜>"
 FRAMES = {
     "gpt-oss": ("<|start|>{{ m.role }}<|message|>", "<|end|>"),
+    "Muse-Glimmer": ("<|start|>{{ m.role }}<|message|>", "<|eot|>"),
     "Kimi K2": ("<|im_{{ m.role }}|>{{ m.get('name') or m.role }}<|im_middle|>", "<|im_end|>"),
     "DeepSeek V3": DEEPSEEK,
     "DeepSeek V3.1": DEEPSEEK,
