@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from spd import __version__, errors
-from spd.cli.text.output import Sink, clock, loading, tell
+from spd.cli.text.output import Sink, clock, loading, tell, write_stderr
 from spd.errors import EngineError, NotFoundError, ResourceError, SpdError
 from spd.formats.hub import resolve_model
 from spd.runtime import RequestMetrics
@@ -192,7 +192,7 @@ def _await_end(session: Session, said: dict[str, Any]) -> None:
 
 
 def detach(session: Session, options: ServeOptions) -> int:
-    """Start a server in the background, and return when it is ready. Raises EngineError where it ends."""
+    """Start a server in the background, and return when it is ready; where it ends, with what it said."""
     import subprocess
 
     folder = runtime_folder(session.runtime_folder, create=True)
@@ -214,9 +214,10 @@ def detach(session: Session, options: ServeOptions) -> int:
             child.terminate()
             raise
     said = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    if child.poll() is not None:
+    if (status := child.poll()) is not None:
         path.unlink()
-        raise EngineError("the server ended at once", reason=said, fix=["spd serve, without --detach"])
+        write_stderr("\n".join([*(said or ["error: the server ended at once"]), ""]))
+        return status if status > 0 else 128 - status
     for line in () if quiet else (*said, f"pid {child.pid}, log {path}; spd serve --stop ends it"):
         tell(line)
     return 0

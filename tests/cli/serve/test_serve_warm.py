@@ -324,6 +324,9 @@ def test_a_detached_server_ends_after_idle_time(tmp_path: Path) -> None:
         time.sleep(0.05)
     assert not list((tmp_path / "spd").iterdir())
     assert spd(tmp_path, "serve", "--stop").returncode == 3
+    refused, told = (spd(tmp_path, "serve", "./none", *words) for words in ([], ["--detach"]))
+    assert refused.returncode == 3 and (told.returncode, told.stderr) == (3, refused.stderr)
+    assert not list((tmp_path / "spd").iterdir())
 
 
 @pytest.mark.parametrize(
