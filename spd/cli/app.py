@@ -134,10 +134,8 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
 
 def _session(command: str, guard: SignalGuard, rendezvous: int | None) -> Session:
     """What a command gets."""
-    console = Console(
-        color=wants_color(sys.stderr, os.environ),
-        help=f"spd {command} --help" if command in COMMANDS else "spd --help",
-    )
+    words = f"spd {command} --help" if command in COMMANDS else "spd --help"
+    console = Console(wants_color(sys.stderr, os.environ), help=words)
     state = _folder("XDG_STATE_HOME", "~/.local/state/spd")
     sockets = _folder("XDG_RUNTIME_DIR", f"/tmp/spd-{os.getuid()}")
     dumb = os.environ.get("TERM") in ("dumb", None)

@@ -22,7 +22,7 @@ from tests.cli.conftest import refused
 ROOT = Path(__file__).resolve().parents[2]
 LIGHT = {"torch", "triton", "numpy", "transformers", "huggingface_hub", "pydantic"}
 LIGHT |= {"jinja2", "prompt_toolkit", "uvicorn"}
-HEAVY = LIGHT | {"tokenizers", "safetensors"}
+HEAVY = LIGHT | {"tokenizers", "safetensors", "importlib.metadata", "secrets", "spd.formats.model_config"}
 WRITERS = {"spd.formats.writer", "tempfile"}
 STYLED = {"rich.markdown", "rich.traceback", "markdown_it", "pygments"}
 BODIES = {f"spd.cli.commands.{module}" for module, *_ in COMMAND_TABLE.values()}
@@ -35,7 +35,8 @@ OF_COMMANDS = {**QUESTION, "COMP_WORDS": "spd ", "COMP_CWORD": "1"}
 def loaded_after(*argv: str, run: str = "from spd.__main__ import main\nmain()", **environment: str) -> Any:
     """Standard output, and the modules in memory, after `spd ARGV` in a new process."""
     code = (
-        "import sys, atexit\n"
+        "import sys, os, atexit\n"
+        "os._exit = sys.exit\n"  # so that this hears of the end
         "atexit.register(lambda: print('\\n'.join(sys.modules), file=sys.stderr))\n"
         f"sys.argv = ['spd', *{list(argv)!r}]\n"
         f"{run}"

@@ -59,7 +59,7 @@ COMMANDS = tuple(COMMAND_TABLE)
 
 
 def build_app(loaded: Collection[str] = COMMANDS) -> typer.Typer:
-    """The Typer application: the commands in `loaded` have their options, the others only name and help."""
+    """The Typer application of the commands in `loaded`; of none: of all, with only their names and help."""
     app = typer.Typer(
         name="spd",
         help=ROOT_HELP,
@@ -71,8 +71,9 @@ def build_app(loaded: Collection[str] = COMMANDS) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     )
     app.callback()(root)
-    for name, (_, short) in COMMAND_TABLE.items():
-        body = load_command(name) if name in loaded else lambda: None
+    known = [name for name in COMMANDS if name in loaded]
+    for name in known or COMMANDS:
+        body, short = load_command(name) if known else lambda: None, COMMAND_TABLE[name][1]
         help, _, examples = (cleandoc(body.__doc__ or "")).partition("\n\n")
         app.command(name, cls=Command, help=help, short_help=short, epilog=f"\b\n{examples}")(body)
     return app

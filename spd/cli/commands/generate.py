@@ -10,16 +10,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from spd.cli.options import GenerateOptions
-from spd.cli.text.output import (
-    Console,
-    Session,
-    Sink,
-    check_writable,
-    fact_lines,
-    loading,
-    tell,
-    to_json,
-)
+from spd.cli.text.output import Console, Session, Sink, check_writable, fact_lines, loading, tell, to_json
 
 if TYPE_CHECKING:
     from spd.cli.text.job import Settings
@@ -43,8 +34,6 @@ def generate(session: Session, options: GenerateOptions) -> int:
         if path is not None:
             check_writable(path)
     sink = Sink.stdout() if options.output is None else Sink(options.output, append=options.resume)
-    from spd.cli.commands.models import ensure_models
-
     with closing(sink):
         if not (options.trace or options.dry_run or options.jsonl):
             from spd.cli.serve.local import served_engine
@@ -54,6 +43,8 @@ def generate(session: Session, options: GenerateOptions) -> int:
 
                 request, inside = served.prepare(session.console, options)
                 return Delivery(session, options, sink, served, request, inside).run()
+        from spd.cli.commands.models import ensure_models
+
         ensure_models(session, options)
         if options.jsonl:
             from spd.cli.commands.jsonl import generate_lines
@@ -109,20 +100,16 @@ def _show_prompt(
 
 
 def say_before(
-    console: Console, options: GenerateOptions, settings: Settings, engine: Engine, request: Request
+    console: Console, options: GenerateOptions, settings: Settings, engine: Engine, request: Request | None
 ) -> None:
-    """Notes about limits that the user may not expect, and the plan of a verbose run."""
-    room, wanted = engine.plan.shape.ctx - len(request.prompt_ids), request.params.max_tokens
-    if wanted is not None and wanted > room:
-        console.note(f"the context leaves room for {room:,} tokens, fewer than -n {wanted:,}")
-    say_plan(console, options, engine, settings)
-
-
-def say_plan(console: Console, options: GenerateOptions, engine: Engine, settings: Settings) -> None:
-    """Notes about what the plan makes of the options, and the plan of a verbose run."""
+    """Notes about what the user may not expect, of the one request too, and the plan of a verbose run."""
     from spd.cli.text.prompt import note_thinking
 
     plan = engine.plan
+    if request is not None and (wanted := request.params.max_tokens) is not None:
+        room = plan.shape.ctx - len(request.prompt_ids)
+        if wanted > room:
+            console.note(f"the context leaves room for {room:,} tokens, fewer than -n {wanted:,}")
     if "no C compiler" in plan.kernels_reason:
         console.note(f"this is slow: {plan.kernels_reason}")
     note_thinking(console, options.think, settings.vocabulary)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from spd.cli.commands.generate import load, say_plan
+from spd.cli.commands.generate import load, say_before
 from spd.cli.options import GenerateOptions
 from spd.cli.serve.body import TEXT, ApiError, anything, fields, listed, whole
 from spd.cli.serve.wishes import SAMPLING
@@ -82,7 +82,7 @@ def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> in
         engine = served or load(session.console, options.model, settings.config)
         if len(rest) > (slots := engine.plan.shape.slots):
             engine.capture_ahead([settings.sampling.params], together=slots)
-        say_plan(session.console, options, engine, settings)
+        say_before(session.console, options, settings, engine, None)
         settings = dataclasses.replace(settings, context=engine.plan.shape.ctx)
         began = time.perf_counter()
         batch = Batch(session, settings, shared, options.raw, engine, sink, done, failed)

@@ -6,7 +6,6 @@ Each line on a socket is a JSON object. No torch here, nor anything else that ta
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import select
@@ -14,16 +13,18 @@ import socket
 import stat
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from spd import __version__, errors
-from spd.cli.text.output import Sink, clock, loading, tell
+from spd.cli.text.output import Sink, clock, loading, tell, write_stderr
 from spd.errors import EngineError, NotFoundError, ResourceError, SpdError
-from spd.formats.folder import ModelFolder
+from spd.formats.hub import resolve_model
 from spd.runtime import RequestMetrics
 from spd.runtime.engine.request import Event, GrammarText, Request, ThinkingBudget, TokenLogprob
 from spd.runtime.plan.config import show_size
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from spd.cli.commands.serve import ServeOptions
     from spd.cli.options import GenerateOptions, ReplyOptions
     from spd.cli.text.output import Console, Session
+    from spd.formats.tokenizer import Tokenizer
     from spd.runtime import EngineConfig
 
 LINE_LIMIT = 64 << 20
@@ -64,9 +66,9 @@ def runtime_folder(folder: Path, *, create: bool = False) -> Path | None:
     return folder
 
 
-def socket_name(model: ModelFolder, process: int | str) -> str:
+def socket_name(model: os.PathLike[str], process: int | str) -> str:
     """The name of a server's socket: of a model's folder, and of a process."""
-    return f"{hashlib.sha256(os.path.realpath(model.path).encode()).hexdigest()[:16]}-{process}.sock"
+    return f"{zlib.crc32(os.fsencode(os.path.realpath(model))):08x}-{process}.sock"
 
 
 def identity(config: EngineConfig) -> dict[str, Any]:
@@ -74,12 +76,10 @@ def identity(config: EngineConfig) -> dict[str, Any]:
     shown = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     del shown["slots"]
     for name in ("model", "draft_model", "mtp"):
-        if shown[name] is not None:
-            files = [
-                (path.name, path.stat()) for path in sorted(Path(shown[name]).iterdir()) if path.is_file()
-            ]
-            stamps = [[name, each.st_size, each.st_mtime_ns, each.st_ino] for name, each in files]
-            shown[name] = [os.path.realpath(shown[name]), *stamps]
+        if (folder := shown[name]) is not None:
+            files = {path.name: path.stat() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+            stamps = [[file, each.st_size, each.st_mtime_ns, each.st_ino] for file, each in files.items()]
+            shown[name] = [os.path.realpath(folder), *stamps]
     made_of: dict[str, Any] = json.loads(json.dumps({"version": __version__, **shown}))
     return made_of
 
@@ -103,7 +103,8 @@ class Line:
     def send(self, **message: Any) -> None:
         """Send one object. Raises EngineError where the server has gone."""
         try:
-            self._socket.sendall(json.dumps(message, default=str).encode() + b"\n")
+            line = json.dumps(message, default=lambda value: getattr(value, "__dict__", None) or str(value))
+            self._socket.sendall(line.encode() + b"\n")
         except OSError:
             raise _lost() from None
 
@@ -136,7 +137,7 @@ def _lost() -> EngineError:
     return EngineError("the server has ended", fix=["run it again; in a chat, /model NAME", "--no-server"])
 
 
-def servers(session: Session, model: ModelFolder | None = None) -> Iterator[tuple[Line, dict[str, Any]]]:
+def servers(session: Session, model: Path | None = None) -> Iterator[tuple[Line, dict[str, Any]]]:
     """A connection to each server, of one model or of all, and what it says of itself."""
     folder = runtime_folder(session.runtime_folder)
     pattern = "*.sock" if model is None else socket_name(model, "*")
@@ -147,9 +148,8 @@ def servers(session: Session, model: ModelFolder | None = None) -> Iterator[tupl
             said = line.receive(ANSWER_SECONDS)
         except EngineError:  # it is stopped, or ends just now
             process = path.stem.rpartition("-")[2]
-            session.console.note(
-                f"the server of process {process} does not answer; kill -9 {process} ends it"
-            )
+            words = f"the server of process {process} does not answer; kill -9 {process} ends it"
+            session.console.note(words)
         except OSError:
             pass
         else:
@@ -159,7 +159,7 @@ def servers(session: Session, model: ModelFolder | None = None) -> Iterator[tupl
 def control(session: Session, options: ServeOptions) -> int:
     """Carry out --status or --stop. Raises NotFoundError where no server runs."""
     named = not {"model", "model_argument"}.isdisjoint(options.typed)
-    found = list(servers(session, ModelFolder.named(options.model) if named else None))
+    found = list(servers(session, resolve_model(options.model) if named else None))
     if not found:
         raise NotFoundError("no server runs", fix=["spd serve --detach"], code="no_server")
     for line, said in found:
@@ -192,7 +192,7 @@ def _await_end(session: Session, said: dict[str, Any]) -> None:
 
 
 def detach(session: Session, options: ServeOptions) -> int:
-    """Start a server in the background, and return when it is ready. Raises EngineError where it ends."""
+    """Start a server in the background, and return when it is ready; where it ends, with what it said."""
     import subprocess
 
     folder = runtime_folder(session.runtime_folder, create=True)
@@ -214,9 +214,10 @@ def detach(session: Session, options: ServeOptions) -> int:
             child.terminate()
             raise
     said = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    if child.poll() is not None:
+    if (status := child.poll()) is not None:
         path.unlink()
-        raise EngineError("the server ended at once", reason=said, fix=["spd serve, without --detach"])
+        write_stderr("\n".join([*(said or ["error: the server ended at once"]), ""]))
+        return status if status > 0 else 128 - status
     for line in () if quiet else (*said, f"pid {child.pid}, log {path}; spd serve --stop ends it"):
         tell(line)
     return 0
@@ -234,7 +235,7 @@ def served_engine(session: Session, options: ReplyOptions, slots: int = 1) -> An
 
     named, made_of = (options.model, options.draft_model, options.mtp), dict[str, Any]()
     try:
-        model, *_ = [ModelFolder.named(name) for name in named if name is not None]
+        model, *_ = [resolve_model(name) for name in named if name is not None]
     except NotFoundError:
         return None  # and none serves it
     for line, said in servers(session, model):
@@ -255,8 +256,8 @@ class ServedEngine:
 
     load_ms = 0.0
 
-    def __init__(self, line: Line, model: ModelFolder, plan: dict[str, Any]) -> None:
-        self._line, self._model = line, model
+    def __init__(self, line: Line, model: Path, plan: dict[str, Any]) -> None:
+        self._line, self._folder = line, model
         self.plan: Any = SimpleNamespace(**plan, as_dict=lambda: plan)
         self.plan.shape = self.plan.wishes = self.plan
         """As `EnginePlan`, as far as it is asked."""
@@ -273,16 +274,19 @@ class ServedEngine:
 
     def token_bytes(self, token_id: int) -> bytes:
         """As `Tokenizer.token_bytes`."""
-        tokenizer = self._model.tokenizer
-        return b"" if tokenizer is None else tokenizer.token_bytes(token_id)
+        return b"" if self._opened is None else self._opened.token_bytes(token_id)
+
+    @cached_property
+    def _opened(self) -> Tokenizer | None:
+        from spd.formats.folder import ModelFolder
+
+        return ModelFolder(self._folder).tokenizer
 
     def prepare(self, console: Console, options: GenerateOptions) -> tuple[Request, bool | None]:
         """The request for one prompt, which the server encodes; says what `spd generate` says before."""
         from spd.cli.text.prompt import gather, read_grammar
 
-        grammar, asked = read_grammar(options), dataclasses.asdict(gather(options))
-        held = None if grammar is None else dataclasses.asdict(grammar)
-        self._line.send(do="prepare", options=vars(options), asked=asked, grammar=held)
+        self._line.send(do="prepare", grammar=read_grammar(options), options=options, asked=gather(options))
         begun = self._line.receive()
         for kind, text in begun["said"]:
             getattr(console, kind)(text)
@@ -290,7 +294,7 @@ class ServedEngine:
 
     def add(self, request: Request) -> None:
         """Begin a request. Raises what the server refuses it with."""
-        self._line.send(do="add", request=dataclasses.asdict(request))
+        self._line.send(do="add", request=request)
         while self._take(self._line.receive()):
             pass
         self._running.add(request.id)

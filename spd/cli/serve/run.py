@@ -235,7 +235,7 @@ class WarmFront:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one client until it goes; what runs for it then is aborted."""
-        running, names, attached = set[asyncio.Task[None]](), dict[str, str](), False
+        running, attached, prefix = set[asyncio.Task[None]](), False, f"{secrets.token_hex(8)} "
         reading = asyncio.ensure_future(reader.readline())
         try:
             while running or not self._service.draining:
@@ -252,11 +252,12 @@ class WarmFront:
                 elif message["do"] == "attach":
                     attached, self.clients = True, self.clients + 1
                 elif message["do"] == "abort":
-                    self._service.thread.end(names[message["id"]])
+                    self._service.thread.end(prefix + message["id"])
                 elif message["do"] == "prepare":
                     _send(writer, await _tried(asyncio.to_thread(self._prepare, message)))
                 elif message["do"] == "add":
-                    _send(writer, await _tried(self._begin(message["request"], running, names, writer)))
+                    begun = self._begin(message["request"], prefix, running, writer)
+                    _send(writer, await _tried(begun))
         except (OSError, ValueError, LookupError, TypeError):
             pass  # it has gone, or is not spd
         finally:
@@ -306,19 +307,14 @@ class WarmFront:
         return {"request": dataclasses.asdict(request), "inside": inside, "said": said}
 
     async def _begin(
-        self,
-        said: Message,
-        running: set[asyncio.Task[None]],
-        names: dict[str, str],
-        writer: asyncio.StreamWriter,
+        self, said: Message, prefix: str, running: set[asyncio.Task[None]], writer: asyncio.StreamWriter
     ) -> Message:
         """Begin a request, which has a name of its own here. Raises what its check raises."""
         if self._service.draining:
             raise EngineError("the server is shutting down", fix=["run it again", "--no-server"])
-        name, request = said["id"], read_request({**said, "id": secrets.token_hex(8)})
+        name, request = said["id"], read_request({**said, "id": prefix + said["id"]})
         await asyncio.to_thread(self._service.engine.check, request)
         task = asyncio.ensure_future(_follow(Call(self._service, [request]), name, writer))
-        names[name] = request.id
         running.add(task)
         task.add_done_callback(running.discard)
         return {"added": name}

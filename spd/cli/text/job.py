@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from spd.errors import IncompatibleError, UsageError
 from spd.formats.hub import is_repository_name
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from spd.cli.options import EngineOptions
     from spd.formats.chat_template import ChatTemplate
     from spd.formats.folder import ModelFolder
@@ -54,6 +55,8 @@ def resolve_sampling(
     options: SamplingOptions, model: GenerationConfig, vocab_size: int, *, logprobs: int | None = None
 ) -> Resolved:
     """Flags, then generation_config.json, then built-in values. Raises UsageError."""
+    import secrets
+
     from spd.runtime import SamplingParams
     from spd.runtime.engine.request import SEED_BITS
 
@@ -278,15 +281,18 @@ def open_vocabulary(name: str, folder: ModelFolder) -> Vocabulary:
     return Vocabulary(folder.config, tokenizer, None if tokenizer is None else folder.template, name)
 
 
-def engine_config(options: EngineOptions, folder: ModelFolder) -> EngineConfig:
+def engine_config(options: EngineOptions, folder: Path | ModelFolder) -> EngineConfig:
     """The options as wishes for the engine. Raises what EngineConfig refuses."""
-    from spd.formats.folder import ModelFolder
     from spd.runtime import EngineConfig
 
+    heads: dict[str, Any] = {name: getattr(options, name) for name in ("draft_model", "mtp")}
+    if heads := {name: reference for name, reference in heads.items() if reference is not None}:
+        from spd.formats.folder import ModelFolder
+
+        heads = {name: ModelFolder.named(reference) for name, reference in heads.items()}
     return EngineConfig(
         model=folder,
-        draft_model=None if options.draft_model is None else ModelFolder.named(options.draft_model),
-        mtp=None if options.mtp is None else ModelFolder.named(options.mtp),
+        **heads,
         lag=None if options.lag == "auto" else int(options.lag),
         graphs=None if options.graphs == "auto" else options.graphs == "on",
         **{name: getattr(options, name) for name in WISHES if hasattr(options, name)},

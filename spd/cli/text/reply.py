@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
-import importlib.metadata
 import itertools
-import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
@@ -301,9 +299,11 @@ def early_end(fields: Mapping[str, Any], lacks: str | None, request: Request) ->
 
 def versions() -> dict[str, str]:
     """Versions of what takes part, here or in a server."""
+    import importlib.metadata  # here, for it takes a tenth of a start
+
     from spd import __version__
 
-    found = {"spd": __version__, "python": platform.python_version()}
+    found = {"spd": __version__, "python": sys.version.partition(" ")[0]}
     for name in ("torch", "tokenizers", "triton"):
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
