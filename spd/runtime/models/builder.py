@@ -50,7 +50,8 @@ class Tensors(dict[str, Tensor]):
         """Matrices in codes, with what stands beside these."""
 
 
-Kept = Tensor | ScaledWeight | GroupedWeight
+Kept = AnyWeight | GroupedWeight
+Product = Linear | SkinnyLinear | NativeLinear
 LayerTensors = tuple[Tensors, Tensors]
 """One layer's: of its attention block, and of its MLP block."""
 
@@ -142,19 +143,15 @@ class LayerBuilder:
         self.place, self.kernels, self.epsilon = place, place.kernels, epsilon
         self.dtype, self.form, self.ranks = place.dtype, place.form, place.ranks
         self.fold_norms = place.kernels.facts.folds_norms or place.form.kind == "int8"
-        self.products: list[Linear | SkinnyLinear | NativeLinear] = []
+        self.products: list[Product] = []
         """All but the heads', in the order in which they were made."""
 
-    def linear(
-        self, weight: AnyWeight | GroupedWeight, bias: Tensor | None = None, around: Around = ALONE
-    ) -> Linear | SkinnyLinear | NativeLinear:
+    def linear(self, weight: Kept, bias: Tensor | None = None, around: Around = ALONE) -> Product:
         """A product by weight [N, K] in this builder's form, with what stands around it in its layer."""
         self.products.append(self._linear(weight, bias, around))
         return self.products[-1]
 
-    def _linear(
-        self, weight: AnyWeight | GroupedWeight, bias: Tensor | None, around: Around
-    ) -> Linear | SkinnyLinear | NativeLinear:
+    def _linear(self, weight: Kept, bias: Tensor | None, around: Around) -> Product:
         if self.kernels.native is not None:
             if not isinstance(weight, GroupedWeight):
                 weight = plain_weight(weight, self.dtype)
@@ -262,13 +259,14 @@ class LayerBuilder:
                 wide = tensors[each].float()
                 tensors[each] = (wide - wide.mean(0)).to(tensors[each].dtype)
 
-    def stacked(self, tensors: Tensors, name: str, count: int, *, cut: bool) -> AnyWeight | GroupedWeight:
+    def stacked(self, tensors: Tensors, name: str, count: int, *, cut: bool) -> Kept:
         """The experts' matrices [E, N, K] in the form that weights are kept in."""
         kept = self._kept(tensors, name, cut=cut)
         if isinstance(kept, GroupedWeight):
             return kept.stacked(count)
         if isinstance(kept, Tensor):
             return kept.view(count, -1, kept.shape[1])
+        assert isinstance(kept, ScaledWeight)
         values, scales = kept.values, kept.scales
         each = ScaledWeight(values.view(count, -1, kept.shape[1]), scales.view(count, -1, *scales.shape[1:]))
         multiplied = self.form.kind != "int8" or self.kernels.facts.any_int8
