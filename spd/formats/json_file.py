@@ -311,7 +311,7 @@ class Fields:
         for token_id in ids:
             self.require(type(token_id) is int and token_id >= 0, key, f"{shown(token_id)} is not a token id")
             if token_id >= end:
-                logger.warning("%s: %s: no text has %s, ids end at %d", self.where, key, token_id, end - 1)
+                logger.warning("%s: %s: no text has id %s", self.where, key, shown(token_id))
         return tuple(dict.fromkeys(token_id for token_id in ids if token_id < end))
 
     def fields(self, key: str) -> Fields | None:

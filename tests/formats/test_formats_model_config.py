@@ -553,6 +553,6 @@ def test_ids_beyond_the_vocabulary_are_told_and_left_out(tmp_path: Path, caplog:
     assert read_generation_config(tmp_path, vocab_size=301).eos_token_ids == (3, 300)
     assert not caplog.text
     assert read_generation_config(tmp_path, vocab_size=300).eos_token_ids == (3,)
-    assert "generation_config.json: eos_token_id: no text has 300, ids end at 299" in caplog.text
+    assert "generation_config.json: eos_token_id: no text has id 300" in caplog.text
     config = read(tmp_path, {**LLAMA, "bos_token_id": 128000, "eos_token_id": [2, 2**70]})
     assert (config.bos_token_id, config.eos_token_ids) == (None, (2,))

@@ -497,6 +497,8 @@ GPT_OSS: Config = {
         "quant_method": "mxfp4",
     },
 }
+GPT_OSS_120B = {**GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128}
+GPT_OSS_120B["layer_types"] = ["sliding_attention", "full_attention"] * 18
 
 
 def gemma4(c: Config) -> Iterator[Entry]:

@@ -41,7 +41,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
 
 @pytest.mark.covers(1)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("k", [1, 4, *(pytest.param(k, marks=pytest.mark.slow) for k in (2, 3))])
 def test_drafts_are_the_library_s(pairs: dict[str, tuple[Path, Path]], kind: str, k: int) -> None:
     """Of few ids, which target and assistant are held to by their biases, some drafts are accepted."""
     target, folder = pairs[kind]

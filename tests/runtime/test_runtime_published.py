@@ -187,12 +187,17 @@ OTHERS = {
     "a Hunyuan-A13B of 2 layers": (others.HUNYUAN, others.hunyuan, "off"),
     "a Muse-Glimmer of 4 layers": (others.MUSE, others.muse_glimmer, "off"),
     "gpt-oss-20b": (others.GPT_OSS, others.gpt_oss, "off"),
+    "gpt-oss-120b": (others.GPT_OSS_120B, others.gpt_oss, "off"),
     "a MiniMax-M2 of 2 layers": (others.MINIMAX_M2, others.minimax_m2, "off"),
     "a Step-3.7-Flash of 5 layers": (others.STEP3, others.step3, "mtp"),
     "a Step-3.7-Flash-FP8 of 5 layers": (others.STEP3_FP8, others.step3, "mtp"),
     "a Step-3.7-Flash-NVFP4 of 5 layers": (others.STEP3_NVFP4, others.step3, "mtp"),
     "a MiMo-V2-Flash of 3 layers": (others.MIMO_V2, others.mimo_v2, "mtp"),
 }
+
+
+FILES = {"gpt-oss-20b": 13.76e9, "gpt-oss-120b": 65.25e9}
+"""Bytes of the published files."""
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -209,8 +214,9 @@ def test_every_tensor_of_other_families_is_used(name: str, tmp_path: Path) -> No
         assert folder.config.architecture in source.layout.family.architectures
         assert check_source(source, folder.checkpoint)
     stored = (tmp_path / "model.safetensors").stat().st_size
-    if name == "gpt-oss-20b":  # codes stay, and their scales widen from one byte to two
-        assert plan.shape.form.words == "e2m1" and plan.need.weights < 1.05 * stored < 15e9
+    if name in FILES:  # codes stay, and their scales widen from one byte to two
+        assert stored == pytest.approx(FILES[name], rel=0.005)
+        assert plan.shape.form.words == "e2m1" and stored < plan.need.weights < 1.06 * stored
     else:  # scales of FP8 blocks stand at every row
         most = 1.01 if folder.config.quantization is None else 1.04
         assert plan.need.weights + plan.need.draft_weights < most * stored

@@ -58,11 +58,8 @@ class AssistantModel(Decoder):
         super().__init__(parts, build)
         tables = parts.tables
         self.target, self.hidden_size = target, tables["pre_projection"].shape[0]
-        self.state_size, self.caches, self.varied_layers = (
-            facts.target_hidden_size,
-            target.caches,
-            len(target.caches),
-        )
+        self.state_size, self.caches = facts.target_hidden_size, target.caches
+        self.varied_layers = len(target.caches)
         self.before, self.behind = (build.linear(tables[f"{at}_projection"]) for at in ("pre", "post"))
         if order is not None:
             squares = target.head.carries_squares

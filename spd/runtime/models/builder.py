@@ -49,6 +49,7 @@ class Tensors(dict[str, Tensor]):
 
 
 Kept = Tensor | GroupedWeight
+Product = Linear | SkinnyLinear | NativeLinear
 LayerTensors = tuple[Tensors, Tensors]
 """One layer's: of its attention block, and of its MLP block."""
 
@@ -140,19 +141,15 @@ class LayerBuilder:
         self.place, self.kernels, self.epsilon = place, place.kernels, epsilon
         self.dtype, self.form, self.ranks = place.dtype, place.form, place.ranks
         self.fold_norms = place.kernels.facts.folds_norms
-        self.products: list[Linear | SkinnyLinear | NativeLinear] = []
+        self.products: list[Product] = []
         """All but the heads', in the order in which they were made."""
 
-    def linear(
-        self, weight: Kept, bias: Tensor | None = None, around: Around = ALONE
-    ) -> Linear | SkinnyLinear | NativeLinear:
+    def linear(self, weight: Kept, bias: Tensor | None = None, around: Around = ALONE) -> Product:
         """A product by weight [N, K] in this builder's form, with what stands around it in its layer."""
         self.products.append(self._linear(weight, bias, around))
         return self.products[-1]
 
-    def _linear(
-        self, weight: Kept, bias: Tensor | None, around: Around
-    ) -> Linear | SkinnyLinear | NativeLinear:
+    def _linear(self, weight: Kept, bias: Tensor | None, around: Around) -> Product:
         if self.kernels.native is not None:
             return NativeLinear(weight, bias, self.kernels.native, around)
         if self.kernels.facts.folds_norms:

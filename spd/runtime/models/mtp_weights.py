@@ -53,23 +53,18 @@ def module_parts(source: MtpSource, modules: int, checkpoint: Checkpoint | None)
     config, layout, family = source.config, source.layout, source.layout.family
     parts = []
     for number in range(modules):
-        masked = number + 1 if family.masks_first else -1
-        parts.append(
-            HeadPart(
-                ModelLayout(
-                    (module_layer(config, family),),
-                    centred_norm=family.centred_norms,
-                    tables=partial(_glue, source, number),
-                    prefix=layout.layer_prefix(number),
-                    shift=number + 1,
-                ),
-                HeadRules(masked, family.hidden_first, family.recycles_normed),
-                {
-                    key: SharedTable(layout.named(family.tables.get(key, ""), number), config.vocab_size)
-                    for key in ("embedding", "head")
-                },
-            )
+        own = ModelLayout(
+            (module_layer(config, family),),
+            centred_norm=family.centred_norms,
+            tables=partial(_glue, source, number),
+            prefix=layout.layer_prefix(number),
+            shift=number + 1,
         )
+        masked = number + 1 if family.masks_first else -1
+        rules = HeadRules(masked, family.hidden_first, family.recycles_normed)
+        names = {key: layout.named(family.tables.get(key, ""), number) for key in ("embedding", "head")}
+        shared = {key: SharedTable(name, config.vocab_size) for key, name in names.items()}
+        parts.append(HeadPart(own, rules, shared))
     return parts
 
 
