@@ -217,10 +217,10 @@ def rounds() -> Launches:
     slots, places, s = of(I64, 4), Places(64, 4096, 64), state()
     generated, found = of(torch.int32, 4, VOCAB), {}
 
-    def commit(k: int, counts: Tensor | None, given: Tensor | None, looked_up: bool) -> None:
+    def commit(k: int, counts: Tensor | None, given: Tensor | None) -> None:
         rows = (of(I64, 4, k + 1), of(I64, 4, k + 1), of(BOOL, 4, k + 1), of(I64, 4, k + 1))
         window = RoundWindow(*rows, of(I64, 4, k), slots)
-        OPS.round_commit(s, window, rows[0], rows[2], given, counts, looked_up)
+        OPS.round_commit(s, window, rows[0], rows[2], given, counts)
 
     def pairs(size: int, kept: bool) -> None:
         norm = of(BF16, size)
@@ -232,10 +232,10 @@ def rounds() -> Launches:
 
     for k in (0, 7, 31):
         found[f"{k + 1}"] = partial(OPS.round_window, s, k, places, VOCAB)
-    found["commit_1"] = partial(commit, 0, None, None, False)
-    found["commit_8"] = partial(commit, 7, None, None, True)
-    found["commit_8_counted_given"] = partial(commit, 7, generated, slots, True)
-    found["commit_32_counted"] = partial(commit, 31, generated, None, True)
+    found["commit_1"] = partial(commit, 0, None, None)
+    found["commit_8"] = partial(commit, 7, None, None)
+    found["commit_8_counted_given"] = partial(commit, 7, generated, slots)
+    found["commit_32_counted"] = partial(commit, 31, generated, None)
     for size in (4096, 7168):
         for kept in (False, True):
             found[f"{size}{'_kept' * kept}"] = partial(pairs, size, kept)

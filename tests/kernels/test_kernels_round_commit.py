@@ -112,12 +112,12 @@ def expect(state: dict[str, torch.Tensor], slots: int, k: int, given: list[int] 
 WINDOW, GIVEN = ("draft", "num_drafts"), ("sampled", "finite")
 
 
-def commit(op: Any, tensors: dict[str, torch.Tensor], *, looked_up: bool = True, **more: Any) -> None:
+def commit(op: Any, tensors: dict[str, torch.Tensor], **more: Any) -> None:
     """Run the operation on tensors by name."""
     window = SimpleNamespace(**{name: tensors[name] for name in WINDOW})
     given = {name: tensors[name] for name in (*GIVEN, "generated")} | more
     state = SimpleNamespace(**{name: t for name, t in tensors.items() if name not in (*WINDOW, *GIVEN)})
-    op.round_commit(state, window, **given, looked_up=looked_up)
+    op.round_commit(state, window, **given)
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -188,11 +188,5 @@ def test_lengths_and_tokens_at_the_row_s_end(op: Any, device: str) -> None:
     assert check(op, state, 2, 3)[0] == {"silent", "reason 0", f"reason {FULL}"}
 
 
-def test_without_counts_and_without_matches(op: Any, device: str) -> None:
+def test_without_counts(op: Any, device: str) -> None:
     check(op, make_state(3, 5, 4, device), 5, 4, unchanged="generated", generated=None)
-    state = make_state(3, 5, 4, device)
-    told = {**state, "match": torch.zeros_like(state["match"])}
-    expected = {name: tensor.cpu().clone() for name, tensor in told.items()}
-    expect(expected, 5, 4)
-    commit(op, arguments(state, 5, 4), looked_up=False)
-    assert_same({**state, "match": told["match"]}, expected)

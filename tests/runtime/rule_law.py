@@ -179,7 +179,7 @@ def gumbel_at_once(seed: Tensor, position: Tensor, stream: int, vocab_size: int)
 class CertainDrafts:
     """A proposer that always says the same token and draws nothing."""
 
-    looks_up = watches = False
+    watches = False
 
     def __init__(self, state: RoundState) -> None:
         self.state = state

@@ -59,7 +59,6 @@ def round_commit(
     finite: Tensor,
     accepted: Tensor | None = None,
     generated: Tensor | None = None,
-    looked_up: bool = False,
 ) -> None:
     """Append accepted + 1 samples, fewer at a stop id or a row that is not finite, and say so in the ring.
 
@@ -67,7 +66,6 @@ def round_commit(
     generated int32 [S, V] (plus one a committed token), the commit's time, and columns of the ring at counter
     % depth, its width at least emission_width(k); see `read_emission`. The counter stays. accepted int64
     [S], 0 to k, comes from another rule than coupled verification; samples beyond it may be no tokens at all.
-    looked_up: whether match says of which match the drafts are; else none is told.
     """
     mark_time(state.times, state.counter, COMMITTED, False)
     draft, num_drafts, tokens, ring = window.draft, window.num_drafts, state.tokens, state.ring
@@ -84,8 +82,7 @@ def round_commit(
         generated.scatter_add_(1, sampled.clamp(min=0), kept.to(generated.dtype))
     state.length.add_(count)
     state.active.logical_and_(reason == GOING_ON)
-    match = state.match if looked_up else torch.zeros_like(before)
-    columns = (before, num_drafts, accepted, count, reason, torch.full_like(before, k), match)
+    columns = (before, num_drafts, accepted, count, reason, torch.full_like(before, k), state.match)
     view, place = ring[:, : before.shape[0]], state.counter % ring.shape[0]
     emitted = view.index_select(0, place)
     emitted[0, :, : emission_width(k)] = torch.cat((torch.stack(columns, dim=1), sampled, draft), dim=1)

@@ -62,7 +62,7 @@ def commit_kernel(
     ring, counter, accepted, times, match, draft_stride, sampled_stride, finite_stride, tokens_stride,
     stop_stride, generated_stride, ring_stride, slot_stride, depth, k, stops, now,
     ROWS: tl.constexpr, STOPS: tl.constexpr, COUNTED: tl.constexpr, GIVEN: tl.constexpr,
-    TIMER: tl.constexpr, LOOKED_UP: tl.constexpr,
+    TIMER: tl.constexpr,
 ):  # fmt: skip
     """Lane i is row i of the slot's window."""
     s = tl.program_id(0).to(tl.int64)
@@ -94,8 +94,7 @@ def commit_kernel(
     tl.store(length + s, size + count)
     tl.store(active + s, live & (reason == _GOING_ON))
     at = ring + place * ring_stride + s * slot_stride
-    found = tl.load(match + s) if LOOKED_UP else tl.zeros((), tl.int64)
-    emit(at, size, real, right, count, reason, k, found, ids, samples, ROWS)
+    emit(at, size, real, right, count, reason, k, tl.load(match + s), ids, samples, ROWS)
 
 
 def round_commit(
@@ -105,7 +104,6 @@ def round_commit(
     finite: Tensor,
     accepted: Tensor | None = None,
     generated: Tensor | None = None,
-    looked_up: bool = False,
 ) -> None:
     """Rows of sampled and finite have stride 1."""
     draft, length, stops, ring = window.draft, state.length, state.stop_ids, state.ring
@@ -115,7 +113,7 @@ def round_commit(
     commit_kernel[(slots,)](
         *(draft, window.num_drafts, sampled, finite),
         *(state.tokens, length, state.length_limit, stops, state.active),
-        *(counts, ring, state.counter, given, state.times, state.match if looked_up else length),
+        *(counts, ring, state.counter, given, state.times, state.match),
         *(rows.stride(0) for rows in (draft, sampled, finite, state.tokens, stops)),
         0 if generated is None else generated.stride(0),
         *(ring.stride(0), ring.stride(1), ring.shape[0]),
@@ -125,6 +123,5 @@ def round_commit(
         COUNTED=generated is not None,
         GIVEN=accepted is not None,
         TIMER=timer,
-        LOOKED_UP=looked_up,
         num_warps=1,
     )

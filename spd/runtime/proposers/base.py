@@ -33,8 +33,6 @@ class Proposer(Protocol):
     draws: bool
     """Whether a forward pass draws each draft, by `Sampler.draw_draft`, which keeps from what; else each is
     certain."""
-    looks_up: bool = False
-    """Whether drafts may be prompt lookup's, of which `state.match` tells."""
     watches: bool = False
     """Whether it looks for matches, of which `state.match` tells, where no draft is asked for."""
     most_drafts: int = sys.maxsize
@@ -126,7 +124,6 @@ class ModelProposer(Proposer):
         self.places = Places(first.cache.page_size, limit, first.trash_slot)
         if beside is not None:
             self.lookup, self.most_drafts, self.watches = beside
-            self.looks_up = True
 
     def _window(self, width: int, ahead: int, slots: Tensor) -> Rows:
         """The last `width` committed tokens of slots bool [S], from where the prefill ended, and drafts."""

@@ -20,7 +20,6 @@ class NgramProposer(Lookup):
     """Longest suffix match of ngram_min to ngram_max tokens over each slot's own tokens."""
 
     draws = False
-    looks_up = True
     by_slot = ("state",)
 
     def __init__(self, state: RoundState, kernels: Kernels, ngram_min: int, ngram_max: int) -> None:

@@ -153,8 +153,7 @@ class Round:
     ) -> None:
         """Append what was drawn, see `_sample`, advance the lengths, end slots, and emit."""
         generated = self.sampler.generated if needs.penalties else None
-        looks_up = self.proposer is not None and self.proposer.looks_up
-        self.kernels.round_commit(self.state, window, *drawn, generated, looks_up)
+        self.kernels.round_commit(self.state, window, *drawn, generated)
 
     def _logprobs(self, logits: Tensor, sampled: Tensor, top: int) -> Logprobs:
         """The model's own log-probabilities: of the samples [S, R], and the `top` likeliest ones."""
