@@ -16,7 +16,7 @@ from spd.formats.chat_template import ChatTemplate, encode_rendered, render_chat
 from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime import SamplingParams
-from tests.helpers import Run, make_engine, run_all
+from tests.helpers import Run, accepted, drafted, make_engine, run_all
 from tests.recipes.demo_corpus import build_corpus
 from tests.recipes.demo_held_out import held_out
 from tests.recipes.demo_model import TARGETS
@@ -58,8 +58,9 @@ def ask(name: str, folder: Path = demo_folder()) -> tuple[int, ...]:
 
 
 def replies(folder: Path, temperature: float, count: int, **wishes: object) -> list[Run]:
-    names = list(QUESTIONS)
-    engine = make_engine(folder, dtype="bfloat16", ctx=512, slots=10, **wishes)
+    """Drafted by the MTP layer unless wishes say otherwise: the texts are the same, and sooner there."""
+    names, drafts = list(QUESTIONS), {"spec": "mtp", "draft_max": 2, "adaptive": False}
+    engine = make_engine(folder, dtype="bfloat16", ctx=512, slots=10, **{**drafts, **wishes})
     prompts = [ask(names[i % len(names)], folder) for i in range(count)]
     params = [SamplingParams(temperature=temperature, max_tokens=64, seed=i) for i in range(count)]
     return run_all(engine, prompts, params)
@@ -74,17 +75,18 @@ def test_it_answers_questions_about_documented_functions(folder: Path, say: Call
         answered += good
         say(f"{'+' if good else '-'} {name}: {run.text}")
     assert answered >= GATE, f"{answered} of {len(QUESTIONS)} answered"
+    assert accepted(runs) > 0.3 * drafted(runs), f"{accepted(runs)} of {drafted(runs)}"
 
 
 @every_demo
 def test_sampled_replies_are_no_loop(folder: Path) -> None:
     grams = [
         tuple(words[i : i + 4])
-        for run in replies(folder, 0.8, 25)
+        for run in replies(folder, 0.8, 20)
         if (words := run.text.split())
         for i in range(len(words) - 3)
     ]
-    assert len(grams) > 200
+    assert len(grams) > 160
     assert len(set(grams)) / len(grams) >= 0.6
 
 
@@ -124,19 +126,16 @@ def test_its_readme_and_sums_are_those_of_the_record(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("folder", "wishes", "least"),
+    ("wishes", "least"),
     [
-        (demo_folder(), {"spec": "draft", "draft_model": demo_draft_folder(), "draft_max": 4}, 0.05),
-        (demo_folder(), {"spec": "eagle3", "draft_max": 2, "adaptive": False}, 0.25),
-        *((folder, {"spec": "mtp", "draft_max": 2, "adaptive": False}, 0.3) for folder in DEMOS),
+        ({"spec": "draft", "draft_model": demo_draft_folder(), "draft_max": 4}, 0.05),
+        ({"spec": "eagle3"}, 0.25),
     ],
-    ids=lambda given: given["spec"] if isinstance(given, dict) else None,
+    ids=["draft", "eagle3"],
 )
-def test_natural_acceptance(folder: Path, wishes: dict[str, Any], least: float) -> None:
-    runs = replies(folder, 0.0, 10, **wishes)
-    drafted = sum(run.metrics.draft_n for run in runs)
-    accepted = sum(run.metrics.draft_n_accepted for run in runs)
-    assert accepted / drafted > least, f"{accepted} of {drafted}"
+def test_natural_acceptance(wishes: dict[str, Any], least: float) -> None:
+    runs = replies(demo_folder(), 0.0, 10, **wishes)
+    assert accepted(runs) > least * drafted(runs), f"{accepted(runs)} of {drafted(runs)}"
 
 
 @every_demo

@@ -88,12 +88,11 @@ def test_speculation_changes_no_token_on_two_ranks(
     if form == "native" and obstacle() is not None:
         pytest.skip("no C kernels here")
     asked = {**FORMS[form], "tp": 2, "ngram_min": 1}
-    plain, seen = outputs(runs_of(agreeing, **asked)), {}
-    for k, lag in ((1, 1), (4, 0), (4, 1)):
-        runs = runs_of(agreeing, spec=method, draft_max=k, lag=lag, **asked)
-        assert outputs(runs) == plain, (k, lag)
-        assert drafts(runs) == seen.setdefault(k, drafts(runs)), "the host's lag changes no draft"
-        assert sum(run.metrics.draft_n if method == "ngram" else run.metrics.draft_n_accepted for run in runs)
+    plain = outputs(runs_of(agreeing, **asked))
+    first, late = (runs_of(agreeing, spec=method, draft_max=4, lag=lag, **asked) for lag in (0, 1))
+    assert outputs(first) == outputs(late) == plain
+    assert drafts(first) == drafts(late), "the host's lag changes no draft"
+    assert method == "ngram" or any(count for each in drafts(first) for _, count in each)
 
 
 def test_two_ranks_go_on_from_checkpoints(agreeing: Path, gloo_threads: None) -> None:

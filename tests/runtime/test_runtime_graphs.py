@@ -10,7 +10,7 @@ import gc
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +128,10 @@ PARAMS: list[dict[str, Any]] = [
 """Two run at a time, so the needs of a round change whenever one makes room for the next."""
 
 
-def run_batch(engine: Engine) -> list[Run]:
+def run_batch(engine: Engine, step: int = 1) -> list[Run]:
+    """Each request, or each so many."""
     params = [SamplingParams(**{"seed": i, **options}) for i, options in enumerate(PARAMS)]
-    return run_all(engine, PROMPTS, params)
+    return run_all(engine, PROMPTS[::step], params[::step])
 
 
 @pytest.fixture(scope="module")
@@ -190,8 +191,8 @@ def test_lengths_that_change(
         )
         lengths = iter(pattern * 40)
         engine._draft_length.choose = lambda lengths=lengths: next(lengths)  # type: ignore[method-assign]
-        told.append(run_batch(engine))
-        assert [run.output for run in told[-1]] == plain(target)
+        told.append(run_batch(engine, 2))
+        assert [run.output for run in told[-1]] == plain(target)[::2]
         if captured:
             shapes = list(captured.captured)
             assert set(itertools.pairwise(pattern)) <= {(shape.k, shape.next_k) for shape in shapes}
@@ -293,20 +294,6 @@ def take_a_copy(engine: Engine, captured: StandIn) -> None:
     captured.round.kernels = changed
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [replace_lengths, replace_pool, move_seed, change_host_value, change_number_of_calls, take_a_copy],
-)
-def test_planted_faults_are_seen(
-    target: Path, watched_engine: Watched, fault: Callable[[Engine, StandIn], None]
-) -> None:
-    engine, captured = watched_engine(target, lag=1)
-    step_into(engine, 3)
-    fault(engine, captured)
-    with pytest.raises(AssertionError):
-        engine.step()
-
-
 def keep_one_a_launch(engine: Engine, captured: StandIn) -> None:
     """In a list of the queue's, around the program."""
     queue, kept = engine._device, list[Tensor]()
@@ -342,17 +329,22 @@ def keep_one_a_reading(engine: Engine, captured: StandIn) -> None:
     engine._read_oldest = hoarding  # type: ignore[method-assign]
 
 
+MOVED = (replace_lengths, replace_pool, move_seed, change_host_value, change_number_of_calls, take_a_copy)
+COME = ((keep_one_a_launch, 0), (keep_one_a_round, 2), (keep_one_a_reading, 1))
+
+
 @pytest.mark.parametrize(
-    ("fault", "lag"), [(keep_one_a_launch, 0), (keep_one_a_round, 2), (keep_one_a_reading, 1)]
+    ("fault", "lag", "words"),
+    [*((fault, 1, "") for fault in MOVED), *((fault, lag, "more tensors last") for fault, lag in COME)],
 )
-def test_tensors_that_come_to_last_are_seen(
-    target: Path, watched_engine: Watched, fault: Callable[[Engine, StandIn], None], lag: int
+def test_planted_faults_are_seen(
+    target: Path, watched_engine: Watched, fault: Callable[[Engine, StandIn], None], lag: int, words: str
 ) -> None:
     engine, captured = watched_engine(target, lag=lag)
     step_into(engine, 2 * lag + 3)
     assert captured.counted > 0
     fault(engine, captured)
-    with pytest.raises(AssertionError, match="more tensors last"):
+    with pytest.raises(AssertionError, match=words):
         for _ in range(3):
             engine.step()
 
@@ -365,7 +357,10 @@ def test_in_the_form_that_is_captured(
     method: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Triton's kernels in its interpreter: the host's bounds stay those of the capture, and do not matter."""
+    """Triton's kernels in its interpreter: the host's bounds stay those of the capture, and do not matter.
+
+    Eager is torch's form, which drafts and says the same.
+    """
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("the interpreter needs TRITON_INTERPRET, which is set where there is no GPU")
@@ -376,7 +371,7 @@ def test_in_the_form_that_is_captured(
     params = [SamplingParams(max_tokens=5, temperature=t) for t in (0.0, 0.9)]
     wishes = {"spec": method, "draft_max": 2, "lag": 1, "ctx": 128, "kernels": "triton"}
     wishes |= {"draft_model": draft} if method == "draft" else {"ngram_min": 1}
-    eager = run_all(two_slots(target, **wishes), prompts, params)
+    eager = run_all(two_slots(target, **{**wishes, "kernels": "torch"}), prompts, params)
     engine, captured = watched_engine(target, **wishes)
     assert story(run_all(engine, prompts, params)) == story(eager)
     assert captured.replays > 2 and no_host_reads.rounds > captured.replays
@@ -434,30 +429,12 @@ def test_who_waits_for_the_device() -> None:
     assert found == MAY_WAIT
 
 
-SPD = Path(transfer.__file__).parents[2]
-
-
-def test_whatever_brings_them_can_be_replaced(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, work = (
-        tiny(),
-        (random_prompts(3, 40, 256), [SamplingParams(max_tokens=9, stop_token_ids=(5,))] * 3),
-    )
-    expected = [run.tokens for run in run_all(make_engine(model, spec="ngram", slots=2), *work)]
-    seen: list[int] = []
-
-    def counted(values: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
-        seen.append(len(values))
-        return transfer.to_device(values, dtype, device)
-
-    engine = make_engine(model, spec="ngram", slots=2)
-    replaced = replace_transfers(monkeypatch, counted)
+def test_whatever_brings_small_values_can_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests on a GPU put a late way or a wrong one in its place everywhere."""
+    root = Path(spd.__file__).parent
     importing = {
-        ".".join(("spd", *path.relative_to(SPD).with_suffix("").parts))
-        for path in SPD.rglob("*.py")
+        ".".join(("spd", *path.relative_to(root).with_suffix("").parts))
+        for path in root.rglob("*.py")
         if "import to_device" in path.read_text(encoding="utf-8")
     }
-    assert replaced == importing and len(importing) > 1
-    assert [run.tokens for run in run_all(engine, *work)] == expected
-    assert {40, 1} <= set(seen), "prompts and stop ids"
+    assert replace_transfers(monkeypatch, transfer.to_device) == importing and len(importing) > 1

@@ -27,8 +27,8 @@ watched_engine = graphs.watched_engine
 no_host_reads = graphs.no_host_reads
 Make = Callable[..., tuple[Engine, StandIn]]
 
-GREEDY, NOISY = SamplingParams(max_tokens=24, ignore_eos=True), SamplingParams(temperature=0.8, seed=3)
-PENALTIES = SamplingParams(max_tokens=20, repetition_penalty=1.3, logit_bias=((7, 2.0),), temperature=0.7)
+GREEDY, NOISY = SamplingParams(max_tokens=12, ignore_eos=True), SamplingParams(temperature=0.8, seed=3)
+PENALTIES = SamplingParams(max_tokens=10, repetition_penalty=1.3, logit_bias=((7, 2.0),), temperature=0.7)
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +38,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wishes_of(method: str, target: Path, k: int = 2) -> dict[str, Any]:
-    """Wishes for a method that drafts so many tokens."""
-    drafter = {"draft_model": target} if method in ("draft", "block") else {}
-    rule = {"verify": "block"} if method == "block" else {}
-    return {"spec": "draft" if drafter else method, "draft_max": k, **drafter, **rule}
+    """Wishes for a method that drafts so many tokens; `block` is a draft model's under that rule."""
+    if method == "off":
+        return {"spec": "off"}
+    drafter = {"draft_model": target} if method.startswith(("draft", "block")) else {}
+    rule = {"verify": "block"} if method.startswith("block") else {}
+    return {"spec": method.replace("block", "draft"), "draft_max": k, "ngram_min": 1, **drafter, **rule}
 
 
 def pairs(shapes: Sequence[RoundShape], slots: int) -> set[tuple[int, int]]:
@@ -56,7 +58,7 @@ def rows(shape: RoundShape) -> int:
 def test_few_shapes_are_captured_the_largest_first(
     target: Path, watched_engine: Make, adaptive: bool, k: int
 ) -> None:
-    wishes = wishes_of("mtp", target, k) if k else {"spec": "off"}
+    wishes = wishes_of("mtp" if k else "off", target, k)
     engine, captured = watched_engine(target, slots=5, adaptive=adaptive, **wishes)
     alone = {(i, j) for i in (0, k - 1, k) for j in (0, k - 1, k)} if adaptive else {(0, k), (k, k)}
     together = {(i, j) for i in (0, k) for j in (0, k)} if adaptive else {(0, k), (k, k)}
@@ -87,7 +89,7 @@ def test_first_requests_capture_nothing_and_their_texts_are_the_same(
     target: Path, watched_engine: Make, method: str
 ) -> None:
     """As many requests as there are slots at once, and one alone; with everything that a sampler keeps."""
-    wishes = wishes_of(method, target) if method != "off" else {"spec": "off"}
+    wishes = wishes_of(method, target)
     prompts = random_prompts(2, 20, 256)
     for params, lag in ((GREEDY, 0), (PENALTIES, 2)):
         eager = make_engine(target, slots=2, **wishes)
@@ -161,29 +163,17 @@ def test_every_rank_is_asked_for_everything_that_is_done() -> None:
 
 SLOTS = 7
 KINDS: list[dict[str, Any]] = [
-    {"max_tokens": 60, "ignore_eos": True},
+    {"max_tokens": 30, "ignore_eos": True},
     {"max_tokens": 6, "temperature": 0.8, "logprobs": 2},
-    {"max_tokens": 20, "repetition_penalty": 1.3, "logit_bias": ((7, 2.0),)},
-    {"max_tokens": 40, "temperature": 0.9, "top_p": 0.8, "ignore_eos": True},
+    {"max_tokens": 10, "repetition_penalty": 1.3, "logit_bias": ((7, 2.0),)},
+    {"max_tokens": 20, "temperature": 0.9, "top_p": 0.8, "ignore_eos": True},
     {"max_tokens": 9, "grammar": GrammarText("regex", "[a-z ]{4,9}[.]")},
-    {"max_tokens": 26, "temperature": 0.7, "min_tokens": 4},
+    {"max_tokens": 13, "temperature": 0.7, "min_tokens": 4},
     {"max_tokens": 8, "presence_penalty": 0.4},
     {"max_tokens": 5},
     {"max_tokens": 11, "temperature": 1.0},
 ]
 """More than there are slots; the first is the longest, then one among the first four."""
-
-
-@pytest.fixture(scope="module")
-def methods(target: Path) -> dict[str, dict[str, Any]]:
-    drafter = {"spec": "draft", "draft_model": target, "draft_max": 2}
-    return {
-        "off": {"spec": "off"},
-        "ngram": {"spec": "ngram", "ngram_min": 1, "draft_max": 2},
-        "mtp": {"spec": "mtp", "draft_max": 2},
-        "mtp+ngram": {"spec": "mtp+ngram", "ngram_min": 1, "draft_max": 2},
-        "block+ngram": {**drafter, "spec": "draft+ngram", "ngram_min": 1, "verify": "block"},
-    }
 
 
 def requests() -> list[Request]:
@@ -200,13 +190,9 @@ def requests() -> list[Request]:
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("method", ["off", "ngram", "mtp", "mtp+ngram", "block+ngram"])
 def test_texts_and_drafts_are_those_of_whole_rounds(
-    target: Path,
-    methods: dict[str, dict[str, Any]],
-    watched_engine: Callable[..., tuple[Engine, StandIn]],
-    method: str,
-    lag: int,
+    target: Path, watched_engine: Make, method: str, lag: int
 ) -> None:
-    wishes = {**methods[method], "slots": SLOTS}
+    wishes = {**wishes_of(method, target), "slots": SLOTS}
     whole = run_requests(make_engine(target, **wishes), requests())
     engine, captured = watched_engine(target, lag=lag, **wishes)
     runs = run_requests(engine, requests())
@@ -219,11 +205,9 @@ def test_texts_and_drafts_are_those_of_whole_rounds(
 
 
 @pytest.mark.parametrize("method", ["mtp+ngram", "block+ngram"])
-def test_a_part_is_made_of_the_same_memory_and_of_nothing_wider(
-    target: Path, methods: dict[str, dict[str, Any]], method: str
-) -> None:
+def test_a_part_is_made_of_the_same_memory_and_of_nothing_wider(target: Path, method: str) -> None:
     """A proposer that keeps another tensor by slots, and does not narrow it, is found here."""
-    engine = make_engine(target, **methods[method], slots=SLOTS)
+    engine = make_engine(target, **wishes_of(method, target), slots=SLOTS)
     run_requests(engine, requests())  # what is made at first use is there
     whole = engine._device.round
     kept = {path: tensor for path, tensor in tensors_in(whole) if tensor.numel()}

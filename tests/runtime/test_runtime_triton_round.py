@@ -159,7 +159,7 @@ METHODS = ("off", "ngram", "draft", "draft+ngram")
 
 
 @pytest.mark.parametrize(
-    ("method", "count"), [("draft", 5), *(pytest.param(method, 16, marks=SLOW) for method in METHODS)]
+    ("method", "count"), [("draft", 4), *(pytest.param(method, 16, marks=SLOW) for method in METHODS)]
 )
 def test_every_method(
     target: Path, methods: Methods, no_host_reads: HostWatch, method: str, count: int
