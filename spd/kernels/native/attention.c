@@ -147,8 +147,7 @@ static float weigh(const Attention *a, Block *b, int row, long at, long end)
         vec s = vmul(loadf(b->scores[row] + i * SIDE, SIDE), scale);
         if (a->softcap > 0) { /* c tanh(s / c) = c - 2 c / (1 + e^(2 s / c)) */
             vec cap = vall(a->softcap), two = vall(2.0f);
-            vec grown = exponential(vdiv(vmul(s, two), cap));
-            grown = vadd(grown, vall(1.0f));
+            vec grown = vadd(exponential(vdiv(vmul(s, two), cap)), vall(1.0f));
             s = vsub(cap, vdiv(vmul(cap, two), grown));
         }
         scores[i] = vselect(seen, s, nothing);
@@ -237,8 +236,7 @@ static Unit unit_of(const Attention *a, long number)
 
 static Chunk chunk_of(const Attention *a, const Unit *u, long at)
 {
-    Chunk c = {a->table + u->slot * a->table_width, u->head, at, u->end < at + KEYS ? u->end : at + KEYS};
-    return c;
+    return (Chunk){a->table + u->slot * a->table_width, u->head, at, u->end < at + KEYS ? u->end : at + KEYS};
 }
 
 static void attend_unit(const Attention *a, Block *b, const Unit *u, const Unit *after)

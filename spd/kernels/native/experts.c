@@ -18,9 +18,8 @@ static void score_experts(const void *work, Share *share, int member)
         const element *row = o->x + i / o->experts * o->depth;
         const float *own = o->weight + i % o->experts * o->depth;
         vec sum = vzero();
-        for (long d = 0; d < o->depth; d += SIDE) {
+        for (long d = 0; d < o->depth; d += SIDE)
             sum = vfma(load(row + d, o->depth - d), loadf(own + d, o->depth - d), sum);
-        }
         o->logits[i] = vsum(sum);
     }
 }

@@ -155,13 +155,11 @@ static void close_columns(const float *state, float *to, long width, long size, 
 /* The decay and the correction of one row and head. */
 static void gates_of(const Delta *o, long row, long head, float *out)
 {
-    float pair[SIDE] = {0}; /* softplus(x) = log(1 + e^x), and x where that is the same */
     const element *raw = o->raw_gates + row * o->gate_stride + head;
     float x = (float)vfirst(load(raw + (o->corrects ? o->heads : 0), 1)) + o->bias[head];
     float correct = vfirst(load(raw, 1));
-    float softplus = x > 20.0f ? x : __builtin_log1pf(__builtin_expf(x));
-    pair[0] = -__builtin_expf(o->rate[head]) * softplus;
-    out[0] = vfirst(exponential(loadf(pair, 1)));
+    float softplus = x > 20.0f ? x : __builtin_log1pf(__builtin_expf(x)); /* log(1 + e^x) */
+    out[0] = vfirst(exponential(vall(-__builtin_expf(o->rate[head]) * softplus)));
     out[1] = o->corrects ? 1.0f / (1.0f + __builtin_expf(-correct)) : softplus;
 }
 

@@ -211,11 +211,7 @@ static void draw_rows(const void *work, Share *share, int member)
             }
             if (vtop(peak) <= top) continue;
             top = vtop(peak);
-            for (long i = 0; i < count; i++)
-                if (noisy[i] == top) {
-                    o->tokens[r] = first + i;
-                    break;
-                }
+            o->tokens[r] = first + largest(noisy, count);
         }
     }
 }

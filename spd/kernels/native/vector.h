@@ -121,12 +121,10 @@ static inline vec exponential(vec x)
     vec n = vnearest(vmul(x, vall(1.44269504f)));
     vec r = vfnma(n, vall(0.693359375f), x);
     r = vfnma(n, vall(-2.12194440e-4f), r);
-    vec p = vall(1.9875691500e-4f);
-    p = vfma(p, r, vall(1.3981999507e-3f));
-    p = vfma(p, r, vall(8.3334519073e-3f));
-    p = vfma(p, r, vall(4.1665795894e-2f));
-    p = vfma(p, r, vall(1.6666665459e-1f));
-    p = vfma(p, r, vall(5.0000001201e-1f));
+    static const float by[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
+        5.0000001201e-1f};
+    vec p = vall(by[0]);
+    for (int i = 1; i < 6; i++) p = vfma(p, r, vall(by[i]));
     p = vadd(vfma(vmul(p, r), r, r), vall(1.0f));
     return vscaled(p, n);
 }
