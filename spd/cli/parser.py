@@ -61,6 +61,7 @@ CUT: Mapping[str, str] = MappingProxyType(
         "--no-think": "--think off",
         "--offline": "HF_HUB_OFFLINE=1 spd …",
         "--parse-special": "--prompt-ids 1,2,3",
+        "--plot": "--json | jq .rows, which hold every figure",
         "--profile": "spd generate --trace FILE …, then spd explain FILE",
         "--prompt": 'spd generate "your prompt"',
         "--regex": "--grammar /REGEX/",
