@@ -71,7 +71,7 @@ class GrammarEnumeration(RuleEnumeration):
         for slot in self.state.active.nonzero()[:, 0].tolist():
             text = tuple(self.state.tokens[slot, : int(self.state.length[slot])].tolist())
             grammar = Grammar(Matcher(self.allowed, text), (), (), None)
-            sequence: Any = SimpleNamespace(grammar=grammar, slot=slot)
+            sequence: Any = SimpleNamespace(grammar=grammar, slot=slot, waits=False)
             arm(queue, sequence, self.state.draft[slot, :k].tolist(), self.rule_case.rule)
         return dataclasses.replace(needs, grammar=True)
 

@@ -163,7 +163,7 @@ def test_every_rank_is_asked_for_everything_that_is_done() -> None:
 
 SLOTS = 7
 KINDS: list[dict[str, Any]] = [
-    {"max_tokens": 30, "ignore_eos": True},
+    {"max_tokens": 60, "ignore_eos": True},
     {"max_tokens": 6, "temperature": 0.8, "logprobs": 2},
     {"max_tokens": 10, "repetition_penalty": 1.3, "logit_bias": ((7, 2.0),)},
     {"max_tokens": 20, "temperature": 0.9, "top_p": 0.8, "ignore_eos": True},

@@ -216,7 +216,9 @@ def detach(session: Session, options: ServeOptions) -> int:
     said = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     if (status := child.poll()) is not None:
         path.unlink()
-        write_stderr("\n".join([*(said or ["error: the server ended at once"]), ""]))
+        if not said:
+            raise EngineError(f"the server ended at once, with status {status}", fix=["spd serve"])
+        write_stderr("\n".join([*said, ""]))
         return status if status > 0 else 128 - status
     for line in () if quiet else (*said, f"pid {child.pid}, log {path}; spd serve --stop ends it"):
         tell(line)
