@@ -26,8 +26,8 @@ def _by_models(kind: type[ModelProposer]) -> Builder:
 
     def build(plan: EnginePlan, sampler: Sampler, runners: Sequence[ModelRunner]) -> Proposer:
         (_, arbitrated), shape = split_spec(plan.spec), plan.shape
-        lookup = _lookup(plan, sampler) if arbitrated else None
-        beside = lookup and Beside(lookup, shape.model_drafts, plan.copying > 0)
+        lookup = _lookup(plan, sampler)
+        beside = Beside(lookup, shape.model_drafts, plan.copying > 0) if arbitrated else None
         return kind(sampler, runners, shape.draft_ctx, beside)
 
     return build
