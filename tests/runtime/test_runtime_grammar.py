@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -255,11 +256,16 @@ def test_a_dead_end_is_an_error_and_no_token(target: Path, monkeypatch: pytest.M
 
 
 def test_interrupted_grammars_go_on_where_they_were(target: Path) -> None:
-    asked = [
-        Request(f"{i}{r.id}", r.prompt_ids * 2, r.params, grammar=r.grammar)
-        for i in range(2)
-        for r in requests(1.0)
+    """Those that begin behind a token, too."""
+    first, again = (
+        [replace(r, id=f"{i}{r.id}", prompt_ids=r.prompt_ids * 2) for r in requests(1.0)] for i in "01"
+    )
+    free = run_requests(quick_engine(target, ctx=192), [replace(one, grammar=None) for one in again])
+    behind = [
+        replace(one, grammar=one.grammar and replace(one.grammar, after=run.tokens[4], optional=True))
+        for one, run in zip(again, free, strict=True)
     ]
+    asked = [*first, *behind]
     alone = [run.output for run in run_requests(quick_engine(target, ctx=192), asked)]
     engine = quick_engine(target, slots=5, ctx=192, cache_pages=3, lag=1, spec="ngram", ngram_min=1)
     runs = run_requests(engine, asked)
