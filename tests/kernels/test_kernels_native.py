@@ -313,3 +313,15 @@ def test_a_forked_child_computes(native: NativeLibrary) -> None:
             busy.result()
     finally:
         native.threads = usual
+
+
+def test_large_weights_lie_in_large_pages(native: NativeLibrary) -> None:
+    packed = native.pack(noise(64, 40_000))
+    place, asked = packed.tiles.data_ptr() + library.LARGE_PAGE, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            first, last = (int(word, 16) for word in words[0].split("-"))
+        elif words[0] == "VmFlags:" and first <= place < last:
+            asked = "hg" in words
+    assert asked

@@ -167,11 +167,7 @@ static float weigh(const Attention *a, Block *b, int row, long at, long end)
         }
         place_weights(&b->sides, row, i, w);
     }
-    float kept = 0;
-    if (before != -__builtin_inff()) {
-        vec factor = exponential(vsub(vall(before), vall(peak)));
-        kept = vfirst(factor);
-    }
+    float kept = before == -__builtin_inff() ? 0 : vfirst(exponential(vsub(vall(before), vall(peak))));
     b->peak[row] = peak;
     b->total[row] = b->total[row] * kept + vsum(total);
     return kept;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -26,7 +27,7 @@ from spd.kernels.sampling.sampling import SamplingTensors, adjust_rows
 
 SIDE, DEPTH = 16, 32
 """Rows or columns of a tile, and its depth."""
-TILE_BYTES = 2 * SIDE * DEPTH
+TILE_BYTES, LARGE_PAGE = 2 * SIDE * DEPTH, 1 << 21
 POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 SIGNATURES: dict[str, Sequence[type]] = {
     "spd_init": (),
@@ -112,6 +113,15 @@ def at(*tensors: Tensor | None) -> Iterator[int | None]:
     return map(address, tensors)
 
 
+def in_large_pages(tensor: Tensor) -> Tensor:
+    """The tensor, for which large pages are asked of the system: what reads it waits less for translations."""
+    skipped = -tensor.data_ptr() % mmap.PAGESIZE
+    if tensor.nbytes > LARGE_PAGE:
+        place, size = tensor.data_ptr() + skipped, tensor.nbytes - skipped
+        ctypes.CDLL(None).madvise(POINTER(place), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
+    return tensor
+
+
 @dataclass(frozen=True)
 class NativePlan(AttentionPlan):
     """Where the rows of a pass stand."""
@@ -156,7 +166,7 @@ class NativeLibrary:
         every = weight.reshape(-1, width, depth)
         blocks = ceil_div(width // 2, SIDE) if gated else ceil_div(width, 2 * SIDE)
         size = blocks * ceil_div(depth, DEPTH) * 2 * SIDE * DEPTH
-        tiles = torch.empty(every.shape[0], size, dtype=self.dtype)
+        tiles = in_large_pages(torch.empty(every.shape[0], size, dtype=self.dtype))
         for own, one in zip(tiles, every, strict=True):
             source = one.to(self.dtype).contiguous()
             self.library.spd_pack(*at(source, own), width, depth, gated, self.threads)
@@ -170,7 +180,7 @@ class NativeLibrary:
         blocks = ceil_div(width // 2, SIDE) if gated else ceil_div(width, 2 * SIDE)
         count, kind = every.shape[0], 1 + CODES.index(weight.kind)
         step = SIDE * DEPTH if weight.kind in ("int4", "e2m1") else 2 * SIDE * DEPTH
-        tiles = torch.empty(count, blocks * ceil_div(depth, DEPTH) * step, dtype=torch.uint8)
+        tiles = in_large_pages(torch.empty(count, blocks * ceil_div(depth, DEPTH) * step, dtype=torch.uint8))
         beside = [
             torch.empty(count, blocks * groups * 2 * SIDE, dtype=each.dtype) for each in every.parts[1:]
         ]

@@ -1,17 +1,6 @@
 /* Products with a packed weight, with what stands before and after them in a layer. */
 
-#define _GNU_SOURCE
 #include "codes.h"
-
-#include <sys/mman.h>
-
-/* Pack blocks of `size` bytes, in large pages where there are: reading weights then waits less for translations. */
-static void lay_out(Body body, const void *work, void *packed, long blocks, long size, int threads)
-{
-    const uintptr_t page = 4096, first = ((uintptr_t)packed + page - 1) & ~(page - 1), most = 1 << 21;
-    if (blocks * size > (long)most) madvise((void *)first, (size_t)(blocks * size) - page, MADV_HUGEPAGE);
-    share_out(body, work, blocks, threads);
-}
 
 /* The row of a weight of so many that column `column` of a block's side has, or -1; see `spd_pack`. */
 static long row_of(long width, int gated, long block, int side, int column)
@@ -51,8 +40,7 @@ static void pack(const void *work, Share *share, int member)
 void spd_pack(const element *weight, element *packed, long width, long depth, int gated, int threads)
 {
     const Packing p = {weight, packed, width, depth, gated};
-    long size = parts(depth, DEPTH) * 2 * TILE * (long)sizeof *packed;
-    lay_out(pack, &p, packed, column_blocks(width, gated ? SILU : TO_ELEMENT), size, threads);
+    share_out(pack, &p, column_blocks(width, gated ? SILU : TO_ELEMENT), threads);
 }
 
 typedef struct {
@@ -100,8 +88,7 @@ void spd_pack_codes(const uint8_t *codes, const void *scales, const uint8_t *zer
     uint8_t *packed_zeros, long width, long depth, long groups, int gated, int kind, int wide, int threads)
 {
     const CodePacking p = {codes, zeros, scales, packed, packed_zeros, packed_scales, width, depth, groups, gated, kind, wide};
-    long size = parts(depth, DEPTH) * step_bytes(kind);
-    lay_out(pack_codes, &p, packed, column_blocks(width, gated ? SILU : TO_ELEMENT), size, threads);
+    share_out(pack_codes, &p, column_blocks(width, gated ? SILU : TO_ELEMENT), threads);
 }
 
 typedef struct {

@@ -16,10 +16,7 @@ static Runs runs_of(const int64_t *table, const int64_t *applied, long size)
 
 static inline long place(long position, long depth) { return ((position % depth) + depth) % depth; }
 
-static inline vec silu(vec x)
-{
-    return vdiv(x, vadd(vall(1.0f), exponential(vsub(vzero(), x))));
-}
+static inline vec silu(vec x) { return vdiv(x, vadd(vall(1.0f), exponential(vsub(vzero(), x)))); }
 
 typedef struct {
     Runs runs;

@@ -18,10 +18,7 @@ enum { NARROW = SPD_WIDE ? 8 : SPD_NEON ? 2 : 3, MOST_ROWS = SPD_WIDE ? 8 : 6 };
 static inline long panel_of(long rows, long steps) { return rows > NARROW ? 16 / (long)sizeof(element) : steps; }
 
 /* Nanoseconds that a tile takes. */
-static inline double tile_time(long rows)
-{
-    return SPD_WIDE ? 25.0 + 8.0 * (double)rows : 30.0 + 12.0 * (double)rows;
-}
+static inline double tile_time(long rows) { return SPD_WIDE ? 25.0 + 8.0 * (double)rows : 30.0 + 12.0 * (double)rows; }
 
 /* A tile's weights at depth 2 j, or 2 j + 1 for `second`. */
 static inline vec weights_at(const element *tile, int j, int second)
@@ -133,10 +130,7 @@ static inline void place_weights(Sides *s, int row, long i, vec weights)
     storef(s->weights[row] + i * SIDE, SIDE, weights);
 }
 
-static inline vec finite_or_zero(vec x)
-{
-    return vselect(vdiffers(vsub(x, x), vzero()), vzero(), x);
-}
+static inline vec finite_or_zero(vec x) { return vselect(vdiffers(vsub(x, x), vzero()), vzero(), x); }
 
 static inline int place_value(Sides *s, long k, const element *from, long size, uint8_t *wild)
 {

@@ -6,10 +6,7 @@ typedef __mmask16 mask;
 #define OF_TWO(name, op) static inline vec name(vec x, vec y) { return _mm512_##op(x, y); }
 #define OF_THREE(name, op) static inline vec name(vec x, vec y, vec z) { return _mm512_##op(x, y, z); }
 
-static inline mask lanes(long count)
-{
-    return count >= SIDE ? 0xffff : count > 0 ? (__mmask16)((1u << count) - 1) : 0;
-}
+static inline mask lanes(long count) { return count >= SIDE ? 0xffff : count > 0 ? (__mmask16)((1u << count) - 1) : 0; }
 
 static inline mask mask_of(uint64_t bits) { return (__mmask16)bits; }
 static inline vec vall(float x) { return _mm512_set1_ps(x); }
@@ -18,10 +15,7 @@ static inline vec loadf(const float *p, long count) { return _mm512_maskz_loadu_
 static inline void storef(float *p, long count, vec x) { _mm512_mask_storeu_ps(p, lanes(count), x); }
 static inline __m256i halves(const bf16 *p, long count) { return _mm256_maskz_loadu_epi16(lanes(count), p); }
 static inline void store_halves(bf16 *p, long count, __m256i x) { _mm256_mask_storeu_epi16(p, lanes(count), x); }
-static inline vec widened(__m256i x)
-{
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
-}
+static inline vec widened(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
 
 #if SPD_PAIRS
 static inline __m256i rounded(vec x) { return (__m256i)_mm512_cvtneps_pbh(x); }
