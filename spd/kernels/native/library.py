@@ -114,7 +114,7 @@ def at(*tensors: Tensor | None) -> Iterator[int | None]:
 
 
 def in_large_pages(tensor: Tensor) -> Tensor:
-    """The tensor, for which large pages are asked of the system: what reads it waits less for translations."""
+    """The tensor, for which large pages are asked of the system: reading it waits less for translations."""
     skipped = -tensor.data_ptr() % mmap.PAGESIZE
     if tensor.nbytes > LARGE_PAGE:
         place, size = tensor.data_ptr() + skipped, tensor.nbytes - skipped
