@@ -158,7 +158,7 @@ def check_passes(kernels: Any, dtype: torch.dtype, shape: Shape, device: str = "
     made = [layer.run(first[:5], (2, 0, 5, 0, 5))]
     layer.run(second[:12], (0, 0, 12, 0, 10))
     x = torch.cat((layer.inputs(2, seed=9), first[5:33], layer.inputs(1, seed=9), second[12:17]))
-    together = layer.run(x, (2, 2, 28, 5, 33), (1, 0, 0, 4, 4), (0, 31, 5, 12, 12))
+    together = layer.run(x, (2, 2, 28, 5, 33), (1, 30, 0, 4, 4), (0, 31, 5, 12, 12))
     made.append(together[2:30])
     assert torch.equal(torch.cat(made), wanted) and torch.equal(together[31:], others[12:17])
     assert torch.equal(layer.memory.state[2], states[32])
@@ -287,7 +287,7 @@ def test_a_round_reads_and_writes_each_state_once(k: int, monkeypatch: pytest.Mo
     x = layer.inputs(2 * (k + 1))
     for kind in seen:
         watch(kind)
-    layer.run(x, (0, 0, k + 1, 12, 12), (1, 0, 0, 3, 3), (2, k + 1, k + 1, 0, 0))
+    layer.run(x, (0, 0, k + 1, 12, 12), (1, k + 1, 0, 3, 3), (2, k + 1, k + 1, 0, 0))
     reads, writes = (seen[kind].view(4, -1) for kind in ("load", "store"))
     assert (reads[0] == 1).all() and not reads[1:].any()
     assert (writes[0] == 1).all() and not writes[1].any() and not writes[3].any()
@@ -374,7 +374,7 @@ def test_how_many_chunks_a_call_holds_changes_no_bit(shape: Shape, form: str, de
     wanted, behind = other.run("delta_chunks")
     runs = [
         (2, 1, len(other.mixed), 0, len(other.mixed)),
-        (1, 0, 0, 7, 7),
+        (1, len(other.mixed) + 1, 0, 7, 7),
         (0, len(other.mixed) + 2, 40, 0, 40),
     ]
     mixed, gates = (

@@ -20,10 +20,12 @@ from spd.kernels.launch import ceil_div, overlap, power_of_two
 from spd.kernels.overlap_triton import release, wait
 from spd.kernels.recurrent.delta_rule import CHUNK, NORM_EPSILON, DeltaMemory, Rule
 from spd.kernels.recurrent.short_conv import Segments
-from spd.kernels.recurrent.short_conv_triton import run_of
+from spd.kernels.recurrent.short_conv_triton import clear_around, run_of
 
 STATE_COLUMNS = 32
 """Of one program, which is one warp where it walks from row to row: its sums meet no barrier."""
+REGISTERS = 224
+"""Of a thread that walks, for nine programs a processor in place of eight: what it has to keep fits."""
 PART = 16
 """Columns of keys and rows of a state that a product takes at once."""
 PRECISION = tl.constexpr("tf32x3")
@@ -31,16 +33,26 @@ PRECISION = tl.constexpr("tf32x3")
 
 
 @triton.jit
-def gates_said(said, within, rate, bias, H: tl.constexpr, CORRECTS: tl.constexpr):
-    """The logarithm of the decay, and how much is corrected or written, of raw gates at pointers `said`."""
-    x = tl.load(said + CORRECTS * H, mask=within, other=0.0).to(tl.float32) + bias
+def gates_said(said, within, H: tl.constexpr, CORRECTS: tl.constexpr):
+    """The steps and the amounts of raw gates at pointers `said`, of which the latter may be the same."""
+    step = tl.load(said + CORRECTS * H, mask=within, other=0.0).to(tl.float32)
+    amount = step
+    if CORRECTS:
+        amount = tl.load(said, mask=within, other=0.0).to(tl.float32)
+    return step, amount
+
+
+@triton.jit
+def gates_meant(step, amount, rate, bias, CORRECTS: tl.constexpr):
+    """The logarithm of the decay, and how much is corrected or written."""
+    x = step + bias
     small = tl.exp(x)
     rounded = tl.where(x < -6.0, small * (1.0 - 0.5 * small), tl.log(1.0 + small))
     step = tl.where(x > 20.0, x, rounded)
-    amount = step
+    meant = step
     if CORRECTS:
-        amount = tl.sigmoid(tl.load(said, mask=within, other=0.0).to(tl.float32))
-    return -tl.exp(rate) * step, amount
+        meant = tl.sigmoid(amount)
+    return -tl.exp(rate) * step, meant
 
 
 @triton.jit
@@ -51,75 +63,98 @@ def over_length(squares, EPSILON: tl.constexpr, CORRECTS: tl.constexpr):
     return squares * 0.0 + 1.0
 
 
-@triton.jit(do_not_specialize=["G", "gate_stride"], do_not_specialize_on_alignment=["raw_gates"])
-def delta_rule_kernel(
-    mixed, raw_gates, rate, bias, state, keys, values, gates, out, table, applied, G, gate_stride, scale,
-    H: tl.constexpr, HK: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, DEPTH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EPSILON: tl.constexpr, CORRECTS: tl.constexpr,
-    PDL: tl.constexpr,
+@triton.jit
+def token_at(
+    mixed, raw_gates, keys, values, gates, position, end, start, first, place, head, i, j, gate_stride,
+    H: tl.constexpr, HK: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, CORRECTS: tl.constexpr,
 ):  # fmt: skip
-    """One run, one head, COLUMNS of its state's columns; ROWS is WIDTH as a power of two."""
+    """What is kept of a position before start, and of one of the pass's rows what it says; zeros from end on."""
+    own, kept = (position >= start) & (position < end), position < start
+    row, key_head = first + position - start, head // (H // HK)
+    source = mixed + row * (2 * HK * WIDTH + H * SIZE)
+    key_at = tl.where(own, source + (HK + key_head) * WIDTH, keys + (place * HK + key_head) * WIDTH)
+    value_at = tl.where(own, source + 2 * HK * WIDTH + head * SIZE, values + (place * H + head) * SIZE)
+    query = tl.load(source + key_head * WIDTH + i, mask=i < tl.where(own, WIDTH, 0), other=0.0)
+    key = tl.load(key_at + i, mask=i < tl.where(own | kept, WIDTH, 0), other=0.0)
+    value = tl.load(value_at + j, mask=j < tl.where(own | kept, SIZE, 0), other=0.0)
+    step, amount = gates_said(raw_gates + row * gate_stride + head, own, H, CORRECTS)
+    gates_at = gates + (place * H + head) * 2
+    decay, correct = tl.load(gates_at, mask=kept, other=0.0), tl.load(gates_at + 1, mask=kept, other=0.0)
+    return query, key, value, step, amount, decay, correct
+
+
+@triton.jit(
+    do_not_specialize=["G", "T", "DEPTH", "gate_stride"], do_not_specialize_on_alignment=["raw_gates"]
+)
+def delta_rule_kernel(
+    mixed, raw_gates, rate, bias, state, keys, values, gates, out, table, applied, G, T, DEPTH, gate_stride,
+    scale, H: tl.constexpr, HK: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, EPSILON: tl.constexpr, CORRECTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One run, one head, COLUMNS of its state's columns; ROWS is WIDTH as a power of two.
+
+    Neighbouring programs read neighbouring columns, and a token is loaded while the one before is applied.
+    """
     wait(PDL)
     release(PDL)
-    slot, first, count, start, keep, begin = run_of(table, applied, tl.program_id(0), G)
+    block, head, run = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot, first, count, start, keep, begin = run_of(table, applied, run, G)
+    i, j = tl.arange(0, ROWS), block * COLUMNS + tl.arange(0, COLUMNS)
+    out += head * SIZE + j
+    clear_around(out, j < SIZE, table, run, first, count, G, T, H * SIZE)
     if count == 0:
         return
-    head, block = tl.program_id(1), tl.program_id(2)
-    key_head = head // (H // HK)
-    i, j = tl.arange(0, ROWS), block * COLUMNS + tl.arange(0, COLUMNS)
     whole = (i < WIDTH)[:, None] & (j < SIZE)[None, :]
-    kept = state + (slot * H + head) * (WIDTH * SIZE) + i[:, None] * SIZE + j[None, :]
-    current = tl.load(kept, mask=whole & (i < tl.where(begin > 0, WIDTH, 0))[:, None], other=0.0)
+    state += (slot * H + head) * (WIDTH * SIZE) + i[:, None] * SIZE + j[None, :]
+    written = whole & (i < tl.where(begin > 0, WIDTH, 0))[:, None]
+    current = tl.load(state, mask=written, other=0.0, eviction_policy="evict_first")
     head_rate, head_bias = tl.load(rate + head), tl.load(bias + head)
-    writes_keys = (head % (H // HK) == 0) & (block == 0)
-    for position in range(begin, start + count):
-        own, before = position >= start, position < start
-        own_key, own_value = i < tl.where(own, WIDTH, 0), j < tl.where(own, SIZE, 0)
-        kept_key, kept_value = i < tl.where(own, 0, WIDTH), j < tl.where(own, 0, SIZE)
-        row = first + position - start
-        place = slot * DEPTH + position % DEPTH
-        tl.store(kept, current, mask=whole & (i < tl.where(position == keep, WIDTH, 0))[:, None])
-
-        source = mixed + row * (2 * HK * WIDTH + H * SIZE)
-        query = tl.load(source + key_head * WIDTH + i, mask=own_key, other=0.0)
-        fresh_key = tl.load(source + (HK + key_head) * WIDTH + i, mask=own_key, other=0.0)
-        fresh_value = tl.load(source + 2 * HK * WIDTH + head * SIZE + j, mask=own_value, other=0.0)
-        said = raw_gates + row * gate_stride + head
-        fresh_decay, fresh_correct = gates_said(said, own, head_rate, head_bias, H, CORRECTS)
-        fresh_decay = tl.exp(fresh_decay)
-        fresh_key *= over_length(tl.sum(fresh_key * fresh_key, 0), EPSILON, CORRECTS)
+    writes_keys, end = (head % (H // HK) == 0) & (block == 0), start + count
+    place = slot * DEPTH + begin % DEPTH
+    query, key, value, step, amount, decay, correct = token_at(
+        mixed, raw_gates, keys, values, gates, begin, end, start, first, place, head, i, j, gate_stride,
+        H, HK, WIDTH, SIZE, CORRECTS,
+    )  # fmt: skip
+    for position in range(begin, end):
+        behind = slot * DEPTH + (position + 1) % DEPTH
+        next_query, next_key, next_value, next_step, next_amount, next_decay, next_correct = token_at(
+            mixed, raw_gates, keys, values, gates, position + 1, end, start, first, behind, head, i, j,
+            gate_stride, H, HK, WIDTH, SIZE, CORRECTS,
+        )  # fmt: skip
+        own = position >= start
+        fresh_decay, fresh_correct = gates_meant(step, amount, head_rate, head_bias, CORRECTS)
+        decay, correct = tl.where(own, tl.exp(fresh_decay), decay), tl.where(own, fresh_correct, correct)
+        key *= tl.where(own, over_length(tl.sum(key * key, 0), EPSILON, CORRECTS), 1.0)
         query *= over_length(tl.sum(query * query, 0), EPSILON, CORRECTS)
-
-        key_at = keys + (place * HK + key_head) * WIDTH + i
-        value_at = values + (place * H + head) * SIZE + j
-        gates_at = gates + (place * H + head) * 2
-        key = tl.where(own, fresh_key, tl.load(key_at, mask=kept_key, other=0.0))
-        value = tl.where(own, fresh_value, tl.load(value_at, mask=kept_value, other=0.0))
-        decay = tl.where(own, fresh_decay, tl.load(gates_at, mask=before, other=0.0))
-        correct = tl.where(own, fresh_correct, tl.load(gates_at + 1, mask=before, other=0.0))
-        tl.store(key_at, key, mask=i < tl.where(own & writes_keys, WIDTH, 0))
-        tl.store(value_at, value, mask=own_value)
+        if position == keep:
+            tl.store(state, current, mask=whole, cache_modifier=".cs")
+        key_at, gates_at = keys + (place * HK + head // (H // HK)) * WIDTH, gates + (place * H + head) * 2
+        tl.store(key_at + i, key, mask=i < tl.where(own & writes_keys, WIDTH, 0))
+        tl.store(values + (place * H + head) * SIZE + j, value, mask=j < tl.where(own, SIZE, 0))
         tl.store(gates_at, decay, mask=own & (block == 0))
         tl.store(gates_at + 1, correct, mask=own & (block == 0))
-
         current = current * decay
         if CORRECTS:
             value -= tl.sum(current * key[:, None], 0)
         current = tl.fma(key[:, None], (value * correct)[None, :], current)
-        read = tl.sum(current * (query * scale)[:, None], 0)
-        tl.store(out + (row * H + head) * SIZE + j, read, mask=own_value)
-    tl.store(kept, current, mask=whole & (i < tl.where(keep == start + count, WIDTH, 0))[:, None])
+        if own:
+            read = tl.sum(current * (query * scale)[:, None], 0)
+            tl.store(out + (first + position - start) * (H * SIZE), read, mask=j < SIZE)
+        query, key, value, place = next_query, next_key, next_value, behind
+        step, amount, decay, correct = next_step, next_amount, next_decay, next_correct
+    if keep == end:
+        tl.store(state, current, mask=whole, cache_modifier=".cs")
 
 
 def delta_rule(mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments) -> Tensor:
     assert raw_gates.stride(1) == 1
     (heads, width, size), depth = memory.state.shape[1:], memory.keys.shape[1]
-    out = torch.zeros((mixed.shape[0], heads, size), dtype=torch.float32, device=mixed.device)
+    out = torch.empty((mixed.shape[0], heads, size), dtype=torch.float32, device=mixed.device)
     columns, runs = min(STATE_COLUMNS, power_of_two(size)), rows.table.shape[1]
-    delta_rule_kernel[(runs, heads, ceil_div(size, columns))](
-        *(mixed, raw_gates, rule.rate, rule.bias, *memory, out, rows.table, rows.applied),
-        *(runs, raw_gates.stride(0), width**-0.5 if rule.corrects else 1.0),
-        **{**_constants(rule, memory, 1), "DEPTH": depth, "COLUMNS": columns, "enable_fp_fusion": False},
+    delta_rule_kernel[(ceil_div(size, columns), heads, runs)](
+        *(mixed, raw_gates, rule.rate, rule.bias, *memory, out, rows.table, rows.applied, runs, len(mixed)),
+        *(depth, raw_gates.stride(0), width**-0.5 if rule.corrects else 1.0),
+        **{**_constants(rule, memory, 1), "COLUMNS": columns, "enable_fp_fusion": False, "maxnreg": REGISTERS},
     )
     return out
 
@@ -148,7 +183,8 @@ def rows_of(source, within, first, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 def gates_of(raw_gates, row, gate_stride, head, within, rate, bias, H: tl.constexpr, CORRECTS: tl.constexpr):
     """Of rows [L]: the logarithm of the decay since before the chunk, and how much is corrected."""
     said, own = raw_gates + row * gate_stride + head, (tl.load(rate + head), tl.load(bias + head))
-    decay, amount = gates_said(said, within, own[0], own[1], H, CORRECTS)
+    step, amount = gates_said(said, within, H, CORRECTS)
+    decay, amount = gates_meant(step, amount, own[0], own[1], CORRECTS)
     return tl.cumsum(tl.where(within, decay, 0.0), 0), tl.where(within, amount, 0.0)
 
 
@@ -193,9 +229,11 @@ def delta_solve_kernel(
         tl.store(at + L * L, inverse)
 
 
-@triton.jit(do_not_specialize=["G", "gate_stride", "chunks"], do_not_specialize_on_alignment=["raw_gates"])
+@triton.jit(
+    do_not_specialize=["G", "T", "gate_stride", "chunks"], do_not_specialize_on_alignment=["raw_gates"]
+)
 def delta_chunks_kernel(
-    mixed, raw_gates, rate, bias, state, solved, out, table, applied, G, gate_stride, scale, chunks,
+    mixed, raw_gates, rate, bias, state, solved, out, table, applied, G, gate_stride, scale, T, chunks,
     H: tl.constexpr, HK: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, L: tl.constexpr, PART: tl.constexpr, EPSILON: tl.constexpr,
     CORRECTS: tl.constexpr, PDL: tl.constexpr,
@@ -205,9 +243,10 @@ def delta_chunks_kernel(
     release(PDL)
     run, head = tl.program_id(0), tl.program_id(1)
     slot, first, count, start, _, _ = run_of(table, applied, run, G)
+    j, t = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, L)
+    clear_around(out + head * SIZE + j, j < SIZE, table, run, first, count, G, T, H * SIZE)
     if count == 0:
         return
-    j, t = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, L)
     part_at = state + (slot * H + head) * (WIDTH * SIZE) + tl.arange(0, PART)[:, None] * SIZE + j[None, :]
     at = solved + (run * chunks * H + head) * (2 * L * L) + t[:, None] * L + t[None, :]
     for chunk in range(0, tl.cdiv(count, L)):
@@ -257,16 +296,16 @@ def delta_chunks_kernel(
 def delta_chunks(mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory, rows: Segments) -> Tensor:
     assert raw_gates.stride(1) == 1
     heads, width, size = memory.state.shape[1:]
-    out = torch.zeros((mixed.shape[0], heads, size), dtype=torch.float32, device=mixed.device)
+    out = torch.empty((mixed.shape[0], heads, size), dtype=torch.float32, device=mixed.device)
     columns, runs = min(STATE_COLUMNS, max(16, power_of_two(size))), rows.table.shape[1]
     chunks = ceil_div(mixed.shape[0], CHUNK)
     solved = torch.empty((runs, chunks, heads, 2, CHUNK, CHUNK), dtype=torch.float32, device=mixed.device)
     shape = {**_constants(rule, memory, 2), "L": CHUNK, "PART": max(16, min(PART, power_of_two(width)))}
     given = (mixed, raw_gates, rule.rate, rule.bias)
     where = (rows.table, rows.applied, runs, raw_gates.stride(0), width**-0.5 if rule.corrects else 1.0)
-    delta_solve_kernel[(runs, chunks, heads)](*given, solved, *where, **shape)
+    delta_solve_kernel[(runs, chunks, heads)](*given, solved, *where, **{**shape, "num_warps": 1})
     grid = (runs, heads, ceil_div(size, columns))
-    delta_chunks_kernel[grid](*given, memory.state, solved, out, *where, chunks, COLUMNS=columns, **shape)
+    delta_chunks_kernel[grid](*given, memory.state, solved, out, *where, len(mixed), chunks, COLUMNS=columns, **shape)
     return out
 
 

@@ -29,9 +29,21 @@ def run_of(table, applied, run, G):
     return slot, first, count, start, keep, tl.load(applied + slot)
 
 
-@triton.jit(do_not_specialize=["G", "stride"], do_not_specialize_on_alignment=["x"])
+@triton.jit
+def clear_around(out, within, table, run, first, count, G, T, WIDTH: tl.constexpr):
+    """Zeros in the rows of out [T, WIDTH], at pointers to row 0, from a run's end up to the next run.
+
+    The first run's programs clear what is before it, too.
+    """
+    behind = tl.where(run + 1 < G, tl.load(table + G + run + 1, mask=run + 1 < G, other=0), T)
+    for row in range(tl.where((run == 0) & (first > 0), 0, first + count), behind):
+        if (row < first) | (row >= first + count):
+            tl.store(out + row * WIDTH, 0.0, mask=within)
+
+
+@triton.jit(do_not_specialize=["G", "T", "stride"], do_not_specialize_on_alignment=["x"])
 def short_conv_kernel(
-    x, weight, bias, ring, out, table, applied, G, stride,
+    x, weight, bias, ring, out, table, applied, G, T, stride,
     C: tl.constexpr, TAPS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -44,6 +56,8 @@ def short_conv_kernel(
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = channel < C
     slot, first, count, start, _, _ = run_of(table, applied, tl.program_id(0), G)
+    if tl.program_id(2) == 0:
+        clear_around(out + channel, within, table, tl.program_id(0), first, count, G, T, C)
     ring += slot * (DEPTH * C) + channel
     walked = tl.maximum(tl.cdiv(count, tl.num_programs(2)), TAPS - 1)
     begin = tl.program_id(2) * walked
@@ -71,9 +85,9 @@ def short_conv(
 ) -> Tensor:
     assert x.stride(1) == 1
     (count, channels), runs = x.shape, rows.table.shape[1]
-    out = torch.zeros((count, channels), dtype=torch.float32, device=x.device)
+    out = torch.empty((count, channels), dtype=torch.float32, device=x.device)
     short_conv_kernel[(runs, ceil_div(channels, CHANNELS), ceil_div(count, runs * WALKED))](
-        *(x, weight, bias, ring, out, rows.table, rows.applied, runs, x.stride(0)),
+        *(x, weight, bias, ring, out, rows.table, rows.applied, runs, count, x.stride(0)),
         C=channels,
         TAPS=weight.shape[0],
         DEPTH=ring.shape[1],

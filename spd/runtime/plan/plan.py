@@ -105,7 +105,7 @@ class EnginePlan:
 
     @property
     def weights(self) -> str:
-        """What the matrices of the target's layers are kept in: a dtype, int8, fp8, or a kind of codes."""
+        """What the matrices of the target's layers are kept in: a dtype, int8, or a kind of codes."""
         form = self.shape.form
         return self.shape.dtype if form.kind == "wide" or form.widened else form.words
 
