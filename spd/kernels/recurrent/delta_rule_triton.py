@@ -24,8 +24,6 @@ from spd.kernels.recurrent.short_conv_triton import clear_around, run_of
 
 STATE_COLUMNS = 32
 """Of one program, which is one warp where it walks from row to row: its sums meet no barrier."""
-REGISTERS = 224
-"""Of a thread that walks, for nine programs a processor in place of eight: what it has to keep fits."""
 PART = 16
 """Columns of keys and rows of a state that a product takes at once."""
 PRECISION = tl.constexpr("tf32x3")
@@ -154,7 +152,7 @@ def delta_rule(mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory
     delta_rule_kernel[(ceil_div(size, columns), heads, runs)](
         *(mixed, raw_gates, rule.rate, rule.bias, *memory, out, rows.table, rows.applied, runs, len(mixed)),
         *(depth, raw_gates.stride(0), width**-0.5 if rule.corrects else 1.0),
-        **{**_constants(rule, memory, 1), "COLUMNS": columns, "enable_fp_fusion": False, "maxnreg": REGISTERS},
+        **{**_constants(rule, memory, 1), "COLUMNS": columns, "enable_fp_fusion": False},
     )
     return out
 
