@@ -56,7 +56,7 @@ def make_form(weights: str, place: Path) -> Form:
     """Bfloat16 as the demo is stored, rounded to int8, or its twin in FP8 blocks, written to `place`."""
     folder = write_twin(demo_folder(), place / "twin") if weights == "fp8" else demo_folder()
     work = [
-        (prompt, SamplingParams(max_tokens=40, temperature=0.7 * (i % 2), seed=i, ignore_eos=True))
+        (prompt, SamplingParams(max_tokens=100, temperature=1.2 * (i % 2), seed=i, ignore_eos=True))
         for i, prompt in enumerate(demo_prompts())
     ]
     with gpu_engine(folder, graphs=False, **form_wishes(weights)) as engine:
