@@ -41,7 +41,7 @@ num_programs permute program_id reshape rsqrt sigmoid split static_range store s
 where zeros
 """
 """Names of `triton.language` that kernels use, each there in 3.5, which torch 2.9 brings."""
-ADA = {"linear_out_8b_wide_i8_bf16": 8, "delta_solve_odd_bf16": 8}
+ADA = {"linear_out_8b_wide_i8_bf16": 8}
 KNOWN_SPILLS = {86: ADA, 89: ADA, 120: {"gate_up_8b_wide_bf16": 16, "linear_out_8b_int4 128_bf16": 8}}
 """Bytes of local memory of kernels on architectures that have not been tuned for yet."""
 

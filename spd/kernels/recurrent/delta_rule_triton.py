@@ -66,7 +66,7 @@ def token_at(
     mixed, raw_gates, keys, values, gates, position, end, start, first, place, head, i, j, gate_stride,
     H: tl.constexpr, HK: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, CORRECTS: tl.constexpr,
 ):  # fmt: skip
-    """What is kept of a position before start, and of one of the pass's rows what it says; zeros from end on."""
+    """What is kept of a position before start, and what a row of the pass says; zeros from end on."""
     own, kept = (position >= start) & (position < end), position < start
     row, key_head = first + position - start, head // (H // HK)
     source = mixed + row * (2 * HK * WIDTH + H * SIZE)
@@ -152,22 +152,15 @@ def delta_rule(mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemory
     delta_rule_kernel[(ceil_div(size, columns), heads, runs)](
         *(mixed, raw_gates, rule.rate, rule.bias, *memory, out, rows.table, rows.applied, runs, len(mixed)),
         *(depth, raw_gates.stride(0), width**-0.5 if rule.corrects else 1.0),
-        **{**_constants(rule, memory, 1), "COLUMNS": columns, "enable_fp_fusion": False},
+        **{**_constants(rule, memory), "COLUMNS": columns, "num_warps": 1, "enable_fp_fusion": False},
     )
     return out
 
 
-def _constants(rule: Rule, memory: DeltaMemory, warps: int) -> dict[str, Any]:
+def _constants(rule: Rule, memory: DeltaMemory) -> dict[str, Any]:
     (heads, width, size), key_heads = memory.state.shape[1:], memory.keys.shape[2]
-    return {
-        **{"H": heads, "HK": key_heads, "WIDTH": width, "SIZE": size, "ROWS": power_of_two(width)},
-        **{
-            "EPSILON": NORM_EPSILON,
-            "CORRECTS": rule.corrects,
-            "num_warps": warps,
-            **overlap(rule.rate.device),
-        },
-    }
+    sizes = {"H": heads, "HK": key_heads, "WIDTH": width, "SIZE": size, "ROWS": power_of_two(width)}
+    return {**sizes, "EPSILON": NORM_EPSILON, "CORRECTS": rule.corrects, **overlap(rule.rate.device)}
 
 
 @triton.jit
@@ -298,12 +291,13 @@ def delta_chunks(mixed: Tensor, raw_gates: Tensor, rule: Rule, memory: DeltaMemo
     columns, runs = min(STATE_COLUMNS, max(16, power_of_two(size))), rows.table.shape[1]
     chunks = ceil_div(mixed.shape[0], CHUNK)
     solved = torch.empty((runs, chunks, heads, 2, CHUNK, CHUNK), dtype=torch.float32, device=mixed.device)
-    shape = {**_constants(rule, memory, 2), "L": CHUNK, "PART": max(16, min(PART, power_of_two(width)))}
+    shape = {**_constants(rule, memory), "L": CHUNK, "PART": max(16, min(PART, power_of_two(width)))}
     given = (mixed, raw_gates, rule.rate, rule.bias)
     where = (rows.table, rows.applied, runs, raw_gates.stride(0), width**-0.5 if rule.corrects else 1.0)
-    delta_solve_kernel[(runs, chunks, heads)](*given, solved, *where, **{**shape, "num_warps": 1})
+    delta_solve_kernel[(runs, chunks, heads)](*given, solved, *where, num_warps=1, **shape)
+    shape |= {"COLUMNS": columns, "num_warps": 2}
     grid = (runs, heads, ceil_div(size, columns))
-    delta_chunks_kernel[grid](*given, memory.state, solved, out, *where, len(mixed), chunks, COLUMNS=columns, **shape)
+    delta_chunks_kernel[grid](*given, memory.state, solved, out, *where, len(mixed), chunks, **shape)
     return out
 
 
