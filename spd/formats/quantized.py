@@ -38,7 +38,7 @@ NVFP4_GROUP, MXFP4_GROUP = 16, 32
 MAX_GROUP = 1 << 16
 FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """Where older tools wrote what `config.json` lacks: ModelOpt, AutoGPTQ, AutoAWQ."""
-METHODS = "compressed-tensors, gptq, awq, modelopt, mxfp4, and fp8 with weight_block_size"
+SUPPORTED = "compressed-tensors, gptq, awq, modelopt, mxfp4, and fp8 with weight_block_size"
 UNUSED = (
     *(".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale"),
     *(".k_scale", ".v_scale", ".q_scale", ".weight_shape", ".weight_g_idx"),
@@ -198,7 +198,7 @@ def read_quantization(fields: Fields) -> Quantization | None:
         return None
     method = inner.text("quant_method", "None")
     advice = "use a copy in one of those, or the original with --quantize int8"
-    why = f"quantized weights ({shown(method)}) are not supported ({METHODS} are): {advice}"
+    why = f"quantized weights ({shown(method)}) are not supported ({SUPPORTED} are): {advice}"
     known = method in _READERS and (method != "fp8" or "weight_block_size" in inner)
     fields.require(known, "quantization_config", why)
     return Quantization(method, tuple(_READERS[method](inner)))

@@ -17,6 +17,7 @@ import pytest
 
 import spd.formats.demo
 from spd.formats.demo import demo_folder
+from spd.kernels.native import build
 from spd.runtime import EngineConfig
 from spd.runtime.lab import diagnostics, replay
 from spd.runtime.lab.diagnostics import FAILED, OK, WARNING, Finding, Step
@@ -120,6 +121,17 @@ def test_other_text_is_a_failure(
     finding = diagnostics.equal_texts()
     assert finding.line.endswith(said) and (finding.status == OK) == (said == "the same text")
     assert len(finding.facts["differences"]) == (finding.status == FAILED)
+
+
+@pytest.mark.parametrize("found", ["AVX2", "AVX512", "AVX512-BF16", "AMX", "NEON", None])
+def test_the_instructions_are_named_and_what_better_ones_give(
+    found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "instructions", lambda dtype="bfloat16": found)
+    monkeypatch.setattr(build, "find_compiler", lambda: ("gcc",))
+    line = diagnostics.processor().line
+    assert (f"C kernels by {found}" in line) == (found is not None)
+    assert ("than AVX512-BF16 or AMX" in line) == (found in ("AVX2", "AVX512"))
 
 
 @pytest.mark.parametrize(

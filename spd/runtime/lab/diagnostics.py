@@ -159,9 +159,12 @@ def processor() -> Finding:
     threads = f"{facts['threads']} threads of {facts['cores']} cores"
     if facts["other_load"] > SLIGHT:
         threads += f", of which other programs keep {facts['other_load']:.1f} busy"
-    kernels = "C kernels" if why is None else f"torch's slower kernels: {why}"
-    line = " · ".join([facts["cpu"], " ".join(facts["cpu_features"]), kernels, threads])
-    fix = ("install gcc, or pip install 'spd[compiler]'",) if why and instructions() else ()
+    found = facts["instructions"] = instructions()
+    kernels = f"C kernels by {found}" if why is None else f"torch's slower kernels: {why}"
+    if why is None and found in ("AVX2", "AVX512"):
+        kernels += ", which pay more for verifying drafts than AVX512-BF16 or AMX do"
+    line = " · ".join([facts["cpu"], kernels, threads])
+    fix = ("install gcc, or pip install 'spd[compiler]'",) if why and found else ()
     return Finding(WARNING if fix else OK, line, fix, facts)
 
 
