@@ -54,7 +54,7 @@ MALFORMED: tuple[Any, ...] = (
     {**CANARY, "response_format": {**BOOLEAN, "json_schema": {"name": "x", "schema": {"type": 3}}}},
     {"messages": [{"role": "user", "content": "word " * 20_000}]},
 )
-GROWTH = {"memory_mib": 32, "descriptors": 8, "threads": 4}
+GROWTH = {"memory_mib": 16, "descriptors": 8, "threads": 4}
 """How much more the server may have at the end than at half time."""
 SETTLE = 30.0
 """Seconds in which what was aborted has to end."""

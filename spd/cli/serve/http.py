@@ -30,7 +30,6 @@ from spd.runtime.engine.request import derived_seed
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from spd.cli.serve.wishes import Wish
     from spd.cli.text.job import Settings
     from spd.runtime import Engine, Event, Request, RequestMetrics
     from spd.runtime.engine.driver import EngineThread, Listener

@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -43,6 +44,8 @@ HEADER_SECONDS = 30.0
 """For which a connection may stay without a request, or take to send its head."""
 HEADER_LIMIT = 32 << 10
 CONNECTIONS = 512
+PREPARERS = 2
+"""Threads that encode prompts and compile grammars: for each the allocator keeps what its longest took."""
 DRAIN_SECONDS = 30
 """For which replies under way may go on when the server ends."""
 
@@ -169,6 +172,7 @@ class Server(uvicorn.Server):
         """Connections without a whole head behind their last request, and since when they are so."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(PREPARERS, "spd prepare"))
         await super().startup(sockets)
         if self.warm is not None:
             front, path = self.warm
