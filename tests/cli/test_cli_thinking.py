@@ -38,6 +38,16 @@ REPLIES = [
     ("a</think>Yes</think>", None, None, "a</think>Yes</think>"),
     (" plain ", False, None, " plain "),
     ("", False, None, ""),
+    ("<|channel>thought\nhm\n<channel|>Yes", False, "hm\n", "Yes"),
+    (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes",
+        False,
+        "hm",
+        "Yes",
+    ),
+    ("<|channel|>final<|message|>Yes", False, None, "Yes"),
+    (" to=self<|message|>hm<|eom|><|start|>assistant to=user<|message|>Yes", False, "hm", "Yes"),
+    ("<|channel|>analysis<|message|>hm", None, None, "<|channel|>analysis<|message|>hm"),
 ]
 
 
