@@ -89,3 +89,20 @@ class PlainEagle3(PlainLayers):
 def library_eagle3(target: Path, head: Path, scratch: Path) -> PlainEagle3:
     """The same beside a target whose layers are `transformers`' own."""
     return PlainEagle3(target, head, LibraryMtp(target, "deepseek", 0, scratch))
+
+
+class LibraryTarget(PlainTarget):
+    """A target of any family, run by `transformers` in float64."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        super().__init__(folder)
+        how: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **how).eval()
+
+    @torch.inference_mode()
+    def streams(self, tokens: list[int]) -> list[Tensor]:
+        """See `PlainTarget.streams`; the last one is normed."""
+        seen = self.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        return [stream[0] for stream in seen]
