@@ -33,11 +33,8 @@ MAP_NAME, CONFIG_NAME = "special_tokens_map.json", "tokenizer_config.json"
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("add_bos_token", "add_eos_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
-_CHANNELS = {
-    "<|message|>": ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|eom|>"),
-    "<channel|>": ("<|channel>", "<channel|>"),
-}
-"""What parts a reply into thinking and answer, by the mark that only such models have."""
+_CHANNELS = (("<|message|>", "<|start|>", "<|channel|>", "<|end|>", "<|eom|>"), ("<channel|>", "<|channel>"))
+"""What parts a reply into thinking and answer; only such models have the first of each."""
 MAX_ID = (1 << 24) - 1
 SHORT = 1 << 16
 """Characters of a text that is encoded to see how long it is, whatever the context."""
@@ -114,7 +111,7 @@ class Tokenizer:
         # The unknown token may well come out of plain text; no other special one may.
         self._forbidden_ids = self.special_ids - {roles.get("unk_token")}
         bytes_of, self._strips = _read_decoder(library, where)
-        told = {name for key, own in _CHANNELS.items() if key in self.special_tokens for name in own}
+        told = {name for own in _CHANNELS if own[0] in self.special_tokens for name in own}
         silent = {i for name, i in self.special_tokens.items() if name not in told}
         self.token_bytes = cache(lambda i: b"" if i in silent else bytes_of(self._token(i)))
         """The exact bytes that a token stands for; none for ids without a token and special

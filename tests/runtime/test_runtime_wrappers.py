@@ -30,6 +30,8 @@ GEMMA4 = {
     **{"num_kv_shared_layers": 2, "global_head_dim": 16, "hidden_size_per_layer_input": 6},
     **{"vocab_size_per_layer_input": 320, "layer_types": ["sliding_attention", "full_attention"] * 2},
 }
+UNIFIED = {**GEMMA4, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
+UNIFIED["model_type"] = "gemma4_unified_text"
 GEMMA4_VISION = {
     **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
     **{"num_key_value_heads": 2, "head_dim": 8},
@@ -114,15 +116,13 @@ WRAPPED: dict[str, list[dict[str, Any]]] = {
     ],
     "Gemma4UnifiedForConditionalGeneration": [
         {
-            "text_config": {
-                **{**GEMMA4, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
-                "model_type": "gemma4_unified_text",
-            },
+            "text_config": UNIFIED,
             "vision_config": {},
             "audio_config": None,
             "tie_word_embeddings": True,
         }
     ],
+    "Gemma4UnifiedForCausalLM": [UNIFIED],
 }
 """Configurations by class."""
 CASES = [(name, config) for name, configs in WRAPPED.items() for config in configs]
