@@ -61,7 +61,10 @@ def test_auto_takes_the_assistant_beside_a_model(pairs: dict[str, tuple[Path, Pa
     for name, kind in (("it", "target"), ("it-assistant", "clusters")):
         (tmp_path / name).symlink_to(pairs["clusters"][kind == "clusters"])
     plan = make_engine(tmp_path / "it", spec="auto").plan
-    assert plan.drafter.method == "assistant" and plan.drafter.reason == "the model's own assistant"
+    assert (
+        plan.drafter.method == "assistant"
+        and plan.drafter.reason == "the model's own assistant, it-assistant"
+    )
     assert make_engine(pairs["plain"][0], spec="auto").plan.drafter.method == "ngram"
     config = json.loads((tmp_path / "it-assistant/config.json").read_text())
     (tmp_path / "it-assistant").unlink()
@@ -242,7 +245,7 @@ def test_a_published_assistant_is_planned_for(tmp_path: Path, name: str) -> None
     elements = sum(math.prod(shape) for name, shape in shapes.items() if name not in kinds)
     assert elements == pytest.approx(size, rel=0.1), "as many as it is called after"
     plan = outline(EngineConfig(model=target, spec="assistant"), replace(CARD, free=120 * 2**30))
-    assert plan.drafter.reason == "the model's own assistant"
+    assert plan.drafter.reason == "the model's own assistant, it-assistant"
     assert plan.shape.draft is not None and plan.shape.draft.head_kind == "assistant"
     need = measure(plan.shape)
     assert need.draft_cache == 0 and need.draft_weights == pytest.approx(2 * elements, rel=0.02)
