@@ -182,6 +182,13 @@ E2B_ASSISTANT = {
     },
 }
 """As the config.json of google/gemma-4-E2B-it-assistant has it."""
+E4B = {
+    **{**E2B_TARGET, "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 42},
+    **{"num_key_value_heads": 2, "num_kv_shared_layers": 18, "use_double_wide_mlp": False},
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 7,
+}
+TEXT = {**E2B_ASSISTANT["text_config"], "num_key_value_heads": 2}
+E4B_ASSISTANT = {**E2B_ASSISTANT, "backbone_hidden_size": 2560, "text_config": TEXT}
 NOTED = {
     **{"pre_projection.weight": (256, 3072), "post_projection.weight": (1536, 256)},
     **{"model.embed_tokens.weight": (262144, 256), "masked_embedding.centroids.weight": (2048, 256)},
@@ -218,6 +225,7 @@ def wide_pair(
 EXPERTS = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
 PUBLISHED = {
     "E2B": (E2B_TARGET, E2B_ASSISTANT, NOTED, 78e6),
+    "E4B": (E4B, E4B_ASSISTANT, {name: NOTED[name] for name in NOTED if "masked" in name}, 78e6),
     "12B": (*wide_pair(3840, 15360, 48, (16, 8, 1), unified=True), {}, 0.4e9),
     "26B-A4B": (*wide_pair(2816, 2112, 30, (16, 8, 2), **EXPERTS), {}, 0.4e9),
     "31B": (*wide_pair(5376, 21504, 60, (32, 16, 4)), {}, 0.45e9),

@@ -37,7 +37,7 @@ from tests.recipes.published_hybrids import (
     write_published,
 )
 from tests.recipes.published_quantized import QUANTIZED, parts_of, write_quantized
-from tests.runtime.test_runtime_assistant import E2B_TARGET, PUBLISHED
+from tests.runtime.test_runtime_assistant import E2B_TARGET, E4B, PUBLISHED
 
 BILLIONS = {"12B": 11.9e9, "26B-A4B": 25.2e9, "31B": 30.7e9}
 CARD = Machine("cuda", 80 * 2**30, (9, 0), foreseen=True)
@@ -240,11 +240,6 @@ def test_the_tables_make_as_many_elements_as_were_published(name: str) -> None:
     assert elements(own) / 1e9 == pytest.approx(size, rel=0.005)
 
 
-E4B = {
-    **{**E2B_TARGET, "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 42},
-    **{"num_key_value_heads": 2, "num_kv_shared_layers": 18, "use_double_wide_mlp": False},
-    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 7,
-}
 GEMMA4S: dict[str, tuple[dict[str, Any], float]] = {
     "E2B": (E2B_TARGET, (10_246_621_918 - 0.95e9) / 2),
     "E4B": (E4B, (15.9e9 - 0.95e9) / 2),
