@@ -207,8 +207,7 @@ def end_of_thinking(vocabulary: Vocabulary, asked: Asked, ids: Sequence[int]) ->
         return end
     if last is not None and last >= len(ids) - 4:  # closed where the reply begins: line ends follow
         return None
-    wanted = (asked.variables or {}).get(SWITCH, True)
-    return end if SWITCH in template.default and wanted else None
+    return end if SWITCH in template.default and (asked.variables or {}).get(SWITCH, True) else None
 
 
 def opens_thinking(prompt: str) -> bool:
@@ -233,8 +232,7 @@ def thinking_budget(
             fix=["on, off or hide in place of the number"],
             code="no_thinking",
         )
-    left = int(think) - sum(token != begin for token in spent)
-    return ThinkingBudget(max(0, left), end, begin, inside)
+    return ThinkingBudget(max(0, int(think) - sum(token != begin for token in spent)), end, begin, inside)
 
 
 def note_thinking(console: Console, think: str, vocabulary: Vocabulary) -> None:
