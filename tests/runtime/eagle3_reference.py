@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.runtime.mtp_reference import LibraryMtp, PlainLayers, PlainTarget
+from tests.runtime.mtp_reference import PlainLayers, PlainTarget
 
 
 class PlainEagle3(PlainLayers):
@@ -84,11 +84,6 @@ class PlainEagle3(PlainLayers):
             drafts.append(int(self.said[best.indices[0]]))
             states = torch.cat((states, made[-1:]))
         return drafts, gap
-
-
-def library_eagle3(target: Path, head: Path, scratch: Path) -> PlainEagle3:
-    """The same beside a target whose layers are `transformers`' own."""
-    return PlainEagle3(target, head, LibraryMtp(target, "deepseek", 0, scratch))
 
 
 class LibraryTarget(PlainTarget):

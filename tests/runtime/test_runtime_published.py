@@ -267,13 +267,9 @@ def test_gemma_4_uses_all_but_keys_of_layers_that_share(name: str, tmp_path: Pat
     assert 0.98 * stored < planned(folder).need.weights < 1.001 * stored
 
 
-def test_the_table_of_nemotron_makes_as_many_tensors_as_ultra_has() -> None:
-    """Its index was reported to have so many, of which these are MTP's."""
+def test_tables_make_as_many_tensors_as_there_are() -> None:
+    """Of Ultra's index, of which some are MTP's; of Step's text 804 and 126 scales."""
     names = [name for name, _, _ in others.nemotron(others.NEMOTRON_ULTRA)]
     assert (len(names), sum(name.startswith("mtp.") for name in names)) == (51_023, 1_040)
-
-
-def test_the_table_of_step_makes_as_many_tensors_as_its_headers_have() -> None:
-    """804 of text, 126 scales, and what sees images, of which the table has one."""
     names = [name for name, _, _ in others.step3(others.STEP3_WHOLE) if "vision" not in name]
     assert (len(names), sum(name.endswith("_inv") for name in names)) == (804 + 126, 126)
