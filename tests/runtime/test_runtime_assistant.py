@@ -136,26 +136,12 @@ TURNING = {
     "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
 }
 E2B: dict[str, Any] = {
-    **{
-        "model_type": "gemma4_text",
-        "attention_k_eq_v": False,
-        "enable_moe_block": False,
-        "dtype": "bfloat16",
-    },
-    **{
-        "global_head_dim": 512,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "rms_norm_eps": 1e-6,
-    },
-    **{
-        "num_global_key_value_heads": None,
-        "num_key_value_heads": 1,
-        "num_experts": None,
-        "top_k_experts": None,
-    },
-    **{"max_position_embeddings": 131072, "rope_parameters": TURNING, "sliding_window": 512},
-    **{"tie_word_embeddings": True, "use_bidirectional_attention": None, "vocab_size": 262144},
+    **{"model_type": "gemma4_text", "attention_k_eq_v": False, "enable_moe_block": False},
+    **{"dtype": "bfloat16", "global_head_dim": 512, "head_dim": 256, "rms_norm_eps": 1e-6},
+    **{"hidden_activation": "gelu_pytorch_tanh", "num_global_key_value_heads": None},
+    **{"num_key_value_heads": 1, "num_experts": None, "top_k_experts": None, "sliding_window": 512},
+    **{"max_position_embeddings": 131072, "rope_parameters": TURNING, "tie_word_embeddings": True},
+    **{"use_bidirectional_attention": None, "vocab_size": 262144},
 }
 """What google/gemma-4-E2B-it and its assistant share."""
 E2B_TARGET = {
@@ -166,12 +152,13 @@ E2B_TARGET = {
     "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
 }
 E2B_ASSISTANT = {
+    **{"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"},
     **{
-        "architectures": ["Gemma4AssistantForCausalLM"],
-        "model_type": "gemma4_assistant",
         "dtype": "bfloat16",
+        "backbone_hidden_size": 1536,
+        "centroid_intermediate_top_k": 32,
+        "num_centroids": 2048,
     },
-    **{"backbone_hidden_size": 1536, "centroid_intermediate_top_k": 32, "num_centroids": 2048},
     **{"tie_word_embeddings": True, "use_ordered_embeddings": True},
     "text_config": {
         **E2B,
