@@ -73,8 +73,7 @@ def read_assistant(fields: Fields) -> tuple[AssistantConfig, Fields] | None:
     inner.require(shared == layers, "num_kv_shared_layers", "every layer of an assistant shares")
     text = {
         **inner.values,
-        "architectures": ["Gemma4ForCausalLM"],
-        "num_kv_shared_layers": 0,
+        **{"architectures": ["Gemma4ForCausalLM"], "num_kv_shared_layers": 0},
         **{"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 1},
         **{"tie_word_embeddings": True, "final_logit_softcapping": None},
     }

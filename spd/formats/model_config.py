@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -147,6 +148,15 @@ _LFM2_DENSE = {**_LFM2, "block_auto_adjust_ff_dim": True}
 _read_conv = partial(blocks.read_recurrent, kinds=blocks.CONVOLVING)
 _CONVOLVES = _Family("lfm2", _LFM2_DENSE, recurrent=_read_conv, spelled=blocks.lfm2_keys)
 _read_single = partial(blocks.read_recurrent, kinds=blocks.SINGLE, corrects=False)
+_GEMMA4 = _Family(
+    "gemma4_text",
+    {**_GEMMA3, "sliding_window": 512, "num_kv_shared_layers": 0},
+    blocks.ROUTED,
+    switch="enable_moe_block",
+    local_base=_LOCAL,
+    gemma4=True,
+    also=("gemma4_unified_text",),
+)
 _FAMILIES = {
     "LlamaForCausalLM": _Family("llama"),
     "MistralForCausalLM": _Family("mistral", {**_NESTED, **_SLIDES}),
@@ -215,15 +225,8 @@ _FAMILIES = {
     "Exaone4ForCausalLM": _Family("exaone4", _FOURTH, global_still=True),
     "CohereForCausalLM": _Family("cohere", {**_COHERE, "rope_theta": 5e5}, only={"use_qk_norm": (False,)}),
     "Cohere2ForCausalLM": _Family("cohere2", {**_COHERE, **_FOURTH}, global_still=True),
-    "Gemma4ForCausalLM": _Family(
-        "gemma4_text",
-        {**_GEMMA3, "sliding_window": 512, "num_kv_shared_layers": 0},
-        blocks.ROUTED,
-        switch="enable_moe_block",
-        local_base=_LOCAL,
-        gemma4=True,
-        also=("gemma4_unified_text",),
-    ),
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4UnifiedForCausalLM": _GEMMA4,
     "MuseGlimmerForCausalLM": _Family(
         "muse_glimmer_text",
         _MUSE,
@@ -481,13 +484,14 @@ def _lacks(fields: Fields, name: str) -> Iterator[str]:
     types = {kind: each for each, family in _FAMILIES.items() for kind in (family.model_type, *family.also)}
     text = types.get(str(inner.get("model_type")))
     found = dict(piece for key, piece in _PIECES.items() if fields.get(key) or inner.get(key))
-    stem = re.split(r"For|\d", name)[0] or name
-    alike = [each for each in _FAMILIES if each.startswith(stem)]
-    near = [f"{each}ForCausalLM" for each in ("Llama", *found.values())]
-    near += [*alike, *([text] if text else [])]
-    yield f"nearest supported: {near[-1]}; missing: {', '.join(found) or 'blocks of its own'}"
-    if text and inner is not fields:
-        yield f"its text alone can be read: a copy of it saved as {text} opens"
+    causal, alike = re.sub(r"For[A-Z].*|$", "ForCausalLM", name, count=1), list[str]()
+    for stem in (re.findall(r"^\D*\d?", name)[0], re.split(r"For|\d", name)[0] or name):
+        alike += get_close_matches(causal, [each for each in _FAMILIES if each.startswith(stem)], 1, 0)
+    near = text or [*alike, f"{['Llama', *found.values()][-1]}ForCausalLM"][0]
+    yield f"nearest supported: {near}; missing: {', '.join(found) or 'blocks of its own'}"
+    if inner is not fields:
+        can = f"can be read: a copy of it saved as {text} opens" if text else "cannot be read either"
+        yield f"its text alone {can}"
 
 
 def _key_heads(fields: Fields, key: str, num_heads: int, usual: int) -> int:

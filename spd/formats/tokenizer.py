@@ -33,6 +33,8 @@ MAP_NAME, CONFIG_NAME = "special_tokens_map.json", "tokenizer_config.json"
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("add_bos_token", "add_eos_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
+_CHANNELS = (("<|message|>", "<|start|>", "<|channel|>", "<|end|>", "<|eom|>"), ("<channel|>", "<|channel>"))
+"""What parts a reply into thinking and answer; only such models have the first of each."""
 MAX_ID = (1 << 24) - 1
 SHORT = 1 << 16
 """Characters of a text that is encoded to see how long it is, whatever the context."""
@@ -109,8 +111,11 @@ class Tokenizer:
         # The unknown token may well come out of plain text; no other special one may.
         self._forbidden_ids = self.special_ids - {roles.get("unk_token")}
         bytes_of, self._strips = _read_decoder(library, where)
-        self.token_bytes = cache(lambda i: b"" if i in self.special_ids else bytes_of(self._token(i)))
-        """The exact bytes that a token stands for; none for special tokens and for ids without a token.
+        told = {name for own in _CHANNELS if own[0] in self.special_tokens for name in own}
+        silent = {i for name, i in self.special_tokens.items() if name not in told}
+        self.token_bytes = cache(lambda i: b"" if i in silent else bytes_of(self._token(i)))
+        """The exact bytes that a token stands for; none for ids without a token and special
+        tokens, but for those that part a reply into thinking and answer.
 
         A leading space counts, also where `decode` drops it from the start of a whole text.
         """

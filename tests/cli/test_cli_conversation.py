@@ -13,7 +13,7 @@ from spd.cli.chat.conversation import ChatEncoder, Conversation, Encoded, Sessio
 from spd.cli.text.job import open_vocabulary
 from spd.errors import IncompatibleError, NotFoundError, ResourceError, UsageError
 from spd.formats.folder import ModelFolder
-from tests.cli.conftest import write_model
+from tests.cli.conftest import SPECIALS, write_model, write_tokenizer
 
 END = 258
 """<|im_end|>, which the template writes after a reply."""
@@ -91,6 +91,19 @@ def test_a_template_that_drops_earlier_thinking_keeps_what_is_before_it(tmp_path
     first = encoder.encode(talk(Turn("Hi")))
     second = encoder.encode(talk(Turn("Hi", reply, ids_of(reply, folder), "stop"), Turn("More")))
     assert second.spans[0] == ("prompt", len(first.ids)) and "<think>" not in second.text
+
+
+def test_a_reply_in_channels_is_told_by_its_answer(model: Path) -> None:
+    """The templates of such models refuse their own marks in a message; only these marks have a text."""
+    marks = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
+    write_tokenizer(model, (*SPECIALS, *marks))
+    reply = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes"
+    ids = ids_of(f"{reply}<|return|>", model, parse_special=True)
+    assert open_vocabulary("model", ModelFolder(model)).need_tokenizer().decode(ids) == reply
+    text = encoder_of(model).encode(talk(Turn("Hi", reply, ids, "stop"), Turn("More"))).text
+    assert "assistant\nYes<|im_end|>" in text and "hm" not in text
+    write_tokenizer(model, (*SPECIALS, "<|end|>"))  # as Phi's, which ends replies
+    assert open_vocabulary("model", ModelFolder(model)).need_tokenizer().token_bytes(259) == b""
 
 
 def test_the_same_turns_give_the_same_prompt_however_they_came(encoder: ChatEncoder, model: Path) -> None:

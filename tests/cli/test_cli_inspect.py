@@ -22,6 +22,8 @@ from spd.runtime.plan.plan import make_plan
 from tests.helpers import read_model_config
 from tests.json_schema import faults
 from tests.recipes.mtp_folders import write_hollow
+from tests.recipes.tiny_assistant import write_assistant
+from tests.recipes.tiny_dense import write_dense
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -186,3 +188,18 @@ def test_sixty_shards_without_torch(model: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert "shards 60" in done.stdout and done.stdout.endswith("\n0 []\n")
+
+
+def test_an_assistant_in_the_cache_is_found_and_named(
+    spd_run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    target, drafter = (tmp_path / f"models--org--it{end}/snapshots/{'a' * 40}" for end in ("", "-assistant"))
+    write_dense(target, "gemma4")
+    assert spd_run("inspect", "org/it", "--json").json["speculation"]["method"] == "ngram"
+    write_assistant(drafter, target, clusters=4, kept=3)
+    shown = spd_run("inspect", "org/it", "--json").json
+    assert shown["speculation"]["reason"] == "the model's own assistant, org/it-assistant"
+    assert shown["needs"]["parts"]["draft_weights"] > 2**16
+    ran = spd_run("generate", "-m", "org/it", "--raw", "Hi", "-n", 4, "--json")
+    assert ran.json["plan"]["spec"] == "assistant" and ran.json["plan"]["draft_model"] == str(drafter)

@@ -27,6 +27,7 @@ def set_template(folder: Path, template: str) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
 
 
+CHANNELS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>"
 REPLIES = [
     ("<think>\nhm\n</think>\n\nYes\n", False, "hm\n", "Yes\n"),
     ("hm</think>Yes", True, "hm", "Yes"),
@@ -38,6 +39,11 @@ REPLIES = [
     ("a</think>Yes</think>", None, None, "a</think>Yes</think>"),
     (" plain ", False, None, " plain "),
     ("", False, None, ""),
+    ("<|channel>thought\nhm\n<channel|>Yes", False, "hm\n", "Yes"),
+    (f"{CHANNELS}Yes", False, "hm", "Yes"),
+    ("<|channel|>final<|message|>Yes", False, None, "Yes"),
+    (" to=self<|message|>hm<|eom|><|start|>assistant to=user<|message|>Yes", False, "hm", "Yes"),
+    ("<|channel|>analysis<|message|>hm", None, None, "<|channel|>analysis<|message|>hm"),
 ]
 
 
@@ -121,6 +127,17 @@ def test_a_chat_without_a_terminal_says_the_answer(spd_run: Callable, model: Pat
     assert asked.startswith("False"), "another model is asked the same"
     script.pieces, script.finish = ["<think>hm"], "length"
     assert spd_run("chat", model, "--no-save", stdin=b"Hi\n/more\n").text == ""
+
+
+def test_a_shape_stands_in_the_channel_of_the_answer(spd_run: Callable, model: Path, script: Any) -> None:
+    """Of gpt-oss, which may think first."""
+    write_tokenizer(model, (*SPECIALS, "<|start|>", "<|channel|>", "<|message|>", "<|end|>"))
+    script.pieces = [CHANNELS, '{"a": 1}']
+    ran = spd_run("generate", "-m", model, "--schema", SCHEMA, "--json", "Hi")
+    assert (ran.json["reasoning"], ran.json["text"]) == ("hm", '{"a": 1}')
+    assert script.request.grammar.kind == "lark" and "analysis" in script.request.grammar.text
+    spd_run("generate", "-m", model, "--schema", SCHEMA, "--raw", "Hi")
+    assert script.request.grammar.kind == "schema"
 
 
 # -- --think ---------------------------------------------------------------------------------------

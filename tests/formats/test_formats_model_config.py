@@ -125,6 +125,13 @@ def test_quantization_and_architecture_name_what_they_found(tmp_path: Path) -> N
         "nearest supported: Qwen3ForCausalLM; missing: images and sound",
         "its text alone can be read: a copy of it saved as Qwen3ForCausalLM opens",
     )
+    seeing["architectures"] = ["Qwen3VLMoeForConditionalGeneration"]
+    with refused(CheckpointError, "'Qwen3VLMoeForConditionalGeneration' is not supported") as caught:
+        read(tmp_path, {**seeing, "text_config": {**LLAMA, "model_type": "x", "num_experts": 8}})
+    assert caught.value.reason == (
+        "nearest supported: Qwen3MoeForCausalLM; missing: images and sound, its experts",
+        "its text alone cannot be read either",
+    )
 
 
 def test_sliding_window_switched_off_is_accepted(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def products() -> Launches:
 
 
 def attention() -> Launches:
-    """As an 8B model attends, layers that slide and cap as Gemma 2's do, and DeepSeek-V3's latents."""
+    """As an 8B model attends, layers that slide and cap as Gemma 2's, Gemma 4's, DeepSeek-V3's latents."""
     positions, table = of(I64, 16, 5), of(I64, 16, 64)
     windows = Windows(positions, of(BOOL, 16, 5), table, (), ())
     found: Launches = {}
@@ -151,6 +151,7 @@ def attention() -> Launches:
         gemma = AttentionHeads(8, 4, 256, sliding=(4096,))
         found[name] = partial(attend, dtype, AttentionHeads(32, 8, 128), None)
         found[f"sliding_{name}"] = partial(attend, dtype, gemma, 50.0)
+        found[f"wide_{name}"] = partial(attend, dtype, AttentionHeads(16, 2, 512), None)
         found[f"plain_{name}"] = partial(store, dtype, None)
         found[f"normed_{name}"] = partial(store, dtype, of(dtype, 256))
         found[f"latent_{name}"] = partial(latent, dtype)

@@ -240,7 +240,7 @@ KINDS: list[dict[str, Any]] = [
 HEAD_SIZES = [
     *((1, 3, 16, 64), (4, 2, 16, 32), (3, 1, 80, 64)),
     *((7, 2, 96, 64), (16, 1, 32, 16), (2, 1, 256, 128)),
-    *((1, 1, 1, 16), (3, 3, 33, 16), (5, 1, 3, 64)),
+    *((1, 1, 1, 16), (3, 3, 33, 16), (5, 1, 3, 64), (3, 1, 512, 64)),
 ]
 
 
@@ -284,6 +284,7 @@ PROMPTS = [
     (140, 65, (4, 1), 16, 128),
     (20, 520, (4, 2), 16, 64),
     (3, 5, (3, 3), 33, 7),
+    (9, 70, (2, 1), 512, 64),
 ]
 
 
@@ -484,7 +485,7 @@ def test_one_key_takes_all_the_weight(form: Form) -> None:
 def test_tiles_fit_every_devices_shared_memory(facts: Device) -> None:
     """Kernels hold the rows of a tile and its stages of keys and values at once."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for head_dim in (16, 64, 80, 128, 256):
+        for head_dim in (16, 64, 80, 128, 256, 512):
             width = max(16, power_of_two(head_dim)) * dtype.itemsize
             rows, keys, stages = twin.tile_shape(dtype, head_dim, facts)
             assert stages >= 1 and (rows + 2 * keys * stages) * width < facts.shared

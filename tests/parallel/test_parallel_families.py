@@ -107,9 +107,11 @@ def check(name: str, ranks: int, folder: Path, groups: list[int]) -> None:
             assert there == rounded[target], (wishes, "bfloat16")
 
 
-@pytest.mark.parametrize("clusters", [{"clusters": 4, "kept": 3}, pytest.param({}, marks=pytest.mark.slow)])
-def test_an_assistant_s_ranks_are_its_target_s(tmp_path: Path, clusters: dict[str, int]) -> None:
-    target = written(tmp_path / "target", "gemma4")
+@pytest.mark.covers(count=1)
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_moe"])
+@pytest.mark.parametrize("clusters", [{"clusters": 4, "kept": 3}, {}])
+def test_an_assistant_s_ranks_are_its_target_s(tmp_path: Path, family: str, clusters: dict[str, int]) -> None:
+    target = written(tmp_path / "target", family)
     folder = write_assistant(tmp_path / "assistant", target, **clusters)
     wishes: dict[str, Any] = {"spec": "assistant", "draft_model": folder, "draft_max": 3, "kernels": "auto"}
     alone, runs = runs_of(target, **wishes), runs_of(target, tp=2, lag=1, **wishes)

@@ -31,6 +31,7 @@ from tests.recipes.tiny import (
     write_tensors,
     write_tiny,
 )
+from tests.recipes.tiny_dense import FAMILIES, write_dense
 
 LAYERS = {"research": "midlayer.", "vllm": "layers.0.", "speculators": "layers.0."}
 """What stands before the names of a head's one layer, by layout."""
@@ -65,6 +66,9 @@ def write_tiny_pair(
     Seven layers, so that the default auxiliary indices differ. A `copy` gets a target that it can follow,
     and more ids than a random head. options: see `write_tiny_eagle3`.
     """
+    if variant in FAMILIES:
+        write_dense(target, variant, layers=7)
+        return write_tiny_eagle3(head, target, kind=kind, **options)
     shape = {**VARIANTS[variant], "tie": False, "layers": 7}
     if kind == "copy":
         shape["residual_gain"] = soft

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.runtime.mtp_reference import LibraryMtp, PlainLayers, PlainTarget
+from tests.runtime.mtp_reference import PlainLayers, PlainTarget
 
 
 class PlainEagle3(PlainLayers):
@@ -86,6 +86,18 @@ class PlainEagle3(PlainLayers):
         return drafts, gap
 
 
-def library_eagle3(target: Path, head: Path, scratch: Path) -> PlainEagle3:
-    """The same beside a target whose layers are `transformers`' own."""
-    return PlainEagle3(target, head, LibraryMtp(target, "deepseek", 0, scratch))
+class LibraryTarget(PlainTarget):
+    """A target of any family, run by `transformers` in float64."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        super().__init__(folder)
+        how: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **how).eval()
+
+    @torch.inference_mode()
+    def streams(self, tokens: list[int]) -> list[Tensor]:
+        """See `PlainTarget.streams`; the last one is normed."""
+        seen = self.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        return [stream[0] for stream in seen]

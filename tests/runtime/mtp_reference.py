@@ -185,23 +185,14 @@ class LibraryMtp(PlainMtp):
 
         layers = self.config["num_hidden_layers"]
         self.numbers = {NAMES[family][4].format(i=m, l=layers + m): layers + m for m in range(modules)}
-        around = (
-            "enorm",
-            "hnorm",
-            "eh_proj",
-            "shared_head",
-            "embed_tokens",
-            "final_layernorm",
-            "transformer",
-        )
+        outer = ("enorm", "hnorm", "eh_proj", "shared_head", "embed_tokens", "final_layernorm", "transformer")
         kept = {}
         for name, tensor in load_file(folder / "model.safetensors").items():
             prefix = next(filter(name.startswith, self.numbers), "")
             inside = name.removeprefix(prefix).replace("pre_mlp_layernorm", "post_attention_layernorm")
-            if not prefix or inside.split(".")[0] not in around:
-                kept[f"model.layers.{self.numbers[prefix]}.{inside}" if prefix else name] = (
-                    tensor.contiguous()
-                )
+            if not prefix or inside.split(".")[0] not in outer:
+                name = f"model.layers.{self.numbers[prefix]}.{inside}" if prefix else name
+                kept[name] = tensor.contiguous()
         scratch.mkdir()
         save_file(kept, scratch / "model.safetensors", metadata={"format": "pt"})
         longer = {**self.config, "num_hidden_layers": layers + modules, "num_nextn_predict_layers": 0}

@@ -61,7 +61,10 @@ def test_auto_takes_the_assistant_beside_a_model(pairs: dict[str, tuple[Path, Pa
     for name, kind in (("it", "target"), ("it-assistant", "clusters")):
         (tmp_path / name).symlink_to(pairs["clusters"][kind == "clusters"])
     plan = make_engine(tmp_path / "it", spec="auto").plan
-    assert plan.drafter.method == "assistant" and plan.drafter.reason == "the model's own assistant"
+    assert (
+        plan.drafter.method == "assistant"
+        and plan.drafter.reason == "the model's own assistant, it-assistant"
+    )
     assert make_engine(pairs["plain"][0], spec="auto").plan.drafter.method == "ngram"
     config = json.loads((tmp_path / "it-assistant/config.json").read_text())
     (tmp_path / "it-assistant").unlink()
@@ -133,26 +136,12 @@ TURNING = {
     "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
 }
 E2B: dict[str, Any] = {
-    **{
-        "model_type": "gemma4_text",
-        "attention_k_eq_v": False,
-        "enable_moe_block": False,
-        "dtype": "bfloat16",
-    },
-    **{
-        "global_head_dim": 512,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "rms_norm_eps": 1e-6,
-    },
-    **{
-        "num_global_key_value_heads": None,
-        "num_key_value_heads": 1,
-        "num_experts": None,
-        "top_k_experts": None,
-    },
-    **{"max_position_embeddings": 131072, "rope_parameters": TURNING, "sliding_window": 512},
-    **{"tie_word_embeddings": True, "use_bidirectional_attention": None, "vocab_size": 262144},
+    **{"model_type": "gemma4_text", "attention_k_eq_v": False, "enable_moe_block": False},
+    **{"dtype": "bfloat16", "global_head_dim": 512, "head_dim": 256, "rms_norm_eps": 1e-6},
+    **{"hidden_activation": "gelu_pytorch_tanh", "num_global_key_value_heads": None},
+    **{"num_key_value_heads": 1, "num_experts": None, "top_k_experts": None, "sliding_window": 512},
+    **{"max_position_embeddings": 131072, "rope_parameters": TURNING, "tie_word_embeddings": True},
+    **{"use_bidirectional_attention": None, "vocab_size": 262144},
 }
 """What google/gemma-4-E2B-it and its assistant share."""
 E2B_TARGET = {
@@ -163,12 +152,13 @@ E2B_TARGET = {
     "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
 }
 E2B_ASSISTANT = {
+    **{"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"},
     **{
-        "architectures": ["Gemma4AssistantForCausalLM"],
-        "model_type": "gemma4_assistant",
         "dtype": "bfloat16",
+        "backbone_hidden_size": 1536,
+        "centroid_intermediate_top_k": 32,
+        "num_centroids": 2048,
     },
-    **{"backbone_hidden_size": 1536, "centroid_intermediate_top_k": 32, "num_centroids": 2048},
     **{"tie_word_embeddings": True, "use_ordered_embeddings": True},
     "text_config": {
         **E2B,
@@ -179,6 +169,13 @@ E2B_ASSISTANT = {
     },
 }
 """As the config.json of google/gemma-4-E2B-it-assistant has it."""
+E4B = {
+    **{**E2B_TARGET, "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 42},
+    **{"num_key_value_heads": 2, "num_kv_shared_layers": 18, "use_double_wide_mlp": False},
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 7,
+}
+TEXT = {**E2B_ASSISTANT["text_config"], "num_key_value_heads": 2}
+E4B_ASSISTANT = {**E2B_ASSISTANT, "backbone_hidden_size": 2560, "text_config": TEXT}
 NOTED = {
     **{"pre_projection.weight": (256, 3072), "post_projection.weight": (1536, 256)},
     **{"model.embed_tokens.weight": (262144, 256), "masked_embedding.centroids.weight": (2048, 256)},
@@ -215,6 +212,7 @@ def wide_pair(
 EXPERTS = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
 PUBLISHED = {
     "E2B": (E2B_TARGET, E2B_ASSISTANT, NOTED, 78e6),
+    "E4B": (E4B, E4B_ASSISTANT, {name: NOTED[name] for name in NOTED if "masked" in name}, 78e6),
     "12B": (*wide_pair(3840, 15360, 48, (16, 8, 1), unified=True), {}, 0.4e9),
     "26B-A4B": (*wide_pair(2816, 2112, 30, (16, 8, 2), **EXPERTS), {}, 0.4e9),
     "31B": (*wide_pair(5376, 21504, 60, (32, 16, 4)), {}, 0.45e9),
@@ -242,7 +240,7 @@ def test_a_published_assistant_is_planned_for(tmp_path: Path, name: str) -> None
     elements = sum(math.prod(shape) for name, shape in shapes.items() if name not in kinds)
     assert elements == pytest.approx(size, rel=0.1), "as many as it is called after"
     plan = outline(EngineConfig(model=target, spec="assistant"), replace(CARD, free=120 * 2**30))
-    assert plan.drafter.reason == "the model's own assistant"
+    assert plan.drafter.reason == "the model's own assistant, it-assistant"
     assert plan.shape.draft is not None and plan.shape.draft.head_kind == "assistant"
     need = measure(plan.shape)
     assert need.draft_cache == 0 and need.draft_weights == pytest.approx(2 * elements, rel=0.02)

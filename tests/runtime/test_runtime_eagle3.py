@@ -21,7 +21,7 @@ from spd.runtime.plan.plan import make_plan
 from tests.helpers import Run, make_engine, quick_engine, random_prompts, read_model_config, run_all
 from tests.recipes.tiny import write_json, write_tensors
 from tests.recipes.tiny_eagle3 import write_tiny_pair
-from tests.runtime.eagle3_reference import PlainEagle3, library_eagle3
+from tests.runtime.eagle3_reference import LibraryTarget, PlainEagle3
 from tests.runtime.test_runtime_mtp import (
     Fault,
     compared,
@@ -56,8 +56,9 @@ HEADS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"variant": "deepseek_v3", **SPECULATORS},
     "deepseek_v3_lite": {"variant": "deepseek_v3_lite", "norm_before_fc": True, "hidden_size": 96},
     "glm4": {"variant": "glm4_moe"},
+    "gpt_oss": {"variant": "gpt_oss", "aux": (2, 4, 6), "draft_vocab": None, "own_head": False},
 }
-BY_LIBRARY = ("deepseek_v3", "deepseek_v3_lite", "glm4")
+BY_LIBRARY = ("deepseek_v3", "deepseek_v3_lite", "glm4", "gpt_oss")
 RANDOM_ONLY = {"wide", "narrow", "tied", "biases", *BY_LIBRARY}
 """A copy needs a plain first layer of the head's own size, and a target with soft layers."""
 SHORT = {
@@ -95,15 +96,11 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
         for k in (1, 2, 3, 4)
     ],
 )
-def test_drafts_are_the_reference_s(pairs: Shelf, tmp_path: Path, name: str, k: int) -> None:
+def test_drafts_are_the_reference_s(pairs: Shelf, name: str, k: int) -> None:
     short, kinds = (name, k) in SHORT, ("random",) if name in RANDOM_ONLY else ("copy", "random")
     for kind in kinds[:1] if short else kinds:
         target, head = pairs(name, kind)
-        plain = (
-            PlainEagle3(target, head)
-            if name not in BY_LIBRARY
-            else library_eagle3(target, head, tmp_path / kind)
-        )
+        plain = PlainEagle3(target, head, LibraryTarget(target) if name in BY_LIBRARY else None)
         kernels = "torch" if k == 1 else "auto"
         engine = make_engine(target, spec="eagle3", draft_model=head, draft_max=k, kernels=kernels)
         runs = texts(engine, 24 if short else 60)

@@ -37,7 +37,7 @@ from tests.recipes.published_hybrids import (
     write_published,
 )
 from tests.recipes.published_quantized import QUANTIZED, parts_of, write_quantized
-from tests.runtime.test_runtime_assistant import E2B_TARGET, PUBLISHED
+from tests.runtime.test_runtime_assistant import E2B_TARGET, E4B, PUBLISHED
 
 BILLIONS = {"12B": 11.9e9, "26B-A4B": 25.2e9, "31B": 30.7e9}
 CARD = Machine("cuda", 80 * 2**30, (9, 0), foreseen=True)
@@ -217,16 +217,29 @@ def test_every_tensor_of_other_families_is_used(name: str, tmp_path: Path) -> No
     if name in FILES:  # codes stay, and their scales widen from one byte to two
         assert stored == pytest.approx(FILES[name], rel=0.005)
         assert plan.shape.form.words == "e2m1" and stored < plan.need.weights < 1.06 * stored
-    else:  # scales of FP8 blocks stand at every row
-        most = 1.01 if folder.config.quantization is None else 1.04
-        assert plan.need.weights + plan.need.draft_weights < most * stored
+    else:  # scales of FP8 blocks stand at every row, those of NVFP4 in float32
+        most = 1.15 if "NVFP4" in name else 1.01 if folder.config.quantization is None else 1.04
+        assert 0.975 * stored < plan.need.weights + plan.need.draft_weights < most * stored
 
 
-E4B = {
-    **{**E2B_TARGET, "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 42},
-    **{"num_key_value_heads": 2, "num_kv_shared_layers": 18, "use_double_wide_mlp": False},
-    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 7,
+DEEP = {"num_hidden_layers": 48, "hybrid_layer_pattern": [0, *[1] * 5] * 8, "moe_layer_freq": [0, *[1] * 47]}
+WHOLE = {
+    "GLM-4.7-Flash": (GLM4_FLASH, others.glm_flash, 31.2),
+    "Nemotron-3-Nano": ({**NEMOTRON, "hybrid_override_pattern": "ME" * 23 + "*" * 6}, others.nemotron, 31.6),
+    "MiniMax-M2": ({**others.MINIMAX_M2, "num_hidden_layers": 62}, others.minimax_m2, 229),
+    "MiMo-V2-Flash": ({**others.MIMO_V2, **DEEP}, others.mimo_v2, 309),
+    "Step-3.7-Flash": (others.STEP3_WHOLE, others.step3, 196.9 + 2.5),
 }
+"""Releases with all of their layers, and billions of elements as published; Step's with its MTP."""
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_tables_make_as_many_elements_as_were_published(name: str) -> None:
+    config, tensors, size = WHOLE[name]
+    own = (entry for entry in tensors(config) if "scale" not in entry[0] and "vision" not in entry[0])
+    assert elements(own) / 1e9 == pytest.approx(size, rel=0.005)
+
+
 GEMMA4S: dict[str, tuple[dict[str, Any], float]] = {
     "E2B": (E2B_TARGET, (10_246_621_918 - 0.95e9) / 2),
     "E4B": (E4B, (15.9e9 - 0.95e9) / 2),
@@ -254,13 +267,9 @@ def test_gemma_4_uses_all_but_keys_of_layers_that_share(name: str, tmp_path: Pat
     assert 0.98 * stored < planned(folder).need.weights < 1.001 * stored
 
 
-def test_the_table_of_nemotron_makes_as_many_tensors_as_ultra_has() -> None:
-    """Its index was reported to have so many, of which these are MTP's."""
+def test_tables_make_as_many_tensors_as_there_are() -> None:
+    """Of Ultra's index, of which some are MTP's; of Step's text 804 and 126 scales."""
     names = [name for name, _, _ in others.nemotron(others.NEMOTRON_ULTRA)]
     assert (len(names), sum(name.startswith("mtp.") for name in names)) == (51_023, 1_040)
-
-
-def test_the_table_of_step_makes_as_many_tensors_as_its_headers_have() -> None:
-    """804 of text, 126 scales, and what sees images, of which the table has one."""
     names = [name for name, _, _ in others.step3(others.STEP3_WHOLE) if "vision" not in name]
     assert (len(names), sum(name.endswith("_inv") for name in names)) == (804 + 126, 126)

@@ -21,19 +21,16 @@ GROWING = {
     **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64},
     **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.2},
 }
-VISION = {
-    **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
-    **{"head_dim": 8, "image_size": 28, "patch_size": 14, "model_type": "pixtral"},
-}
+SEES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION = {**SEES, "head_dim": 8, "image_size": 28, "patch_size": 14, "model_type": "pixtral"}
 GEMMA4 = {
     **{**SMALL, "num_hidden_layers": 4, "tie_word_embeddings": True, "sliding_window": 24},
     **{"num_kv_shared_layers": 2, "global_head_dim": 16, "hidden_size_per_layer_input": 6},
     **{"vocab_size_per_layer_input": 320, "layer_types": ["sliding_attention", "full_attention"] * 2},
 }
-GEMMA4_VISION = {
-    **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
-    **{"num_key_value_heads": 2, "head_dim": 8},
-}
+UNIFIED = {**GEMMA4, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
+UNIFIED["model_type"] = "gemma4_unified_text"
+GEMMA4_VISION = {**SEES, "num_key_value_heads": 2, "head_dim": 8}
 QWEN_VISION = {
     **{"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 48},
     **{"deepstack_visual_indexes": [0], "fullatt_block_indexes": [0]},
@@ -55,10 +52,7 @@ WRAPPED: dict[str, list[dict[str, Any]]] = {
     "InternVLForConditionalGeneration": [
         {
             "text_config": {**SMALL, "model_type": kind},
-            "vision_config": {
-                **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
-                **{"num_attention_heads": 2, "image_size": [28, 28]},
-            },
+            "vision_config": {**SEES, "image_size": [28, 28]},
         }
         for kind in ("qwen2", "qwen3")
     ],
@@ -87,10 +81,7 @@ WRAPPED: dict[str, list[dict[str, Any]]] = {
                 **{**SMALL, "model_type": "muse_glimmer_text", "sliding_window": 24, "num_hidden_layers": 5},
                 **{"qk_scale_factor": 2.5, "output_multiplier": 1.7, "post_norm_eps": 1e-3},
             },
-            "vision_config": {
-                **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
-                **{"num_attention_heads": 2, "model_type": "muse_glimmer_vision"},
-            },
+            "vision_config": {**SEES, "model_type": "muse_glimmer_vision"},
             **{"out_hidden_size": 64, "projector_hidden_size": 16},
         }
     ],
@@ -98,8 +89,10 @@ WRAPPED: dict[str, list[dict[str, Any]]] = {
         {
             "text_config": {**SMALL, "model_type": "gemma3_text", "sliding_window": 24},
             "vision_config": {
-                **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 28},
-                **{"num_attention_heads": 2, "patch_size": 14, "model_type": "siglip_vision_model"},
+                **SEES,
+                "image_size": 28,
+                "patch_size": 14,
+                "model_type": "siglip_vision_model",
             },
             **{"tie_word_embeddings": True, "mm_tokens_per_image": 4},
         }
@@ -114,15 +107,13 @@ WRAPPED: dict[str, list[dict[str, Any]]] = {
     ],
     "Gemma4UnifiedForConditionalGeneration": [
         {
-            "text_config": {
-                **{**GEMMA4, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
-                "model_type": "gemma4_unified_text",
-            },
+            "text_config": UNIFIED,
             "vision_config": {},
             "audio_config": None,
             "tie_word_embeddings": True,
         }
     ],
+    "Gemma4UnifiedForCausalLM": [UNIFIED],
 }
 """Configurations by class."""
 CASES = [(name, config) for name, configs in WRAPPED.items() for config in configs]

@@ -59,8 +59,7 @@ def verify(session: Session, options: VerifyOptions) -> None:
     from spd.formats.folder import ModelFolder
 
     temperatures = numbers(options.temperature, "--temperature", "float", 0, 100)
-    config = engine_config(options, ModelFolder.named(options.model))
-    candidate = replace(config, slots=options.concurrency)
+    candidate = replace(engine_config(options, ModelFolder.named(options.model)), slots=options.concurrency)
     reference = apply_settings(candidate, options.against)
     sink = Sink.stdout()
     with Ticker(session.console) as ticker:

@@ -244,8 +244,6 @@ COMMENTARY = (f"{CHANNEL}commentary to=functions.", f" <|constrain|>json{MESSAGE
 HERMES = Form(TAGS[:1], *TAGS, _tool_call, ('\n{"name": "', '", "arguments": ', "}\n"))
 HARMONY = Form((CHANNEL, "functions"), "", "", _named, COMMENTARY, header=rf"to=functions\.{NAME}")
 GEMMA = Form(("<|tool_call>",), "<|tool_call>", "<tool_call|>", _gemma)
-THOUGHT = ("<|channel>thought\n", "<channel|>")
-"""Between which Gemma 4 thinks."""
 OBJECT_CALL = ('{"name": "', '", "arguments": ', "}")
 ACTION_CALL = ('{"tool_call_id": "0", "tool_name": "', '", "parameters": ', "}")
 LISTED = Form((), "[", "]", _objects(), OBJECT_CALL, between=", ", bare=r"\s*\[")
@@ -275,7 +273,7 @@ FORMS = {
 }
 """By the models that are known for it; a template's is the first of which it holds every sign."""
 WRITTEN = str([(form.opening, form.closing, form.call, form.pair) for form in FORMS.values()])
-MARKS = {QUOTE, "<|channel>", THOUGHT[1], *ENDS, "[CALL_ID]"}
+MARKS = {QUOTE, "<|channel>", "<channel|>", *ENDS, "[CALL_ID]"}
 MARKS |= set(re.findall(r"<[^<>\\]+>|\[[A-Z_]+\]", WRITTEN))
 """What may be special tokens, which have no text of their own."""
 

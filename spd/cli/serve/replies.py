@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from spd.cli.serve.forms import GEMMA, MARKS, THOUGHT, Piece, Tools, parser_of
+from spd.cli.serve.forms import MARKS, Piece, Tools, parser_of
 from spd.cli.text.prompt import ThinkingSplitter
 from spd.cli.text.reply import logprob_entry
 
@@ -53,12 +53,11 @@ class Choice:
         self, index: int, inside: bool | None, tools: Tools | None, stops: Sequence[str], tokenizer: Tokenizer
     ) -> None:
         self.index, self._tokenizer, self._stops = index, tokenizer, stops
-        self._splitter = ThinkingSplitter(inside)
         self._parser = None if tools is None else parser_of(tools)
-        if tools is not None and tools.form is GEMMA:
-            self._splitter = ThinkingSplitter(inside, THOUGHT)
+        self._splitter = ThinkingSplitter(None if tools is not None and tools.written.header else inside)
         names = tokenizer.special_tokens if self._parser is not None else {}
-        self._marks = {names[mark]: mark for mark in MARKS if mark in names}
+        silent = (mark for mark in MARKS if mark in names and not tokenizer.token_bytes(names[mark]))
+        self._marks = {names[mark]: mark for mark in silent}
         self.parts: list[Part] = []
         self.logprobs: list[TokenLogprob] = []
         self.reason: str | None = None

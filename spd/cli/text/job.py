@@ -202,6 +202,10 @@ class Settings:
         tokenizer, inside = self.vocabulary.tokenizer, None
         if tokenizer is not None and asked.messages:  # else there is no text, or it is not a chat's
             inside = opens_thinking(tokenizer.decode(ids[-TAIL:], skip_special=False))
+            if shape is not None and shape.kind == "schema" and "<|channel|>" in tokenizer.special_tokens:
+                from spd.cli.serve.forms import HARMONY, Tools
+
+                shape = Tools({}, HARMONY, tokens=tokenizer.special_tokens).answer(shape)
         thinking = thinking_budget(self.think, self.vocabulary, bool(inside))
         if shape is not None:
             shape = dataclasses.replace(shape, after=end_of_thinking(self.vocabulary, asked, ids))

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +21,7 @@ from spd.formats.files import read_input_text
 from spd.runtime.engine.request import GrammarText, ThinkingBudget, tail_of
 
 if TYPE_CHECKING:
+    from spd.cli.serve.forms import ChannelParser
     from spd.cli.text.job import Vocabulary
 
 RESERVED_ARGS = frozenset({"messages", "add_generation_prompt"})
@@ -108,14 +110,10 @@ def check_text(text: str, what: str) -> str:
 
 def _parse_ids(text: str) -> tuple[int, ...]:
     """Token ids separated by commas or blanks. Raises UsageError."""
-    try:
-        ids = tuple(int(word) for word in text.replace(",", " ").split())
-    except ValueError:
-        ids = ()
-    if not ids:
-        words = f"--prompt-ids {text[:60]} is not a list of token ids"
-        raise UsageError(words, fix=["--prompt-ids 1,2,3"])
-    return ids
+    with suppress(ValueError):
+        if ids := tuple(int(word) for word in text.replace(",", " ").split()):
+            return ids
+    raise UsageError(f"--prompt-ids {text[:60]} is not a list of token ids", fix=["--prompt-ids 1,2,3"])
 
 
 def template_variables(options: ReplyOptions) -> dict[str, Any]:
@@ -165,6 +163,9 @@ def check_messages(loaded: Any, shown: str) -> tuple[Mapping[str, Any], ...]:
 
 
 OPENING, CLOSING = "<think>", "</think>"
+TAGS = {OPENING: CLOSING, "<|channel>thought\n": "<channel|>"}
+HEADS = ("<|channel|>", *(f"to={whom}<|message|>" for whom in ("self", "user")))
+"""What messages of models begin with that part their replies so."""
 SWITCH = "enable_thinking"
 TAIL = 16
 """Tokens at the end of a prompt that can hold an open thinking block's beginning."""
@@ -206,8 +207,7 @@ def end_of_thinking(vocabulary: Vocabulary, asked: Asked, ids: Sequence[int]) ->
         return end
     if last is not None and last >= len(ids) - 4:  # closed where the reply begins: line ends follow
         return None
-    wanted = (asked.variables or {}).get(SWITCH, True)
-    return end if SWITCH in template.default and wanted else None
+    return end if SWITCH in template.default and (asked.variables or {}).get(SWITCH, True) else None
 
 
 def opens_thinking(prompt: str) -> bool:
@@ -232,8 +232,7 @@ def thinking_budget(
             fix=["on, off or hide in place of the number"],
             code="no_thinking",
         )
-    left = int(think) - sum(token != begin for token in spent)
-    return ThinkingBudget(max(0, left), end, begin, inside)
+    return ThinkingBudget(max(0, int(think) - sum(token != begin for token in spent)), end, begin, inside)
 
 
 def note_thinking(console: Console, think: str, vocabulary: Vocabulary) -> None:
@@ -246,34 +245,43 @@ def note_thinking(console: Console, think: str, vocabulary: Vocabulary) -> None:
 class ThinkingSplitter:
     """Cuts a growing reply into thinking and answer; a <think> counts only at the very beginning.
 
-    `inside` says that the prompt left thinking open; None that nothing is thinking. `tags` are the model's.
+    So do what Gemma 4 writes in its place and the messages of gpt-oss and Muse-Glimmer, of which some are
+    thinking. `inside` says that the prompt left thinking open; None that nothing is thinking.
     """
 
-    def __init__(self, inside: bool | None, tags: tuple[str, str] = (OPENING, CLOSING)) -> None:
-        self._tags = tags
+    def __init__(self, inside: bool | None) -> None:
         self.part: Literal["beginning", "thinking", "answer"] = "answer" if inside is None else "beginning"
-        self._inside, self._held, self._fresh = bool(inside), "", False
+        self._inside, self._held, self._fresh, self._closing = bool(inside), "", False, CLOSING
+        self._messages: ChannelParser | None = None
 
     @property
     def thinking(self) -> bool:
         """Whether what comes next is thinking."""
+        if self._messages is not None:
+            return self._messages.thinking
         return self._inside if self.part == "beginning" else self.part == "thinking"
 
     def feed(self, text: str, *, final: bool = False) -> list[tuple[bool, str]]:
         """(is thinking, text) in order; what may be a part of a tag is held back until it is known."""
-        opening, closing = self._tags
         self._held += text
         parts: list[tuple[bool, str]] = []
         if self.part == "beginning":
             begun = self._held.lstrip()
-            if not final and opening.startswith(begun):
+            if not final and any(opening.startswith(begun) for opening in (*TAGS, *HEADS)):
                 return parts
-            if begun.startswith(opening):
-                self._inside, self._held = True, begun[len(opening) :]
+            for opening in filter(begun.startswith, TAGS):
+                self._inside, self._held, self._closing = True, begun[len(opening) :], TAGS[opening]
             self.part, self._fresh = "thinking" if self._inside else "answer", self._inside
+            if begun.startswith(HEADS):
+                from spd.cli.serve.forms import HARMONY, ChannelParser, Tools
+
+                self._messages = ChannelParser(Tools({}, HARMONY))
+        if self._messages is not None:
+            found, self._held = self._messages.feed(self._held, final=final), ""
+            return [(piece.kind == "thinking", (piece.name or "") + piece.text) for piece in found]
         if self.part == "thinking":
-            thought, tag, rest = self._held.partition(closing)
-            keep = 0 if tag or final else tail_of(closing, thought)
+            thought, tag, rest = self._held.partition(self._closing)
+            keep = 0 if tag or final else tail_of(self._closing, thought)
             self._held = rest if tag else thought[len(thought) - keep :]
             parts.append((True, self._without_first_newlines(thought[: len(thought) - keep])))
             if tag:

@@ -40,7 +40,8 @@ RESERVED_BYTES = 4096
 PROGRAMS_A_PROCESSOR = 2
 """As many as shared memory holds at a time."""
 WARPS = (8, 4)
-"""Off Hopper and on it: four hold a tile's sums there alone."""
+"""Off Hopper and on it: four hold a tile's sums there alone, of heads of at most `WIDE` elements."""
+WIDE = 256
 COMBINED_VALUES, COMBINED_CHUNKS = 4096, (16, 32)
 """Values of results that a warp combines at a time, and chunks, from and to: more need too many registers."""
 PLANNED_CHUNKS = 128
@@ -75,7 +76,7 @@ def tile_shape(dtype: torch.dtype, head_dim: int, device: Device) -> tuple[int, 
     if dtype == torch.float32:
         rows, keys, stages = ROW_TILE // 4, KEY_BLOCK // (4 if wide else 2), 2
     else:
-        rows = ROW_TILE // 2 if wide and device.capability[0] != 9 else ROW_TILE
+        rows = ROW_TILE // 2 if wide and (device.capability[0] != 9 or head_dim > WIDE) else ROW_TILE
         keys, stages = KEY_BLOCK // (2 if wide else 1), 2 if wide else 3
     return rows, keys, fitting_stages(stages, rows, keys, head_dim, dtype.itemsize, device)
 
@@ -179,10 +180,10 @@ def paged_attention(query: Tensor, pools: Pools, plan: AttentionPlan, scores: Sc
     shape: dict[str, Any] = {"K": kv_heads, "GROUPS": num_heads // kv_heads, "D": size}
     shape |= {"BLOCK_D": max(16, power_of_two(size)), "SLIDING": scores.sliding}
     tiles = {"SOFTCAP": scores.softcap, "TILE": tile, "BLOCK": block, "num_stages": stages}
-    warps = WARPS[facts.capability[0] == 9]
+    warps = WARPS[facts.capability[0] == 9 and size <= WIDE]
     attend_chunks(attend_chunk_kernel, query, pools, plan, scores, num_warps=warps, **tiles, **shape)
     out = torch.empty((slots, width, num_heads, size), dtype=query.dtype, device=query.device)
-    return combine_chunks(out, plan, num_warps=1, **shape)
+    return combine_chunks(out, plan, num_warps=1 + (size > WIDE), **shape)
 
 
 def prefill_attention(
@@ -203,7 +204,7 @@ def prefill_attention(
         TILE=tile,
         BLOCK=block,
         num_stages=stages,
-        num_warps=4,
+        num_warps=WARPS[size <= WIDE],
         **shape,
     )
     return out

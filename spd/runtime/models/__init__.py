@@ -25,7 +25,7 @@ _NAMES: dict[Callable[[ModelConfig], ModelLayout], str] = {
     families.mimo_v2: "MiMoV2Flash",
     families.ernie4_5: "Ernie4_5 Ernie4_5_Moe",
     families.olmo3: "Olmo2 Olmo3 Exaone4",
-    families.gemma4: "Gemma4",
+    families.gemma4: "Gemma4 Gemma4Unified",
     families.muse_glimmer: "MuseGlimmer",
     families.gpt_oss: "GptOss",
     families.granite_hybrid: "GraniteMoeHybrid",

@@ -14,7 +14,7 @@ from spd.errors import IncompatibleError, SpdError, UsageError
 from spd.formats.demo import DEMOS, demo_draft_folder, demo_eagle3_folder, demo_folder
 from spd.formats.eagle3 import EMBEDDING
 from spd.formats.folder import ModelFolder
-from spd.formats.hub import assistant_of
+from spd.formats.hub import assistant_of, cached_name
 from spd.formats.model_config import HEADS, ModelConfig, refuse_head
 from spd.formats.mtp import MtpSource, declared_modules, no_mtp, require_equal, verifier_hash
 from spd.runtime.models.assistant import check_assistant
@@ -128,7 +128,8 @@ def _asked_head(config: EngineConfig, target: ModelFolder, draft: ModelFolder) -
         holds_embedding = kind == "eagle3" and EMBEDDING in draft.checkpoint.tensors
     if draft.tokenizer is not None:
         _require_same_vocabulary(target, draft)
-    why = "asked for" if config.draft_model else f"the model's own {'head' if kind == 'eagle3' else kind}"
+    own = "head" if kind == "eagle3" else f"{kind}, {cached_name(draft.path) or draft.path.name}"
+    why = "asked for" if config.draft_model else f"the model's own {own}"
     return Drafter(kind, why, draft, head_embedding=holds_embedding)
 
 

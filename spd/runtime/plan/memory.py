@@ -256,8 +256,9 @@ def _mtp_head(shape: EngineShape, mtp: MtpSource) -> tuple[int, int]:
     positions, shard = shape.num_pages * _mtp_page_size(shape, mtp), shape.draft_shard
     states = _states(shape, modules) * config.hidden_size
     weights = sum(module_bytes(mtp, i, shape.dtype, shape.draft_form, shard) for i in range(modules))
-    if shape.draft_tp != shape.tp:  # tables of its own, since the target's are divided among other ranks
-        weights += 2 * -(-config.vocab_size // shape.draft_tp) * config.hidden_size * width
+    # Each module has both tables where the target's are divided among other ranks, and Step's their heads.
+    tables = 2 if shape.draft_tp != shape.tp else [*mtp.layout.family.tables] == ["head"]
+    weights += modules * tables * -(-config.vocab_size // shape.draft_tp) * config.hidden_size * width
     return weights, modules * (positions + states) * width
 
 
