@@ -283,6 +283,19 @@ BAD = [
     ("lark", "start: missing", "unknown name"),
     ("lark", "", "[Ee]mpty"),
     ("regex", "a" * (MAX_BYTES + 1), "longer than 64 KiB"),
+    # each of these keeps the library busy for minutes
+    ("schema", '{"type": "integer", "multipleOf": 7436429}', "no common multiple"),
+    ("schema", json.dumps({"allOf": [{"multipleOf": n} for n in (0, 7, 11, 13, 17, 19, 23)]}), "no common"),
+    (
+        "schema",
+        json.dumps({"type": "string", "allOf": [{"pattern": f".*{n}.*"} for n in range(99)]}),
+        "joins",
+    ),
+    (
+        "schema",
+        json.dumps({str(n): {"$ref": "#", "pattern": f".*{n}.*"} for n in range(99)}),
+        "joins patterns",
+    ),
 ]
 
 

@@ -7,9 +7,13 @@ with and without speculation. No torch here. Source: llguidance's Python interfa
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Collection, Sequence
+from contextlib import suppress
+from fractions import Fraction
 from functools import lru_cache
+from math import isfinite, lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 64 * 1024
 """Of a grammar's text."""
+MOST_STATES, MOST_PATTERNS = 100_000, 12
+"""Of a schema: the least common multiple of `multipleOf`, and patterns where some are joined."""
 BEGINNING = 2
 """Tokens of a reply among which its thinking has to begin."""
 KEPT = 64
@@ -186,6 +192,8 @@ class GrammarCompiler:
         if self._tokenizer is None:
             ids = mask_width(self.vocab_size) * WORD
             self._tokenizer = LLTokenizer(str(self.folder / "tokenizer.json"), n_vocab=ids)
+        if kind == "schema":
+            _check_states(text)
         try:
             if kind == "schema":
                 style = JSON_STYLE if text.lstrip().startswith("{") else None
@@ -198,6 +206,25 @@ class GrammarCompiler:
         if matcher.is_error():
             raise _refused(kind, matcher.get_error())
         return matcher
+
+
+def _check_states(text: str) -> None:
+    """Raises UsageError for a schema whose numbers or joined patterns make a grammar of too many states."""
+    nodes: list[dict[str, Any]] = []
+
+    def keep(node: dict[str, Any]) -> dict[str, Any]:
+        nodes.append(node)
+        return node
+
+    with suppress(ValueError, RecursionError):  # of which the library says more
+        json.loads(text, object_hook=keep)
+    found = (node.get("multipleOf", 0) for node in nodes)
+    steps = [Fraction(str(step)) for step in found if type(step) in (int, float) and step and isfinite(step)]
+    if lcm(*(step.numerator * step.denominator for step in steps)) > MOST_STATES:
+        raise _refused("schema", f"its multipleOf have no common multiple up to {MOST_STATES}")
+    patterns = {pattern for node in nodes if isinstance(pattern := node.get("pattern"), str)}
+    if len(patterns) > MOST_PATTERNS and any("allOf" in x or {"$ref", "pattern"} <= x.keys() for x in nodes):
+        raise _refused("schema", f"it joins patterns, and has more than {MOST_PATTERNS}")
 
 
 def _in_short(text: str) -> str:
