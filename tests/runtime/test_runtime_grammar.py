@@ -289,12 +289,12 @@ BAD = [
     (
         "schema",
         json.dumps({"type": "string", "allOf": [{"pattern": f".*{n}.*"} for n in range(99)]}),
-        "joins",
+        "combines",
     ),
     (
         "schema",
         json.dumps({str(n): {"$ref": "#", "pattern": f".*{n}.*"} for n in range(99)}),
-        "joins patterns",
+        "combines",
     ),
 ]
 

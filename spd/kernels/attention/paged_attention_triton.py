@@ -41,7 +41,7 @@ PROGRAMS_A_PROCESSOR = 2
 """As many as shared memory holds at a time."""
 WARPS = (8, 4)
 """Off Hopper and on it: four hold a tile's sums there alone, of heads of at most `WIDE` elements."""
-WIDE = 256
+WIDE = 256  # elements of a head
 COMBINED_VALUES, COMBINED_CHUNKS = 4096, (16, 32)
 """Values of results that a warp combines at a time, and chunks, from and to: more need too many registers."""
 PLANNED_CHUNKS = 128

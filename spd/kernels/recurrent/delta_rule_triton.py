@@ -32,7 +32,7 @@ PRECISION = tl.constexpr("tf32x3")
 
 @triton.jit
 def gates_said(said, within, H: tl.constexpr, CORRECTS: tl.constexpr):
-    """The steps and the amounts of raw gates at pointers `said`, of which the latter may be the same."""
+    """Load raw gates: a step, which the decay follows from, and a correction (or the step once more)."""
     step = tl.load(said + CORRECTS * H, mask=within, other=0.0).to(tl.float32)
     amount = step
     if CORRECTS:
@@ -42,7 +42,7 @@ def gates_said(said, within, H: tl.constexpr, CORRECTS: tl.constexpr):
 
 @triton.jit
 def gates_meant(step, amount, rate, bias, CORRECTS: tl.constexpr):
-    """The logarithm of the decay, and how much is corrected or written."""
+    """The logarithm of the decay, and the factor of what is corrected or written, of loaded raw gates."""
     x = step + bias
     small = tl.exp(x)
     rounded = tl.where(x < -6.0, small * (1.0 - 0.5 * small), tl.log(1.0 + small))
@@ -66,7 +66,7 @@ def token_at(
     mixed, raw_gates, keys, values, gates, position, end, start, first, place, head, i, j, gate_stride,
     H: tl.constexpr, HK: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, CORRECTS: tl.constexpr,
 ):  # fmt: skip
-    """What is kept of a position before start, and what a row of the pass says; zeros from end on."""
+    """Load a position's token: from the rings before start, from this pass's rows before end, else zeros."""
     own, kept = (position >= start) & (position < end), position < start
     row, key_head = first + position - start, head // (H // HK)
     source = mixed + row * (2 * HK * WIDTH + H * SIZE)

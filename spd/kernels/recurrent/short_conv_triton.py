@@ -31,9 +31,9 @@ def run_of(table, applied, run, G):
 
 @triton.jit
 def clear_around(out, within, table, run, first, count, G, T, WIDTH: tl.constexpr):
-    """Zeros in the rows of out [T, WIDTH], at pointers to row 0, from a run's end up to the next run.
+    """Write zeros into the rows of out [T, WIDTH] between a run's end and the next run.
 
-    The first run's programs clear what is before it, too.
+    out points to columns of row 0. The first run's programs clear the rows before it, too.
     """
     behind = tl.where(run + 1 < G, tl.load(table + G + run + 1, mask=run + 1 < G, other=0), T)
     for row in range(tl.where((run == 0) & (first > 0), 0, first + count), behind):

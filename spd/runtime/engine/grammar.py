@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MAX_BYTES = 64 * 1024
 """Of a grammar's text."""
 MOST_STATES, MOST_PATTERNS = 100_000, 12
-"""Of a schema: the least common multiple of `multipleOf`, and patterns where some are joined."""
+"""Of a schema: the common multiple of all `multipleOf`, and patterns where `allOf` or `$ref` combine some."""
 BEGINNING = 2
 """Tokens of a reply among which its thinking has to begin."""
 KEPT = 64
@@ -209,7 +209,7 @@ class GrammarCompiler:
 
 
 def _check_states(text: str) -> None:
-    """Raises UsageError for a schema whose numbers or joined patterns make a grammar of too many states."""
+    """Raises UsageError for a schema whose numbers or combined patterns make a grammar of too many states."""
     nodes: list[dict[str, Any]] = []
 
     def keep(node: dict[str, Any]) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def _check_states(text: str) -> None:
         raise _refused("schema", f"its multipleOf have no common multiple up to {MOST_STATES}")
     patterns = {pattern for node in nodes if isinstance(pattern := node.get("pattern"), str)}
     if len(patterns) > MOST_PATTERNS and any("allOf" in x or {"$ref", "pattern"} <= x.keys() for x in nodes):
-        raise _refused("schema", f"it joins patterns, and has more than {MOST_PATTERNS}")
+        raise _refused("schema", f"it combines more than {MOST_PATTERNS} patterns")
 
 
 def _in_short(text: str) -> str:

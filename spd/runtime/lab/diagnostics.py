@@ -160,9 +160,9 @@ def processor() -> Finding:
     if facts["other_load"] > SLIGHT:
         threads += f", of which other programs keep {facts['other_load']:.1f} busy"
     found = facts["instructions"] = instructions()
-    kernels = f"C kernels by {found}" if why is None else f"torch's slower kernels: {why}"
+    kernels = f"C kernels for {found}" if why is None else f"torch's slower kernels: {why}"
     if why is None and found in ("AVX2", "AVX512"):
-        kernels += ", which pay more for verifying drafts than AVX512-BF16 or AMX do"
+        kernels += " (AVX512-BF16 or AMX would verify drafts at less cost)"
     line = " · ".join([facts["cpu"], kernels, threads])
     fix = ("install gcc, or pip install 'spd[compiler]'",) if why and found else ()
     return Finding(WARNING if fix else OK, line, fix, facts)
