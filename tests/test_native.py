@@ -25,18 +25,9 @@ from tests.recipes.tiny_dense import FAMILIES, write_dense
 needs_native = pytest.mark.skipif(obstacle() is not None, reason=f"no C kernels here: {obstacle()}")
 FEW = ("biases", "qwen3", "deepseek_v3", "deepseek_v2_lite", "glm4_moe", "qwen3_moe", "ernie4_5_moe")
 """Variants of the default lane; the others differ from them in numbers alone."""
-TORCH_ALONE = {
-    "gpt_oss": "attention with sinks is torch's alone",
-    "gemma4_moe": "experts with gelu gates are torch's alone",
-    "mimo_v2": "attention with sinks is torch's alone",
-    "step3": "experts with clamped gates are torch's alone",
-    "nemotron_h_moe": "experts without gates are torch's alone",
-    "nemotron_h_latent": "experts without gates are torch's alone",
-}
-"""Families without C kernels, and what the plan says."""
 SHAPES = [
     *(pytest.param(f"tiny-{name}", marks=() if name in FEW else pytest.mark.slow) for name in VARIANTS),
-    *sorted(FAMILIES.keys() - TORCH_ALONE.keys()),
+    *sorted(FAMILIES),
 ]
 BFLOAT16 = {"dtype": "bfloat16"}
 NATIVE = {dtype: {"dtype": dtype, "kernels": "native"} for dtype in ("bfloat16", "float32")}
@@ -74,14 +65,6 @@ def test_logits_of_every_family(model: Callable[..., Path], shape: str, dtype: s
     # Of most rows: an expert that is nearly another's equal may be chosen in its place.
     off, allowed = (((each - exact).norm(dim=1) / exact.norm(dim=1)).median() for each in (found, usual))
     assert 0 < off <= 2 * allowed, (off, allowed)
-
-
-@pytest.mark.parametrize("shape", TORCH_ALONE)
-def test_a_family_without_c_kernels_falls_back_and_says_why(model: Callable[..., Path], shape: str) -> None:
-    plan = make_plan(EngineConfig(model=model(shape)))
-    assert (plan.shape.kernels, plan.kernels_reason) == ("torch", TORCH_ALONE[shape])
-    with pytest.raises(IncompatibleError, match="cannot run this model"):
-        make_plan(EngineConfig(model=model(shape), kernels="native"))
 
 
 @needs_native

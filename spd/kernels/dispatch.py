@@ -60,8 +60,8 @@ OPERATIONS = {
 }
 """By STEM: `spd.kernels.STEM` holds an operation's torch form, `spd.kernels.STEM_triton` its twin."""
 SUFFIX = {"torch": "", "native": "", "triton": "_triton"}
-PACKED = ("linear", "experts")
-"""What the C library has under these names takes weights that it packed: layers ask for it there."""
+PACKED = ("linear",)
+"""What the C library has under this name takes weights that it packed: layers ask for it there."""
 
 
 class Kernels:

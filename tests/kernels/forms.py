@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from spd.kernels.linear.activation import GELU, RELU2, SILU, Activation
 from spd.kernels.native.build import DTYPE_FLAGS, FEATURES, fitting, obstacle, processor_features
 
 HERE = [
@@ -89,6 +92,24 @@ def assert_rounded(got: Tensor, exact: Tensor, slack: float = 4.0, floor: float 
     floor = min(floor, 1e-5) if got.dtype == torch.float32 else floor
     error = (got.double() - exact).abs()
     assert (error <= slack * rounding * exact.abs() + floor * exact.abs().max()).all(), error.max()
+
+
+ACTS = [SILU, GELU, RELU2, Activation("silu", 0.7), Activation("swiglu", 0.9, 1.702)]
+
+
+def acted(x: Tensor, act: Activation) -> Tensor:
+    """An activation of a first product's rows, by its definition in x's dtype."""
+    if act.kind == "relu2":
+        return x.clamp(min=0) ** 2
+    gate, up = x.chunk(2, dim=-1)
+    limit = math.inf if act.limit is None else act.limit
+    up = up.clamp(-limit, limit)
+    if act.kind == "gelu":
+        return F.gelu(gate, approximate="tanh") * up
+    if act.kind == "silu":
+        return (gate / (1 + (-gate).exp())).clamp(max=limit) * up
+    gate = gate.clamp(max=limit)
+    return (up + 1) * gate / (1 + (-act.alpha * gate).exp())
 
 
 def turning_tables(count: int, size: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,8 @@ from spd.formats.block_config import RouterConfig
 from spd.kernels.attention.paged_attention import AttentionHeads, Scores, Windows
 from spd.kernels.attention.rotary_store import RotatedRows
 from spd.kernels.dispatch import Kernels, load_kernels
+from spd.kernels.experts.moe import ExpertWeights
+from spd.kernels.linear.activation import GELU, RELU2, SILU, Activation
 from spd.kernels.linear.few_bits import TiledWeight
 from spd.kernels.linear.head_input import PairNorms
 from spd.kernels.linear.skinny_linear import AnyWeight, Draw, Norm
@@ -65,7 +67,7 @@ def dense(
     sizes: tuple[int, ...],
     rows: int = 4,
     kind: Kind = None,
-    gelu: bool = False,
+    act: Activation = SILU,
     ops: Kernels = OPS,
 ) -> Launches:
     """A layer's products; `sizes` are those of the stream, of qkv, of what comes out of attention, inside."""
@@ -85,7 +87,7 @@ def dense(
         f"down_{name}": lambda: onto(inner),
         f"qkv_{name}": lambda: ops.linear(x, weight(qkv, hidden, True), None, None, norm),
         **({f"chunk_{name}": lambda: ops.linear(x, weight(qkv, hidden), None, chunk=True)} if kind else {}),
-        name: lambda: ops.norm_gate_up(x, weight(2 * inner, hidden, True), None, None, norm, gelu),
+        name: lambda: ops.norm_gate_up(x, weight(2 * inner, hidden, True), None, None, norm, act),
     }
 
 
@@ -111,7 +113,9 @@ def products() -> Launches:
     for code in CODED:
         found |= dense("8b", BF16, big, kind=code)
     found |= head("8b_wide_bf16", BF16, 64, WIDE)
-    found["gelu_9b_bf16"] = dense("9b", BF16, (3584, 8192, 4096, 14336), gelu=True)["9b_bf16"]
+    found["gelu_9b_bf16"] = dense("9b", BF16, (3584, 8192, 4096, 14336), act=GELU)["9b_bf16"]
+    limited = Activation("silu", 16.0)
+    found["limited_step_bf16"] = dense("step", BF16, (4096, 8192, 4096, 11264), act=limited)["step_bf16"]
     x, norm = of(BF16, 4, 4096), of(BF16, 4096)
     return found | {
         "8b": lambda: OPS.embed(of(I64, 4), of(BF16, VOCAB, 4096)),
@@ -126,8 +130,12 @@ def attention() -> Launches:
     windows = Windows(positions, of(BOOL, 16, 5), table, (), ())
     found: Launches = {}
 
-    def attend(dtype: torch.dtype, heads: AttentionHeads, softcap: float | None) -> None:
-        plan, scores = OPS.plan_attention(windows, heads, 64, dtype), Scores(0.1, heads.sliding[0], softcap)
+    def attend(dtype: torch.dtype, heads: AttentionHeads, softcap: float | None, sinks: bool = False) -> None:
+        sink = of(F32, heads.num_heads) if sinks else None
+        plan, scores = (
+            OPS.plan_attention(windows, heads, 64, dtype),
+            Scores(0.1, heads.sliding[0], softcap, sink),
+        )
         pool = of(dtype, 99, 64, heads.num_kv_heads, heads.head_dim)
         query = of(dtype, 16, 5, heads.num_heads, heads.head_dim)
         OPS.paged_attention(query, (pool, pool), plan, scores)
@@ -157,26 +165,44 @@ def attention() -> Launches:
         found[f"latent_{name}"] = partial(latent, dtype)
         for side, a, b in (("in", 128, 512), ("out", 512, 128)):
             found[f"{side}_{name}"] = partial(OPS.head_linear, of(dtype, 80, 128, a), of(dtype, 128, a, b))
+    oss = AttentionHeads(64, 8, 64, sliding=(128,))
+    found["sinks_bf16"] = partial(attend, BF16, oss, None, sinks=True)
     return found
 
 
 def experts() -> Launches:
-    """A layer of Qwen3-30B-A3B in bfloat16, and one of DeepSeek-V3 in FP8."""
+    """A layer of Qwen3-30B-A3B in bfloat16, one of DeepSeek-V3 in FP8, and experts of other activations."""
 
-    def layer(count: int, hidden: int, inner: int, groups: int, kept: int, kind: Kind = None) -> None:
+    def layer(
+        count: int, hidden: int, inner: int, groups: int, kept: int, kind: Kind = None, act: Activation = SILU
+    ) -> None:
         x = of(BF16, 32, hidden)
         parts = OPS.router_logits(x, of(F32, count, hidden))
         correction = None if kind is None else of(F32, count)
         corrected = kind is not None
         rule = RouterConfig(8, corrected, corrected, True, 1.0, groups, kept, 2)
         chosen = OPS.route(parts, correction, rule)
-        gate_up = weight_of(BF16, kind, count, 2 * inner, hidden)
-        OPS.experts(x, *chosen, gate_up, weight_of(BF16, kind, count, hidden, inner), x)
+        gate_up = weight_of(BF16, kind, count, (1 + act.gated) * inner, hidden)
+        own = ExpertWeights(gate_up, weight_of(BF16, kind, count, hidden, inner), act)
+        if act.kind == "swiglu":
+            own = own._replace(gate_up_bias=of(F32, count, 2 * inner), down_bias=of(F32, count, hidden))
+        OPS.experts(x, *chosen, own, x)
 
     found: Launches = {"30b": partial(layer, 128, 2048, 768, 1, 1)}
     found["v3"] = partial(layer, 256, 7168, 2048, 8, 4, kind="e4m3 128")
     for code in CODED:
         found[f"30b_{code}"] = partial(layer, 128, 2048, 768, 1, 1, kind=code)
+    swiglu, limited = Activation("swiglu", 7.0, 1.702), Activation("silu", 7.0)
+    others = {
+        "oss": (32, 2880, 2880, swiglu),
+        "gemma": (128, 2816, 704, GELU),
+        "step": (288, 4096, 1280, limited),
+    }
+    others["nemotron"] = (128, 2688, 1856, RELU2)
+    for name, (count, hidden, inner, act) in others.items():
+        found[name] = partial(layer, count, hidden, inner, 1, 1, act=act)
+    found["oss_e2m1"] = partial(layer, 32, 2880, 2880, 1, 1, kind="e2m1 32", act=swiglu)
+    found["nemotron_int4"] = partial(layer, 128, 2688, 1856, 1, 1, kind="int4 32", act=RELU2)
     return found
 
 

@@ -59,15 +59,24 @@ class Cache:
     page: int
     softcap: float | None = None
     rank: int | None = None
+    sinks: Tensor | None = None
 
     @property
     def scores(self) -> Scores:
-        return Scores(0.21 if self.rank else self.heads.head_dim**-0.5, self.heads.sliding[-1], self.softcap)
+        scale = 0.21 if self.rank else self.heads.head_dim**-0.5
+        return Scores(scale, self.heads.sliding[-1], self.softcap, self.sinks)
 
-    def like(self, sliding: int | None = None, softcap: float | None = None, first_key: int = 0) -> Cache:
-        """The same in a layer that slides or caps; the plan is one for plain layers too."""
+    def like(
+        self,
+        sliding: int | None = None,
+        softcap: float | None = None,
+        first_key: int = 0,
+        sinks: bool = False,
+    ) -> Cache:
+        """The same in a layer that slides or caps, or has sinks; the plan is one for plain layers too."""
         heads = replace(self.heads, sliding=(None, sliding), first_key=first_key)
-        return replace(self, heads=heads, softcap=softcap)
+        low = torch.linspace(-3, 4, heads.num_heads, device=self.keys.device)
+        return replace(self, heads=heads, softcap=softcap, sinks=low if sinks else None)
 
     def paged(
         self,
@@ -112,7 +121,10 @@ class Cache:
         scores = torch.einsum("hd,thd->ht", query, keys) * self.scores.scale
         if self.softcap is not None:
             scores = self.softcap * (scores / self.softcap).tanh()
-        return torch.einsum("ht,thd->hd", scores.softmax(-1), values)
+        if self.sinks is not None:
+            scores = torch.cat((scores, self.sinks.to(scores.dtype).unsqueeze(-1)), -1)
+        weights = scores.softmax(-1)[:, : len(values)]
+        return torch.einsum("ht,thd->hd", weights, values)
 
 
 def make_cache(
@@ -230,8 +242,10 @@ KINDS: list[dict[str, Any]] = [
     {"softcap": 3.0},
     {"first_key": 1},
     {"first_key": 3},
+    {"sinks": True},
+    {"sliding": 17, "softcap": 3.0, "sinks": True},
 ]
-"""Layers that slide and cap, and models in whose caches the first positions hold nothing."""
+"""Layers that slide, cap and have sinks, and models in whose caches the first positions hold nothing."""
 
 
 # -- the definition ------------------------------------------------------------------------------------
@@ -257,7 +271,7 @@ def test_windows_by_their_definition(form: Form, groups: int, kv_heads: int, siz
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
-    ("form", "kind"), thinned([(kind,) for kind in KINDS], (1, 2, 6)), indirect=["form"], ids=str
+    ("form", "kind"), thinned([(kind,) for kind in KINDS], (1, 2, 6, 8)), indirect=["form"], ids=str
 )
 def test_layers_that_slide_and_cap(form: Form, kind: dict[str, Any]) -> None:
     """Windows that end in a tile, at its edge, chunks back, and before the first position; three tiles too.
@@ -324,7 +338,7 @@ def test_latents_by_their_definition(form: Form, heads: int, rank: int, turned: 
 ROWS: list[tuple[int, dict[str, Any]]] = [
     *((start, {}) for start in (0, 28, 122, 188)),
     (188, {"sliding": 62, "softcap": 2.0}),
-    (60, {"sliding": 30, "softcap": 2.0}),
+    (60, {"sliding": 30, "softcap": 2.0, "sinks": True}),
     *((start, {"latent": True}) for start in (28, 122, 188)),
 ]
 
@@ -371,7 +385,9 @@ def test_a_row_alone_is_the_row_among_others(
 
 
 @alike
-@pytest.mark.parametrize("kind", [{}, {"sliding": 30, "softcap": 2.0}, {"latent": True}], ids=str)
+@pytest.mark.parametrize(
+    "kind", [{}, {"sliding": 30, "softcap": 2.0, "sinks": True}, {"latent": True}], ids=str
+)
 def test_a_row_of_a_prompt_alone_is_the_row_in_its_chunk(form: Form, kind: dict[str, Any]) -> None:
     """In a chunk of its own, and as the last row of a shorter one; in any tile, masked or not."""
     interpreted = form.name == "triton" and form.device == "cpu"

@@ -13,6 +13,7 @@ from torch import Tensor
 from spd.kernels.experts import moe
 from spd.kernels.linear import few_bits
 from spd.kernels.linear import skinny_linear as reference
+from spd.kernels.linear.activation import SILU
 from spd.kernels.linear.few_bits import (
     GroupedWeight,
     decoded,
@@ -24,7 +25,7 @@ from spd.kernels.linear.few_bits import (
 )
 from spd.kernels.linear.skinny_config import LinearConfig
 from spd.kernels.linear.skinny_linear import Norm
-from spd.kernels.native.library import Ending, NativeLibrary
+from spd.kernels.native.library import FLOAT32, NativeLibrary, ending_of
 from tests.kernels.forms import assert_rounded, near, needs_compiled, noise, normal
 from tests.kernels.skinny_cases import Operands
 
@@ -79,14 +80,14 @@ def test_products(native: NativeLibrary, case: tuple, wide: bool) -> None:
     x, bias = noise(47, depth).to(native.dtype), noise(width).float()
     plain = x.double() @ weight.plain(torch.float64).t()
     packed = native.pack(weight)
-    scores = native.linear(x, packed, None, Ending.FLOAT32)
+    scores = native.linear(x, packed, None, FLOAT32)
     torch.testing.assert_close(scores.double(), plain, rtol=1e-5, atol=1e-5 * float(plain.abs().max()))
     assert_rounded(native.linear(x, packed, bias), plain + bias)
     assert_rounded(grouped_linear(x, weight, bias), plain + bias)
     if width % 2 == 0:
         gate, up = plain.chunk(2, dim=-1)
         gated = native.pack(weight, gated=True)
-        assert_rounded(native.linear(x, gated, None, Ending.SILU), F.silu(gate) * up)
+        assert_rounded(native.linear(x, gated, None, ending_of(SILU)), F.silu(gate) * up)
 
 
 @needs_compiled
@@ -98,7 +99,7 @@ def test_rows_of_a_product_in_any_company(native: NativeLibrary, case: tuple) ->
     x = noise(300, depth).to(native.dtype)
 
     def scores(rows: Tensor) -> Tensor:
-        return native.linear(rows, packed, None, Ending.FLOAT32)
+        return native.linear(rows, packed, None, FLOAT32)
 
     whole, usual = scores(x), native.threads
     for count in (1, 2, 5, 15, 16, 17, 32, 33, 64, 257):
@@ -170,8 +171,9 @@ def test_tiled_experts(kind: str, device: str, dtypes: tuple[torch.dtype, ...]) 
     ids = (torch.arange(18).view(9, 2) * 5 % 3).to(device)
     weights = torch.rand(9, 2, generator=torch.Generator().manual_seed(1)).to(device)
     both = [tiled(each.each(lambda part: part.to(device))) for each in (gate_up, down)]
-    found = twin.experts(x, ids, weights, *both)[0]
-    right = moe.experts(x.float(), ids, weights, *(each.plain(torch.float32) for each in both))[0]
+    found = twin.experts(x, ids, weights, moe.ExpertWeights(*both))[0]
+    wide = moe.ExpertWeights(*(each.plain(torch.float32) for each in both))
+    right = moe.experts(x.float(), ids, weights, wide)[0]
     near(found.cpu(), right.double().cpu(), found.cpu(), slack=8)
 
 
@@ -187,7 +189,7 @@ def test_rows_of_any_size(native: NativeLibrary, kind: str) -> None:
     x[4, ::7] *= 3000
     x[5, 9] = math.inf
     x = x.to(native.dtype)
-    found = native.linear(x, native.pack(weight), None, Ending.FLOAT32).double()
+    found = native.linear(x, native.pack(weight), None, FLOAT32).double()
     numbers = weight.plain(torch.float64).t()
     off, size = (found - x.double() @ numbers)[:5].abs(), (x.double().abs() @ numbers.abs())[:5]
     assert (off <= 2.0**-19 * size).all()
@@ -202,7 +204,8 @@ def test_experts(native: NativeLibrary, kind: str) -> None:
     x, stream = noise(9, 64).to(native.dtype), noise(9, 64, seed=4).to(native.dtype)
     ids = torch.arange(18).view(9, 2) * 5 % 3
     weights = torch.rand(9, 2, generator=torch.Generator().manual_seed(1))
-    made = native.experts(x, ids, weights, native.pack(gate_up, gated=True), native.pack(down), stream)
+    own = moe.ExpertWeights(native.pack(gate_up, gated=True), native.pack(down))
+    made, _ = native.experts(x, ids, weights, own, stream)
     right = stream.double()
     for row in range(9):
         for expert, weight in zip(ids[row].tolist(), weights[row].tolist(), strict=True):

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.experts import moe
+from spd.kernels.linear.activation import SILU, Activation
 from spd.kernels.linear.few_bits import int8_rows, tiled
-from spd.kernels.linear.skinny_linear import AnyWeight
-from tests.kernels.forms import EVERY, ROUNDED, Form, normal, thinned
+from spd.kernels.linear.skinny_linear import AnyWeight, plain_weight
+from tests.kernels.forms import ACTS, EVERY, ROUNDED, Form, acted, normal, thinned
 
 # -- routing -------------------------------------------------------------------------------------------
 
@@ -117,11 +118,11 @@ Runner = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 """Experts of x [T, K], ids and weights [T, k] onto a stream: results by row."""
 
 
-def runner(form: Form, gate_up: AnyWeight, down: AnyWeight) -> Runner:
-    if not form.native:
-        return lambda x, ids, weights, stream: form.ops.experts(x, ids, weights, gate_up, down, stream)
-    packed = form.ops.pack(gate_up, gated=True), form.ops.pack(down)
-    return lambda x, ids, weights, stream: (form.ops.experts(x, ids, weights, *packed, stream),)
+def runner(form: Form, own: moe.ExpertWeights) -> Runner:
+    if form.native:
+        gate_up = form.ops.pack(own.gate_up, gated=own.act.gated)
+        own = own._replace(gate_up=gate_up, down=form.ops.pack(own.down))
+    return lambda x, ids, weights, stream: form.ops.experts(x, ids, weights, own, stream)[: 2 - form.native]
 
 
 def stacked(kind: str, count: int, n: int, k: int, device: str, dtype: torch.dtype) -> AnyWeight:
@@ -131,17 +132,19 @@ def stacked(kind: str, count: int, n: int, k: int, device: str, dtype: torch.dty
     return tiled(int8_rows(wide.to(device)))
 
 
-def widened(weight: AnyWeight, dtype: torch.dtype) -> Tensor:
-    return weight.to(dtype) if isinstance(weight, Tensor) else weight.plain(dtype)
+def widened(own: moe.ExpertWeights, dtype: torch.dtype) -> moe.ExpertWeights:
+    gate_up, down = (plain_weight(weight, dtype).to(dtype) for weight in (own.gate_up, own.down))
+    return own._replace(gate_up=gate_up, down=down)
 
 
-def by_definition(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def by_definition(x: Tensor, ids: Tensor, weights: Tensor, own: moe.ExpertWeights) -> Tensor:
     """In float64, one row and one expert after another."""
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for row, place in itertools.product(range(x.shape[0]), range(ids.shape[1])):
         expert = ids[row, place]
-        gate, up = (gate_up[expert].double() @ x[row].double()).chunk(2)
-        out[row] += weights[row, place].double() * (down[expert].double() @ (F.silu(gate) * up))
+        both, made = own.gate_up[expert].double() @ x[row].double(), own.down[expert].double()
+        shifts = [0.0 if bias is None else bias[expert] for bias in (own.gate_up_bias, own.down_bias)]
+        out[row] += weights[row, place].double() * (made @ acted(both + shifts[0], own.act) + shifts[1])
     return out
 
 
@@ -160,35 +163,43 @@ SIZES = [
     (6, 256, 64, 70, 3),
     (32, 96, 32, 7, 8),
 ]
-EXPERTS = [*(("plain", *sizes) for sizes in SIZES), *(("int8", *SIZES[i]) for i in (1, 3))]
+EXPERTS = [*(("plain", SILU, *sizes) for sizes in SIZES), *(("int8", SILU, *SIZES[i]) for i in (1, 3))]
+EXPERTS += [("plain", act, *SIZES[1]) for act in ACTS[1:]] + [("int8", act, *SIZES[3]) for act in ACTS[1:]]
+"""With biases where the activation is gpt-oss's."""
 
 
 @pytest.mark.parametrize(
-    ("form", "kind", "count", "k", "n", "rows", "per_token"),
-    thinned(EXPERTS, (0, 1, 3, 6, 9), *EVERY[1:]),
+    ("form", "kind", "act", "count", "k", "n", "rows", "per_token"),
+    thinned(EXPERTS, (0, 1, 3, 6, 9, 12, 14, 15), *EVERY[1:]),
     indirect=["form"],
+    ids=str,
 )
-def test_experts(form: Form, kind: str, count: int, k: int, n: int, rows: int, per_token: int) -> None:
+def test_experts(
+    form: Form, kind: str, act: Activation, count: int, k: int, n: int, rows: int, per_token: int
+) -> None:
     """The weighed sum of what they make of their rows, onto the stream; a row's bits are its own."""
     if form.native and (kind != "plain" or k % 8 or n % 8):
         pytest.skip("the C kernels take weights of 16 bits in whole vectors")
     if form.name == "triton" and (rows * k > 4000 or count > 8):
         pytest.skip("the interpreter is slow")
     for dtype in form.types(count):
-        gate_up = stacked(kind, count, 2 * n, k, form.device, dtype)
-        down = stacked(kind, count, k, n, form.device, dtype)
+        gate_up = stacked(kind, count, (1 + act.gated) * n, k, form.device, dtype)
+        own = moe.ExpertWeights(gate_up, stacked(kind, count, k, n, form.device, dtype), act)
+        if act.kind == "swiglu":
+            biases = (normal(count, size, seed=size).to(form.device) for size in (2 * n, k))
+            own = own._replace(**dict(zip(("gate_up_bias", "down_bias"), biases, strict=True)))
         x, stream = (normal(rows, k, seed=s).to(form.device, dtype) for s in (1, 2))
         ids, weights = routed(rows, count, per_token, form.device)
-        right = by_definition(x, ids, weights, widened(gate_up, torch.float32), widened(down, torch.float32))
+        right = by_definition(x, ids, weights, widened(own, torch.float32))
         onto = right + stream.double()
-        run = runner(form, gate_up, down)
+        run = runner(form, own)
         if form.native:  # what is inside is rounded before the second product
             allowed = 3 * ROUNDED * onto.abs().max()
         else:
-            plain, _ = moe.experts(x, ids, weights, widened(gate_up, dtype), widened(down, dtype))
+            plain, _ = moe.experts(x, ids, weights, widened(own, dtype))
             allowed = 2 * (plain.double() - right).abs().max()
             allowed += 8 * torch.finfo(dtype).eps * (1 + right.abs().max())
-            made, none = form.ops.experts(x, ids, weights, gate_up, down)
+            made, none = form.ops.experts(x, ids, weights, own)
             assert none is None
             assert made.dtype == dtype and (made.double() - right).abs().max() <= allowed
         found = run(x, ids, weights, stream)
@@ -209,7 +220,7 @@ def test_experts(form: Form, kind: str, count: int, k: int, n: int, rows: int, p
 
 
 def one_way(*given: Tensor, chunk: bool = False) -> Tensor:
-    return moe.experts(*given, chunk=chunk)[0]
+    return moe.experts(*given[:3], moe.ExpertWeights(*given[3:]), chunk=chunk)[0]
 
 
 WAYS = pytest.mark.parametrize("way", [one_way, partial(one_way, chunk=True)])

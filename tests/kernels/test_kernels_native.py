@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import shutil
@@ -14,14 +15,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.linear.norm_gate import rms_norm
 from spd.kernels.native import build, library
 from spd.kernels.native.build import NativeUnavailable, library_path
-from spd.kernels.native.library import AmxRefused, Ending, NativeLibrary
-from tests.kernels.forms import assert_rounded, needs_compiled, noise
+from spd.kernels.native.library import FLOAT32, ROUNDED, AmxRefused, NativeLibrary, ending_of
+from tests.kernels.forms import ACTS, acted, assert_rounded, needs_compiled, noise
 
 pytestmark = needs_compiled
 
@@ -37,7 +37,7 @@ def test_products(native: NativeLibrary, width: int, depth: int, rows: int) -> N
     bias, residual = noise(width).float(), noise(rows, width).to(native.dtype)
     packed = native.pack(weight)
     plain = x.double() @ weight.double().t()
-    scores = native.linear(x, packed, None, Ending.FLOAT32)
+    scores = native.linear(x, packed, None, FLOAT32)
     torch.testing.assert_close(scores.double(), plain, rtol=1e-5, atol=1e-4)
     assert_rounded(native.linear(x, packed, None), plain)
     assert_rounded(native.linear(x, packed, bias, residual=residual), plain + bias + residual.double())
@@ -45,23 +45,23 @@ def test_products(native: NativeLibrary, width: int, depth: int, rows: int) -> N
     normed = rms_norm(x, scales, 1e-6)
     exact = normed.double() @ weight.double().t() + bias
     torch.testing.assert_close(
-        native.linear(x, packed, bias, Ending.FLOAT32, norm=scales, epsilon=1e-6).double(),
+        native.linear(x, packed, bias, FLOAT32, norm=scales, epsilon=1e-6).double(),
         exact,
         rtol=tolerance,
         atol=tolerance * float(exact.abs().max()),
     )
     double, biases = noise(2 * width, depth, seed=1).to(native.dtype), noise(2 * width, seed=1).float()
-    gate, up = (x.double() @ double.double().t() + biases).chunk(2, dim=-1)
-    gated = native.pack(double, gated=True)
-    for ending, act in ((Ending.SILU, F.silu(gate)), (Ending.GELU, F.gelu(gate, approximate="tanh"))):
-        assert_rounded(native.linear(x, gated, biases, ending), act * up)
+    both, kept = x.double() @ double.double().t() + biases, {g: native.pack(double, gated=g) for g in (0, 1)}
+    for act in ACTS:
+        assert_rounded(native.linear(x, kept[act.gated], biases, ending_of(act)), acted(both, act))
+        assert native.linear(x * math.nan, kept[act.gated], biases, ending_of(act)).isnan().all()
 
 
 @pytest.mark.parametrize(("width", "depth"), [(100, 50), (96, 1040)])
 def test_rows_of_a_product_in_any_company(native: NativeLibrary, width: int, depth: int) -> None:
     """The same bits for 1 to 70 rows, wherever a row stands and whatever stands beside it."""
     x, weight, norm = noise(70, depth).to(native.dtype), noise(2 * width, depth), noise(depth).float()
-    for gated, ending in ((False, Ending.FLOAT32), (False, Ending.ROUNDED), (True, Ending.SILU)):
+    for gated, ending in ((False, FLOAT32), (False, ROUNDED), (True, ending_of(ACTS[-1]))):
         packed = native.pack(weight, gated=gated)
 
         def product(rows: Tensor, packed=packed, ending=ending) -> Tensor:  # type: ignore[no-untyped-def]
@@ -270,12 +270,12 @@ def test_products_by_any_number_of_threads(native: NativeLibrary) -> None:
     """Hundreds of calls in a row, by 1 to 9 threads: every item once, in any order."""
     x, packed, usual = noise(33, DEPTH).to(native.dtype), native.pack(noise(WIDTH, DEPTH)), native.threads
     native.threads = 1
-    alone = {rows: native.linear(x[:rows], packed, None, Ending.FLOAT32) for rows in (1, 4, 33)}
+    alone = {rows: native.linear(x[:rows], packed, None, FLOAT32) for rows in (1, 4, 33)}
     try:
         for call in range(300):
             native.threads = 1 + call % 9
             rows = (1, 4, 33)[call // 9 % 3]
-            assert torch.equal(native.linear(x[:rows], packed, None, Ending.FLOAT32), alone[rows])
+            assert torch.equal(native.linear(x[:rows], packed, None, FLOAT32), alone[rows])
             assert torch.equal(native.pack(noise(WIDTH, DEPTH)).tiles, packed.tiles) if call < 9 else True
     finally:
         native.threads = usual

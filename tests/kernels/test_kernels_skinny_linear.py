@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,6 +22,7 @@ from spd.kernels.linear import rows as rows_reference
 from spd.kernels.linear import rows_triton as rows_twin
 from spd.kernels.linear import skinny_linear as reference
 from spd.kernels.linear import skinny_linear_triton as twin
+from spd.kernels.linear.activation import SILU
 from spd.kernels.linear.few_bits import int8_rows, tiled
 from spd.kernels.linear.skinny_config import LinearConfig, config_for, paired, with_tile, workspace_sizes
 from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm
@@ -32,7 +32,7 @@ from spd.kernels.sampling.sampling import SamplingTensors
 from spd.runtime.lab.tile_questions import ask
 from spd.runtime.load.token_tiles import KINDS, SHOWN
 from tests.kernels.compile_ahead import DEVICES
-from tests.kernels.forms import COMPILED, Form, assert_rounded, near, normal
+from tests.kernels.forms import ACTS, COMPILED, Form, acted, assert_rounded, near, normal
 from tests.kernels.skinny_cases import SMALL, Operands, exact, sample_operands, squares_of
 
 EPSILON = 1e-5
@@ -57,6 +57,7 @@ EVERY_CASE = [("plain", *shape, config) for shape in SHAPES for config in (SMALL
 EVERY_CASE += [
     (kind, *shape, config) for kind in ("int8",) for shape in EIGHT_BIT_SHAPES for config in (SPLIT, None)
 ]
+GATED = [act for act in ACTS if act.gated]
 FEW_CASES = [*EVERY_CASE[:24:4], *EVERY_CASE[24::5]]
 """Of plain weights every second shape and every config; of each kind of eight bits two shapes."""
 CASES = [pytest.param(*case, slice(None), marks=pytest.mark.slow) for case in EVERY_CASE]
@@ -84,14 +85,13 @@ def test_products(
             del biases[dtype == torch.float32]
         for bias, pair_bias in biases:
             shift, pair_shift = (0.0 if b is None else b.double() for b in (bias, pair_bias))
-            gate, up = (normed @ pair.T + pair_shift).chunk(2, dim=-1)
-            norm, after = Norm(o.squares, EPSILON), {"gelu": rows == SHAPES[0][2] and kind == "plain"}
+            opened = normed @ pair.T + pair_shift
+            norm, after = Norm(o.squares, EPSILON), {"act": GATED[(n + k + rows) % len(GATED)]}
             onto = {"residual": o.residual}
-            acted = F.gelu(gate, approximate="tanh") if after["gelu"] else F.silu(gate)
             table: list[tuple[str, tuple[Any, ...], dict[str, Any], Tensor]] = [
                 ("linear", (o.x, o.fed, bias), {"norm": norm}, normed @ fed.T + shift),
-                ("norm_gate_up", (o.x, o.pair, pair_bias, None, norm), {}, F.silu(gate) * up),
-                ("norm_gate_up", (o.x, o.pair, pair_bias, None, norm), after, acted * up),
+                ("norm_gate_up", (o.x, o.pair, pair_bias, None, norm), {}, acted(opened, SILU)),
+                ("norm_gate_up", (o.x, o.pair, pair_bias, None, norm), after, acted(opened, after["act"])),
                 ("linear", (o.x, o.weight, bias), onto, residual + x @ weight.T + shift),
                 ("head_logits", (o.x, o.weight), {}, x @ weight.T),
             ]

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,7 @@ def in_blocks(folder: Path) -> Made:
     return write_twin(target, folder / "twin", ue8m0=True), wishes
 
 
+NEWER = ("gpt_oss", "gemma4_moe", "mimo_v2", "step3", "nemotron_h_moe", "nemotron_h_latent")
 FAMILIES: dict[str, tuple[Callable[[Path], Made], int, int]] = {
     # What makes it, and how long prompt and text are; the former are longer than a chunk, and than a window.
     "windows and caps": (lambda folder: dense(folder, "gemma2", **SHAPE), 34, 3),
@@ -263,10 +265,13 @@ FAMILIES: dict[str, tuple[Callable[[Path], Made], int, int]] = {
     ),
     "int8": (in_int8, 18, 4),
     "FP8 in blocks": (in_blocks, 18, 4),
+    **{name: (partial(dense, family=name, layers=4, vocab=97, tokenizer=False), 34, 3) for name in NEWER},
 }
 
 
-@pytest.mark.parametrize("name", [*list(FAMILIES)[:-1], pytest.param("FP8 in blocks", marks=SLOW)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=SLOW if n in ("FP8 in blocks", *NEWER[1:]) else ()) for n in FAMILIES]
+)
 def test_every_kind_of_layer_and_weight(tmp_path: Path, name: str) -> None:
     """A chunk of a prompt and its tail, then rounds with drafts, of which a prompt of repeats has some."""
     make, length, count = FAMILIES[name]

@@ -2,7 +2,8 @@
 """The kernels of `paged_attention`, for windows and for prompt chunks.
 
 Chunks are ranges of absolute positions: SMALL positions each below FROM, LARGE ones from there on. A
-SLIDING window or SOFTCAP of None has no steps in the compiled program.
+SLIDING window, SOFTCAP or sinks of None have no steps in the compiled program. A row begins with its head's
+sink, where there is one: with that maximum and a sum of 1.
 """
 
 from __future__ import annotations
@@ -282,7 +283,7 @@ def attend_chunk_kernel(
     do_not_specialize=["queries", "max_chunks"], do_not_specialize_on_alignment=["positions", "valid"]
 )
 def combine_chunks_kernel(
-    partial, stats, positions, valid, out, queries, max_chunks,
+    partial, stats, positions, valid, sinks, out, queries, max_chunks,
     K: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     SMALL: tl.constexpr, LARGE: tl.constexpr, FROM: tl.constexpr, SLIDING: tl.constexpr,
     PDL: tl.constexpr,
@@ -300,6 +301,9 @@ def combine_chunks_kernel(
     chunks = tl.where(tl.load(valid + token) != 0, reached, 0)
     maximum = tl.full((), UNSEEN, tl.float32)
     total = tl.zeros((), tl.float32)
+    if sinks is not None:
+        maximum = tl.load(sinks + head) * 1.4426950408889634
+        total += 1.0
     acc = tl.zeros((BLOCK_D,), tl.float32)
     begin = 0
     if SLIDING is not None:
@@ -324,7 +328,7 @@ def combine_chunks_kernel(
 
 @triton.jit(do_not_specialize=["rows", "start"], do_not_specialize_on_alignment=["page_row"])
 def prefill_attention_kernel(
-    query, key_pages, value_pages, page_row, out, scale, rows, start,
+    query, key_pages, value_pages, page_row, sinks, out, scale, rows, start,
     K: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr,
     FIRST: tl.constexpr,
@@ -343,6 +347,9 @@ def prefill_attention_kernel(
 
     maximum = tl.full((TILE,), UNSEEN, tl.float32)
     total = tl.zeros((TILE,), tl.float32)
+    if sinks is not None:
+        maximum = tl.full((TILE,), tl.load(sinks + head) * 1.4426950408889634, tl.float32)
+        total += 1.0
     acc = tl.zeros((TILE, BLOCK_D), tl.float32)
     begin = 0
     if SLIDING is not None:

@@ -48,7 +48,7 @@ class Scores:
     sliding: int | None = None  # how many positions a row sees, its own among them
     softcap: float | None = None
     sinks: Tensor | None = None
-    """float32 [H], torch form only: of each head a score that every row sees, whose value is nothing."""
+    """float32 [H], of each head a score that every row sees, whose value is nothing. Source: gpt-oss."""
 
 
 @dataclass(frozen=True)

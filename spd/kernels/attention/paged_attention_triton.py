@@ -158,11 +158,11 @@ def attend_chunks(
     )
 
 
-def combine_chunks(out: Tensor, plan: SplitPlan, **options: Any) -> Tensor:
-    """Fill out [S, Q, H, D] with the sums of each row's chunks."""
+def combine_chunks(out: Tensor, plan: SplitPlan, sinks: Tensor | None, **options: Any) -> Tensor:
+    """Fill out [S, Q, H, D] with the sums of each row's chunks, and of its head's sink [H]."""
     (slots, width, heads, size), (least, most) = out.shape, COMBINED_CHUNKS
     combine_chunks_kernel[(heads, slots * width)](
-        *(plan.partial, plan.stats, plan.positions, plan.valid, out, width, plan.max_chunks),
+        *(plan.partial, plan.stats, plan.positions, plan.valid, sinks, out, width, plan.max_chunks),
         BLOCK=max(least, min(most, COMBINED_VALUES // power_of_two(size))),
         **options,
         **chunk_constants(),
@@ -183,7 +183,7 @@ def paged_attention(query: Tensor, pools: Pools, plan: AttentionPlan, scores: Sc
     warps = WARPS[facts.capability[0] == 9 and size <= WIDE]
     attend_chunks(attend_chunk_kernel, query, pools, plan, scores, num_warps=warps, **tiles, **shape)
     out = torch.empty((slots, width, num_heads, size), dtype=query.dtype, device=query.device)
-    return combine_chunks(out, plan, num_warps=1 + (size > WIDE), **shape)
+    return combine_chunks(out, plan, scores.sinks, num_warps=1 + (size > WIDE), **shape)
 
 
 def prefill_attention(
@@ -196,7 +196,7 @@ def prefill_attention(
     tile, block, stages = tile_shape(query.dtype, size, device_facts(query.device))
     shape = {"K": kv_heads, "GROUPS": num_heads // kv_heads, "D": size, "PAGE": page_size}
     prefill_attention_kernel[(num_heads, ceil_div(rows, tile))](
-        *(query.contiguous(), *pools, page_row, out, score_scale(scores), rows, start),
+        *(query.contiguous(), *pools, page_row, scores.sinks, out, score_scale(scores), rows, start),
         BLOCK_D=max(16, power_of_two(size)),
         SLIDING=scores.sliding,
         SOFTCAP=scores.softcap,

@@ -6,14 +6,15 @@ A row's result does not depend on the other rows or on where they go. Rows that 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spd.kernels.linear.activation import SILU, Activation
 from spd.kernels.linear.few_bits import GroupedWeight, expert_linear
-from spd.kernels.linear.norm_gate import silu_mul
+from spd.kernels.linear.norm_gate import activate
 from spd.kernels.linear.rows import sum_of_squares
 from spd.kernels.linear.skinny_linear import AnyWeight, plain_weight
 
@@ -72,12 +73,34 @@ def route(parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[
     return ids, weights * rule.scale
 
 
+class ExpertWeights(NamedTuple):
+    """All experts of a layer: one is down(act(gate_up(x) + its bias)) + its bias.
+
+    gate_up is [E, 2 * I, K] with the gates first, or [E, I, K] where the activation has none; down [E, K, I].
+    """
+
+    gate_up: Any  # AnyWeight or GroupedWeight; of the C kernels packed
+    down: Any
+    act: Activation = SILU
+    gate_up_bias: Tensor | None = None  # float32 [E, 2 * I]; both are given or neither
+    down_bias: Tensor | None = None  # float32 [E, K]
+
+    def through(self, rows: Tensor, expert: int) -> Tensor:
+        """What one expert makes of rows [T, K], by torch's operations."""
+        inner = activate(_biased(rows, self.gate_up, self.gate_up_bias, expert), self.act)
+        return _biased(inner, self.down, self.down_bias, expert)
+
+
+def _biased(rows: Tensor, weight: AnyWeight | GroupedWeight, bias: Tensor | None, expert: int) -> Tensor:
+    made = expert_linear(rows, weight, expert)
+    return made if bias is None else made + bias[expert].to(made.dtype)
+
+
 def experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: AnyWeight | GroupedWeight,
-    down: AnyWeight | GroupedWeight,
+    own: ExpertWeights,
     stream: Tensor | None = None,
     *,
     chunk: bool = False,
@@ -85,44 +108,17 @@ def experts(
     """The weighted sum of what each row's experts make of it, x [T, K] to [T, K] in x's dtype, and None.
 
     With stream [T, K], of a window, it is added before it is rounded: the new stream and its squares [T, P].
-    ids int64 [T, k] in [0, E), weights float32 [T, k]; gate_up [E, 2 * I, K] with the gate first, down
-    [E, K, I]: an expert is down(silu(gate(x)) * up(x)). chunk: whether the rows are a prompt chunk, which
-    has one size and a program of its own.
+    ids int64 [T, k] in [0, E), weights float32 [T, k]. chunk: whether the rows are a prompt chunk, which has
+    one size and a program of its own.
 
     Torch form: each chosen expert for its own rows, always as many of them at a time. Asks the host.
     """
-
-    def through(rows: Tensor, expert: int) -> Tensor:
-        return expert_linear(silu_mul(expert_linear(rows, gate_up, expert)), down, expert)
-
     if stream is None:
-        return by_expert(x, ids, weights, MANY_ROWS if chunk else FEW_ROWS, through), None
-    assert not isinstance(gate_up, GroupedWeight) and not isinstance(down, GroupedWeight)
-    gate_up, down = (plain_weight(weight, torch.float32).float() for weight in (gate_up, down))
-    y = (stream.float() + by_expert(x.float(), ids, weights, FEW_ROWS, through)).to(stream.dtype)
+        return by_expert(x, ids, weights, MANY_ROWS if chunk else FEW_ROWS, own.through), None
+    gate_up, down = (plain_weight(weight, torch.float32).float() for weight in (own.gate_up, own.down))
+    wide = own._replace(gate_up=gate_up, down=down)
+    y = (stream.float() + by_expert(x.float(), ids, weights, FEW_ROWS, wide.through)).to(stream.dtype)
     return y, sum_of_squares(y)
-
-
-class ClampedExperts(NamedTuple):
-    """Experts with biases whose gates and inputs are clamped, in the run's dtype.
-
-    An expert is down((up + 1) * gate * sigmoid(alpha * gate)), gate at most `limit`, up from -limit to limit.
-    Source: gpt-oss of Hugging Face transformers 5.
-    """
-
-    gate_up: AnyWeight | GroupedWeight  # [E, 2 * I, K], rows of gates and of inputs in turn
-    gate_up_bias: Tensor  # [E, 2 * I]
-    down: AnyWeight | GroupedWeight  # [E, K, I]
-    down_bias: Tensor  # [E, K]
-    limit: float
-    alpha: float
-
-    def through(self, rows: Tensor, expert: int) -> Tensor:
-        """What one expert makes of rows [T, K]."""
-        made = expert_linear(rows, self.gate_up, expert) + self.gate_up_bias[expert]
-        gate, up = made[:, 0::2].clamp(max=self.limit), made[:, 1::2].clamp(-self.limit, self.limit)
-        inner = (up + 1) * (gate * (gate * self.alpha).sigmoid())
-        return expert_linear(inner, self.down, expert) + self.down_bias[expert]
 
 
 def by_expert(

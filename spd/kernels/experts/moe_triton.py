@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spd.kernels.experts.moe import RoutingRule
+from spd.kernels.experts.moe import ExpertWeights, RoutingRule
 from spd.kernels.launch import ceil_div, device_facts, overlap, power_of_two
 from spd.kernels.linear.skinny_config import (
     TOKEN_TILE,
@@ -27,6 +27,7 @@ from spd.kernels.linear.skinny_config import (
 from spd.kernels.linear.skinny_linear import AnyWeight, step_of
 from spd.kernels.linear.skinny_linear_triton import launch_of, operands_of
 from spd.kernels.linear.skinny_product_triton import (
+    activated,
     gate_and_up,
     of_expert,
     product,
@@ -158,15 +159,20 @@ def list_rows_kernel(ids, lists, counts, pairs, BLOCK: tl.constexpr, PDL: tl.con
 
 @triton.jit(do_not_specialize=["pairs", "per_token"])
 def experts_gate_up_kernel(
-    w, scale, zero, scale_stride, x, lists, counts, inner, pairs, per_token, n, k,
+    w, scale, zero, scale_stride, bias, x, lists, counts, inner, pairs, per_token, n, k,
     GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, ACT: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """inner [pairs, n] = silu(gate) * up of each pair's row of x by its expert's w [2 * n, k]."""
+    """inner [pairs, n] = an `Activation` of each pair's row of x by its expert's w [2 * n, k], plus bias.
+
+    Without gates w is [n, k], and has no bias.
+    """
     expert = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK_N
     row_n = first + tl.arange(0, BLOCK_N)
-    own = w + expert * (2 * n) * row_width(k, BLOCK_K, CODE)
+    width = row_width(k, BLOCK_K, CODE)
+    own = w + expert * (n if ACT == "relu2" else 2 * n) * width
     scales = of_expert(scale, expert, scale_stride)
     zeros = of_expert(zero, expert, scale_stride)
     wait(PDL)
@@ -175,11 +181,24 @@ def experts_gate_up_kernel(
         place = start + tl.arange(0, BLOCK_T)
         pair = tl.load(lists + expert * pairs + place, mask=place < count, other=pairs)
         row_t = tl.where(place < count, pair // per_token, pairs)
-        gate, up = gate_and_up(
-            own, scales, zeros, None, x, first, row_t, pairs, n, k,
-            GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
-        )  # fmt: skip
-        value = gate / (1.0 + tl.exp(-gate)) * up
+        if ACT == "relu2":
+            rows = rows_of_weight(own, first, n, width, BLOCK_N)
+            value = product(
+                rows, scales, zeros, None, x, first, row_t, pairs, n, k,
+                GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
+            )  # fmt: skip
+            value = tl.where(value < 0.0, 0.0, value)
+            value *= value
+        else:
+            gate, up = gate_and_up(
+                own, scales, zeros, None, x, first, row_t, pairs, n, k,
+                GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
+            )  # fmt: skip
+            if bias is not None:
+                shift = bias + expert * (2 * n) + row_n
+                gate += tl.load(shift, mask=row_n < n, other=0.0)[:, None]
+                up += tl.load(shift + n, mask=row_n < n, other=0.0)[:, None]
+            value = activated(gate, up, ACT, LIMIT, ALPHA)
         mask = (place[None, :] < count) & (row_n[:, None] < n)
         at = inner + pair[None, :].to(tl.int64) * n + row_n[:, None]
         tl.store(at, value.to(inner.dtype.element_ty), mask=mask)
@@ -188,11 +207,11 @@ def experts_gate_up_kernel(
 
 @triton.jit(do_not_specialize=["pairs"])
 def experts_down_kernel(
-    w, scale, zero, scale_stride, inner, lists, counts, made, pairs, n, k,
+    w, scale, zero, scale_stride, bias, inner, lists, counts, made, pairs, n, k,
     GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """made float32 [pairs, n] = inner [pairs, k] by each pair's expert's w [n, k]."""
+    """made float32 [pairs, n] = inner [pairs, k] by each pair's expert's w [n, k], plus bias [n]."""
     expert = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK_N
     row_n = first + tl.arange(0, BLOCK_N)
@@ -209,6 +228,8 @@ def experts_down_kernel(
             weight_rows, scales, zeros, None, inner, first, pair, pairs, n, k,
             GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
         )  # fmt: skip
+        if bias is not None:
+            total += tl.load(bias + expert * n + row_n, mask=row_n < n, other=0.0)[:, None]
         mask = (place[None, :] < count) & (row_n[:, None] < n)
         tl.store(made + pair[None, :].to(tl.int64) * n + row_n[:, None], total, mask=mask)
     release(PDL)
@@ -299,15 +320,14 @@ def experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: AnyWeight,
-    down: AnyWeight,
+    own: ExpertWeights,
     stream: Tensor | None = None,
     *,
     chunk: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """A prompt chunk runs the same programs."""
-    count, double, k = gate_up.shape
-    n, pairs, device = double // 2, ids.numel(), x.device
+    gate_up, down, act = own.gate_up, own.down, own.act
+    (count, k, n), pairs, device = down.shape, ids.numel(), x.device
     lists = torch.empty(count, pairs, dtype=torch.int32, device=device)
     counts = torch.empty(count, dtype=torch.int32, device=device)
     list_rows_kernel[(count,)](
@@ -316,15 +336,15 @@ def experts(
     inner = torch.empty(pairs, n, dtype=x.dtype, device=device)
     made = torch.empty(pairs, k, dtype=torch.float32, device=device)
     fuses = x.dtype == torch.float32
-    config = _product_config(double, k, gate_up, pair=True)
-    experts_gate_up_kernel[(ceil_div(n, config.block_n // 2), count)](
-        *(*_operands(gate_up), x, lists, counts, inner, pairs, ids.shape[1], n, k),
-        **launch_of(config, gate_up, 2),
+    config = _product_config(gate_up.shape[1], k, gate_up, pair=act.gated)
+    experts_gate_up_kernel[(ceil_div(gate_up.shape[1], config.block_n), count)](
+        *(*_operands(gate_up), own.gate_up_bias, x, lists, counts, inner, pairs, ids.shape[1], n, k),
+        **launch_of(config, gate_up, act),
         enable_fp_fusion=fuses,
     )
     config = _product_config(k, n, down, pair=False)
     experts_down_kernel[(ceil_div(k, config.block_n), count)](
-        *(*_operands(down), inner, lists, counts, made, pairs, k, n),
+        *(*_operands(down), own.down_bias, inner, lists, counts, made, pairs, k, n),
         **launch_of(config, down),
         enable_fp_fusion=fuses,
     )

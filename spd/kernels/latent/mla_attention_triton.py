@@ -329,7 +329,7 @@ def mla_attention(query: Tensor, pages: Tensor, plan: AttentionPlan, rank: int, 
     attend_chunks(attend_latent_chunk_kernel, query, (pages,), plan, Scores(scale), **shape)
     out = torch.empty((slots, width, heads, rank), dtype=query.dtype, device=query.device)
     sizes = {"K": 1, "GROUPS": heads, "D": rank, "BLOCK_D": shape["BLOCK_L"], "SLIDING": None}
-    return combine_chunks(out, plan, num_warps=4, **sizes)
+    return combine_chunks(out, plan, None, num_warps=4, **sizes)
 
 
 def mla_prefill(

@@ -1,9 +1,11 @@
-"""The root-mean-square norm of a row, and the gates of SwiGLU and GeGLU MLPs."""
+"""The root-mean-square norm of a row, and the activations of MLPs."""
 
 from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor
+
+from spd.kernels.linear.activation import Activation
 
 GELU_SCALE = 0.7978845608028654
 """The square root of 2 / pi."""
@@ -23,18 +25,23 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), None, epsilon) * weight
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up for gate_up [T, 2 * I], gate in the first half; returns [T, I]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+def activate(x: Tensor, act: Activation) -> Tensor:
+    """What an activation makes of rows [T, 2 * I], gates first, or [T, I] without: [T, I] in x's dtype.
 
-
-def gelu_mul(gate_up: Tensor) -> Tensor:
-    """gelu(gate) * up as `silu_mul`, gelu in its form with tanh, in float32 and rounded once.
-
-    Source: Hendrycks & Gimpel 2016. Written out, for torch's own rounds otherwise in vector bodies than in
-    scalar tails.
+    gelu is computed in float32 and rounded once (source: Hendrycks & Gimpel 2016), and written out, for
+    torch's own rounds otherwise in vector bodies than in scalar tails.
     """
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    inner = (gate + gate * gate * gate * 0.044715) * GELU_SCALE
-    return (gate * 0.5 * (inner.tanh() + 1) * up).to(gate_up.dtype)
+    if not act.gated:
+        return x.relu().square()
+    gate, up = x.chunk(2, dim=-1)
+    if act.kind == "gelu":
+        gate, up = gate.float(), up.float()
+        inner = (gate + gate * gate * gate * 0.044715) * GELU_SCALE
+        return (gate * 0.5 * (inner.tanh() + 1) * up).to(x.dtype)
+    if (limit := act.limit) is None:
+        return F.silu(gate) * up
+    up = up.clamp(-limit, limit)
+    if act.kind == "silu":
+        return F.silu(gate).clamp(max=limit) * up
+    gate = gate.clamp(max=limit)
+    return (up + 1) * (gate * (gate * act.alpha).sigmoid())

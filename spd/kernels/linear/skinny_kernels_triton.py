@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from spd.kernels.linear.skinny_product_triton import (
+    activated,
     gate_and_up,
     part_of_k,
     per_byte,
@@ -171,12 +172,10 @@ def gate_up_kernel(
     w, scale, zero, columns, x, y, bias, squares, partials, counters, rows, n, k, epsilon,
     GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_P: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_P: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y [T, n] = silu(gate) * up of the normed x; weight rows 0..n are the gate's, n..2n the other's.
-
-    With GELU, gelu in its form with tanh: gate times the logistic function of `turn`.
-    """
+    """y [T, n] = `activated` of the normed x; weight rows 0..n are the gate's, n..2n the other's."""
     first = tl.program_id(1) * BLOCK_N
     row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     row_n = first + tl.arange(0, BLOCK_N)
@@ -208,11 +207,7 @@ def gate_up_kernel(
     if bias is not None:
         gate += gate_shift.to(tl.float32)[:, None]
         up += up_shift.to(tl.float32)[:, None]
-    if GELU:
-        turn = (gate + gate * gate * gate * 0.044715) * 1.5957691216057308
-        value = gate / (1.0 + tl.exp(-turn)) * up
-    else:
-        value = gate / (1.0 + tl.exp(-gate)) * up
+    value = activated(gate, up, ACT, LIMIT, ALPHA)
     mask = (row_t[None, :] < rows) & (row_n[:, None] < n)
     tl.store(row_begins(y, row_t, n) + row_n[:, None], value.to(y.dtype.element_ty), mask=mask)
 

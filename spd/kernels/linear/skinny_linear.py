@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spd.kernels.linear.activation import SILU, Activation
 from spd.kernels.linear.few_bits import TiledWeight
-from spd.kernels.linear.norm_gate import gelu_mul
+from spd.kernels.linear.norm_gate import activate
 from spd.kernels.linear.rows import sum_of_squares
 from spd.kernels.sampling.philox import STREAM_TARGET, gumbel
 
@@ -101,17 +102,11 @@ def norm_gate_up(
     bias: Tensor | None,
     workspace: LinearWorkspace | None,
     norm: Norm,
-    gelu: bool = False,
+    act: Activation = SILU,
 ) -> Tensor:
-    """silu(gate) * up for a normed `linear` by weight [2 * I, K], gate rows first: [T, I], rounded once.
-
-    With gelu that function instead, as in `gelu_mul`.
-    """
+    """A gated activation of a normed `linear` by weight [2 * I, K], gate rows first: [T, I], rounded once."""
     both, _ = linear(x, weight, bias, workspace, norm)
-    if gelu:
-        return gelu_mul(both)
-    gate, up = both.float().chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(x.dtype)
+    return activate(both.float(), act).to(x.dtype)
 
 
 def head_logits(x: Tensor, weight: AnyWeight) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from spd.kernels.launch import ceil_div, device_facts, overlap, power_of_two
+from spd.kernels.linear.activation import SILU, Activation
 from spd.kernels.linear.few_bits import TiledWeight
 from spd.kernels.linear.skinny_config import (
     CROWDED_TILE,
@@ -76,19 +77,20 @@ def _fuses(x: Tensor) -> bool:
     return x.dtype == torch.float32
 
 
-def launch_of(config: LinearConfig, weight: AnyWeight, matrices: int = 1) -> dict[str, Any]:
-    """Constants and options of a product's kernel, whose tile is of rows of so many matrices together."""
+def launch_of(config: LinearConfig, weight: AnyWeight, act: Activation | None = None) -> dict[str, Any]:
+    """Constants and options of a product's kernel; before a gated `act` a tile has rows of both halves."""
     columns = weight.group if isinstance(weight, TiledWeight) else 0
     code = weight.kind if isinstance(weight, TiledWeight) and columns else None
     return {
         "GROUP_K": columns,
         "CODE": code,
-        "BLOCK_N": config.block_n // matrices,
+        "BLOCK_N": config.block_n // (2 if act and act.gated else 1),
         "BLOCK_T": config.block_t,
         "BLOCK_K": config.block_k,
         "EVEN_K": weight.shape[-1] % config.block_k == 0,
         "num_warps": config.warps,
         "num_stages": config.stages,
+        **({"ACT": act.kind, "LIMIT": act.limit, "ALPHA": act.alpha} if act else {}),
         **overlap(weight.device),
     }
 
@@ -155,7 +157,7 @@ def norm_gate_up(
     bias: Tensor | None,
     workspace: LinearWorkspace | None,
     norm: Norm,
-    gelu: bool = False,
+    act: Activation = SILU,
     *,
     config: LinearConfig | None = None,
     widest: Widest = NARROW,
@@ -168,9 +170,8 @@ def norm_gate_up(
     partials, counters = _workspace(workspace, 2 * n, rows, config, x.device)
     gate_up_kernel[(ceil_div(rows, config.block_t), ceil_div(2 * n, config.block_n), config.split_k)](
         *(*operands_of(weight), x, y, bias, norm.squares, partials, counters, rows, n, k, norm.epsilon),
-        GELU=gelu,
         **_sums_of(config, norm.squares),
-        **launch_of(config, weight, 2),
+        **launch_of(config, weight, act),
         enable_fp_fusion=_fuses(x),
     )
     return y

@@ -246,6 +246,25 @@ def gate_and_up(
 
 
 @triton.jit
+def activated(gate, up, ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """A gated `Activation` in float32; what is not a number stays so."""
+    if ACT == "swiglu":
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+    if ACT == "gelu":
+        turn = (gate + gate * gate * gate * 0.044715) * 1.5957691216057308
+    else:
+        turn = gate * ALPHA if ALPHA != 1.0 else gate
+    opened = gate / (1.0 + tl.exp(-turn))
+    if LIMIT is not None:
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        if ACT == "swiglu":
+            up += 1.0
+        else:
+            opened = tl.where(opened > LIMIT, LIMIT, opened)
+    return opened * up
+
+
+@triton.jit
 def of_expert(kept, expert, stride):
     """Where an expert's scales, or zeros, begin; None where there are none."""
     if kept is not None:

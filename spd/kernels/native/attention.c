@@ -93,6 +93,7 @@ typedef struct {
     const element *query, *keys, *values;
     const int64_t *table, *positions;
     element *out;
+    const float *sinks;
     long table_width, slots, width, heads, kv_heads, size, value_size, page, first_key, sliding;
     float scale, softcap;
 } Attention;
@@ -246,7 +247,8 @@ static void attend_unit(const Attention *a, Block *b, const Unit *u, const Unit 
         b->last[r] = (int32_t)at, b->low[r] = (int32_t)lowest(a, at);
         place_query(&b->sides, r, from, a->size);
         memset(b->mixed[r], 0, (size_t)(parts(a->value_size, SIDE) * SIDE) * sizeof(float));
-        b->peak[r] = -__builtin_inff(), b->total[r] = 0;
+        b->peak[r] = a->sinks ? a->sinks[u->head * groups + (u->first + r) % groups] : -__builtin_inff();
+        b->total[r] = a->sinks ? 1 : 0;
     }
     for (long at = u->begin / KEYS * KEYS; at < u->end; at += KEYS) {
         const Chunk c = chunk_of(a, u, at);
@@ -286,14 +288,14 @@ static void attend_units(const void *work, Share *share, int member)
 }
 
 /* See `spd.kernels.paged_attention`: query [slots][width][heads][size], out the same of value_size, pools [..][kv_heads][page][size],
-   table [slots][table_width], positions [slots][width]. Keys are read in chunks that begin at multiples of KEYS
+   table [slots][table_width], positions [slots][width]. sinks: float32 [heads] or null. Keys are read in chunks that begin at multiples of KEYS
    positions, summed in ascending order: a row's bits do not depend on the others. sliding, softcap: 0 for none.
    Of a value the first value_size elements count. size <= 576; pages are whole sixteens. */
 void spd_attend(const element *query, const element *keys, const element *values, const int64_t *table, long table_width,
-    const int64_t *positions, element *out, long slots, long width, long heads, long kv_heads, long size, long value_size,
+    const int64_t *positions, const float *sinks, element *out, long slots, long width, long heads, long kv_heads, long size, long value_size,
     long page, float scale, float softcap, long first_key, long sliding, int threads)
 {
-    const Attention a = {query, keys, values, table, positions, out, table_width, slots, width, heads, kv_heads,
+    const Attention a = {query, keys, values, table, positions, out, sinks, table_width, slots, width, heads, kv_heads,
         size, value_size, page, first_key, sliding, scale, softcap};
     long units = slots * kv_heads * parts(width * (heads / kv_heads), SIDE);
     double seen = 0;

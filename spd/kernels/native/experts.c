@@ -115,11 +115,12 @@ typedef struct {
     const element *x, *residual;
     const Weight *gate_up, *down;
     const int64_t *ids, *place, *start, *used;
-    const float *weights;
+    const float *weights, *biases[2];
+    Activation act;
     Left *left;
     element *made, *out;
     float *sums;
-    long depth, inner, per_token;
+    long depth, inner, opened, per_token; /* opened: columns of gate_up */
     int second; /* the product with `down` */
 } Experts;
 
@@ -139,13 +140,15 @@ static void multiply_experts(const void *work, Share *share, int member)
 {
     const Experts *o = work;
     long deep = parts(o->second ? o->inner : o->depth, DEPTH);
-    long blocks = o->second ? column_blocks(o->depth, TO_FLOAT) : column_blocks(2 * o->inner, SILU);
+    long blocks = o->second ? column_blocks(o->depth, TO_FLOAT) : column_blocks(o->opened, o->act.kind);
     const Weight *packed = o->second ? o->down : o->gate_up;
     tiles_begin(SIDE, SIDE);
     for (long i; (i = take(share, member)) >= 0;) {
         long e = o->used[i / blocks], block = i % blocks, first = o->start[e], count = o->start[e + 1] - first;
-        const Ending gated = {0, 0, o->made + first * o->inner, 2 * o->inner, o->inner, SILU};
-        const Ending plain = {0, 0, o->sums + first * o->depth, o->depth, o->depth, TO_FLOAT};
+        const float *bias = o->biases[o->second];
+        if (bias) bias += e * (o->second ? o->depth : o->opened);
+        const Ending gated = {bias, 0, o->made + first * o->inner, o->opened, o->inner, o->act};
+        const Ending plain = {bias, 0, o->sums + first * o->depth, o->depth, o->depth, {TO_FLOAT, 0, 0}};
         multiply_weight(o->left + (first / SIDE + e) * deep * TILE, count, packed, e * blocks + block,
             o->second ? &plain : &gated, block);
     }
@@ -167,12 +170,12 @@ static void add_pairs(const void *work, Share *share, int member)
 
 /* residual [rows][depth] + the sum, weighed, of what each row's experts make of x [rows][depth], rounded once: out.
 
-   ids int64, weights float32 [rows][per_token]; gate_up and down: packed weights of every expert, gated and plain, one
-   behind the other. The room: lists [pairs + experts * 3 + 1] int64, pairs = rows * per_token; left
+   ids int64, weights float32 [rows][per_token]; gate_up and down: packed weights of every expert, one behind the other,
+   gate_up gated if the activation `kind` is; their biases float32, a row an expert, or null. The room: lists [pairs + experts * 3 + 1] int64, pairs = rows * per_token; left
    [(pairs / 16 + experts + 1) * parts(max(depth, inner), 32) * 512]; made [pairs][inner] and sums
    float32 [pairs][depth]. Each expert takes its own rows, in order. */
 void spd_experts(const element *x, const int64_t *ids, const float *weights, const Weight *gate_up, const Weight *down,
-    const element *residual, element *out, long rows, long depth, long inner, long experts, long per_token, int64_t *lists,
+    const float *gate_up_bias, const float *down_bias, int kind, float limit, float alpha, const element *residual, element *out, long rows, long depth, long inner, long experts, long per_token, int64_t *lists,
     Left *left, element *made, float *sums, int threads)
 {
     if (!rows) return;
@@ -186,11 +189,12 @@ void spd_experts(const element *x, const int64_t *ids, const float *weights, con
         next[e] = start[e];
     }
     for (long p = 0; p < pairs; p++) place[p] = next[ids[p]]++;
-    Experts o = {x, residual, gate_up, down, ids, place, start, used, weights, left, made, out, sums, depth, inner,
-        per_token, 0};
+    Experts o = {x, residual, gate_up, down, ids, place, start, used, weights,
+        {gate_up_bias, down_bias}, {kind, limit, alpha}, left, made, out, sums, depth, inner,
+        kind >= SILU ? 2 * inner : inner, per_token, 0};
     for (; o.second < 2; o.second++) {
         long size = o.second ? inner : depth;
-        long blocks = active * (o.second ? column_blocks(depth, TO_FLOAT) : column_blocks(2 * inner, SILU));
+        long blocks = active * (o.second ? column_blocks(depth, TO_FLOAT) : column_blocks(o.opened, kind));
         double each = tile_time((pairs + active - 1) / active);
         share_out(place_pairs, &o, pairs, threads_for(0.2 * (double)(pairs * size), threads));
         share_out(multiply_experts, &o, blocks,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
 
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from spd.kernels.attention.paged_attention import AttentionHeads, AttentionPlan, Scores, Windows
 from spd.kernels.attention.rotary_store import Pools, RotatedRows
-from spd.kernels.experts.moe import RoutingRule
+from spd.kernels.experts.moe import ExpertWeights, RoutingRule
 from spd.kernels.launch import ceil_div
+from spd.kernels.linear.activation import Activation
 from spd.kernels.linear.few_bits import GroupedWeight
 from spd.kernels.native.build import NativeUnavailable, library_path
 from spd.kernels.recurrent.delta_rule import DeltaMemory, Rule
@@ -33,10 +34,10 @@ SIGNATURES: dict[str, Sequence[type]] = {
     "spd_init": (),
     "spd_pack": (POINTER,) * 2 + (LONG,) * 2 + (INT,) * 2,
     "spd_pack_codes": (*(POINTER,) * 6, *(LONG,) * 3, *(INT,) * 4),
-    "spd_linear": (POINTER, POINTER, FLOAT, *(POINTER,) * 4, *(LONG,) * 8, INT, POINTER, INT),
+    "spd_linear": (POINTER, POINTER, FLOAT, *(POINTER,) * 4, *(LONG,) * 8, INT, FLOAT, FLOAT, POINTER, INT),
     "spd_norm": (POINTER, POINTER, FLOAT, POINTER, POINTER, LONG, LONG, INT),
     "spd_rotary_store": (*(POINTER,) * 6, FLOAT, *(POINTER,) * 3, *(LONG,) * 5, INT),
-    "spd_attend": (*(POINTER,) * 4, LONG, *(POINTER,) * 2, *(LONG,) * 7, FLOAT, FLOAT, LONG, LONG, INT),
+    "spd_attend": (*(POINTER,) * 4, LONG, *(POINTER,) * 3, *(LONG,) * 7, FLOAT, FLOAT, LONG, LONG, INT),
     "spd_latent_store": (*(POINTER,) * 7, FLOAT, *(POINTER,) * 2, *(LONG,) * 7, INT),
     "spd_router": (*(POINTER,) * 3, *(LONG,) * 3, INT),
     "spd_route": (*(POINTER,) * 5, *(LONG,) * 6, INT, INT, FLOAT, FLOAT, INT),
@@ -45,19 +46,18 @@ SIGNATURES: dict[str, Sequence[type]] = {
     "spd_short_conv": (*(POINTER,) * 7, *(LONG,) * 6, INT, INT),
     "spd_delta_rule": (*(POINTER,) * 12, *(LONG,) * 8, INT, INT),
     "spd_gated_norm": (*(POINTER,) * 3, FLOAT, POINTER, *(LONG,) * 5, INT, INT),
-    "spd_experts": (*(POINTER,) * 7, *(LONG,) * 5, *(POINTER,) * 4, INT),
+    "spd_experts": (*(POINTER,) * 7, INT, FLOAT, FLOAT, *(POINTER,) * 2, *(LONG,) * 5, *(POINTER,) * 4, INT),
 }
 
 
-class Ending(IntEnum):
-    """What becomes of a product's sums."""
+ROUNDED, FLOAT32 = (0, math.inf, 1.0), (1, math.inf, 1.0)
+"""What becomes of a product's sums: they are rounded to the library's dtype, or not; or see `ending_of`."""
 
-    ROUNDED = 0
-    """To the library's dtype."""
-    FLOAT32 = 1
-    SILU = 2
-    """The first half of the columns are gates of the second half."""
-    GELU = 3
+
+def ending_of(act: Activation) -> tuple[int, float, float]:
+    """An activation of a product's sums, as C takes it: its number, limit and alpha."""
+    number = ("relu2", "silu", "gelu", "swiglu").index(act.kind)
+    return 2 + number, math.inf if act.limit is None else act.limit, act.alpha
 
 
 CODES = ("int4", "int8", "e2m1", "e4m3")
@@ -76,7 +76,7 @@ class Weight(ctypes.Structure):
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight [N, K], or one for each of some heads or experts, as tiles; gated: see `Ending.SILU`.
+    """A weight [N, K], or one for each of some heads or experts, as tiles; gated: its first half are gates.
 
     Of a weight in codes the tiles are codes, with scales and perhaps zeros of groups of so many columns.
     """
@@ -198,7 +198,7 @@ class NativeLibrary:
         x: Tensor,
         weight: PackedWeight,
         bias: Tensor | None,
-        ending: Ending = Ending.ROUNDED,
+        ending: tuple[int, float, float] = ROUNDED,
         *,
         norm: Tensor | None = None,
         epsilon: float = 0.0,
@@ -210,13 +210,13 @@ class NativeLibrary:
         """
         rows = x.shape[0]
         width = weight.width // 2 if weight.gated else weight.width
-        kind = torch.float32 if ending is Ending.FLOAT32 else self.dtype
+        kind = torch.float32 if ending is FLOAT32 else self.dtype
         y = torch.empty(rows, width, dtype=kind)
         scratch = self.room(ceil_div(rows, SIDE) * ceil_div(weight.depth, DEPTH))
         x = x.contiguous()
         self._linear(
             x.data_ptr(), address(norm), epsilon, weight.address, address(bias), address(residual),
-            y.data_ptr(), rows, 1, weight.depth, weight.width, weight.depth, 0, width, 0, ending, scratch,
+            y.data_ptr(), rows, 1, weight.depth, weight.width, weight.depth, 0, width, 0, *ending, scratch,
             self.threads,
         )  # fmt: skip
         return y
@@ -234,7 +234,7 @@ class NativeLibrary:
         y = torch.empty(rows, heads, weight.width, dtype=self.dtype)
         self._linear(
             *at(x, None), 0.0, weight.address, *at(None, None, y), rows, heads, depth, weight.width,
-            x.stride(0), x.stride(1), y.stride(0), y.stride(1), Ending.ROUNDED,
+            x.stride(0), x.stride(1), y.stride(0), y.stride(1), *ROUNDED,
             self.room(heads * ceil_div(rows, SIDE) * ceil_div(depth, DEPTH)), self.threads,
         )  # fmt: skip
         return y
@@ -287,9 +287,9 @@ class NativeLibrary:
         query, mixed = query.contiguous(), torch.empty(slots, width, heads, rank or size, dtype=self.dtype)
         self._attend(
             query.data_ptr(), keys.data_ptr(), values.data_ptr(), plan.page_table.data_ptr(),
-            plan.page_table.shape[1], plan.positions.data_ptr(), mixed.data_ptr(), slots, width, heads,
-            keys.shape[2], size, rank or size, keys.shape[1], scores.scale, scores.softcap or 0.0,
-            plan.first_key, scores.sliding or 0, self.threads,
+            plan.page_table.shape[1], plan.positions.data_ptr(), address(scores.sinks), mixed.data_ptr(),
+            slots, width, heads, keys.shape[2], size, rank or size, keys.shape[1], scores.scale,
+            scores.softcap or 0.0, plan.first_key, scores.sliding or 0, self.threads,
         )  # fmt: skip
         return mixed
 
@@ -434,21 +434,22 @@ class NativeLibrary:
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        gate_up: PackedWeight,
-        down: PackedWeight,
+        own: ExpertWeights,
         stream: Tensor,
-    ) -> Tensor:
-        """stream [T, K] + `spd.kernels.experts.moe.experts` of x [T, K], rounded once: [T, K]."""
+    ) -> tuple[Tensor, None]:
+        """Of packed weights, onto a stream in a prompt chunk too; without squares."""
+        gate_up, down = own.gate_up, own.down
         x, stream, (rows, per_token) = x.contiguous(), stream.contiguous(), ids.shape
         pairs, inner, depth, count = rows * per_token, down.depth, down.width, down.count
         out, made = torch.empty(x.shape, dtype=self.dtype), torch.empty(pairs, inner, dtype=self.dtype)
         lists, sums = torch.empty(pairs + 3 * count + 1, dtype=torch.int64), torch.empty(pairs, depth)
         room = self.room((pairs // SIDE + count + 1) * ceil_div(max(depth, inner), DEPTH))
         self.library.spd_experts(
-            *at(x, ids, weights), gate_up.address, down.address, *at(stream, out), rows, depth, inner, count,
-            per_token, *at(lists), room, *at(made, sums), self.threads,
+            *at(x, ids, weights), gate_up.address, down.address, *at(own.gate_up_bias, own.down_bias),
+            *ending_of(own.act), *at(stream, out), rows, depth, inner, count, per_token, *at(lists), room,
+            *at(made, sums), self.threads,
         )  # fmt: skip
-        return out
+        return out, None
 
 
 def open_library(cache: Callable[[], Path], dtype: str) -> NativeLibrary:

@@ -100,7 +100,7 @@ typedef struct {
     Left *scratch;
     long rows, heads, depth, width, x_row, x_head, out_row, out_head;
     float epsilon;
-    int kind;
+    Activation act;
 } Product;
 
 static void place_rows(const void *work, Share *share, int member)
@@ -117,13 +117,13 @@ static void place_rows(const void *work, Share *share, int member)
 static void multiply_blocks(const void *work, Share *share, int member)
 {
     const Product *p = work;
-    long rows = p->rows, steps = parts(p->depth, DEPTH), blocks = column_blocks(p->width, p->kind);
+    long rows = p->rows, steps = parts(p->depth, DEPTH), blocks = column_blocks(p->width, p->act.kind);
     long room = parts(rows, SIDE) * steps * TILE;
     tiles_begin(rows < SIDE ? (int)rows : SIDE, rows > SIDE && rows < WIDTH ? (int)rows - SIDE : SIDE);
     for (long i; (i = take(share, member)) >= 0;) {
         long apart = i / blocks * p->out_head;
-        void *to = p->kind == TO_FLOAT ? (void *)((float *)p->out + apart) : (void *)((element *)p->out + apart);
-        const Ending ending = {p->bias, p->residual, to, p->width, p->out_row, p->kind};
+        void *to = p->act.kind == TO_FLOAT ? (void *)((float *)p->out + apart) : (void *)((element *)p->out + apart);
+        const Ending ending = {p->bias, p->residual, to, p->width, p->out_row, p->act};
         multiply_weight(p->scratch + i / blocks * room, rows, p->weight, i, &ending, i % blocks);
     }
     tiles_end();
@@ -131,16 +131,16 @@ static void multiply_blocks(const void *work, Share *share, int member)
 
 /* x [rows][heads][depth] (normed where `norm` is given) times a packed weight for each head, plus bias [width] and
    residual [rows][width] where they are given, rounded once: out [rows][heads][width], elements or float32 by
-   `kind`; or with a gate half as wide. Rows and heads lie `x_row`, `x_head`, `out_row`, `out_head` apart; a
+   `kind`; or what an activation makes of it. Rows and heads lie `x_row`, `x_head`, `out_row`, `out_head` apart; a
    residual is laid out like out and comes with one head. scratch: heads * parts(rows, 16) * parts(depth, 32) * 512
    elements. */
 void spd_linear(const element *x, const float *norm, float epsilon, const Weight *weight, const float *bias,
     const element *residual, void *out, long rows, long heads, long depth, long width, long x_row, long x_head,
-    long out_row, long out_head, int kind, Left *scratch, int threads)
+    long out_row, long out_head, int kind, float limit, float alpha, Left *scratch, int threads)
 {
     if (!rows) return;
     const Product p = {x, weight, norm, bias, residual, out, scratch, rows, heads, depth, width, x_row, x_head, out_row,
-        out_head, epsilon, kind};
+        out_head, epsilon, {kind, limit, alpha}};
     long blocks = heads * column_blocks(width, kind);
     double tiles = 2.0 * (double)(blocks * parts(depth, DEPTH));
     share_out(place_rows, &p, rows * heads, threads_for(0.2 * (double)(rows * heads * depth), threads));

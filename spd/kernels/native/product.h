@@ -6,7 +6,7 @@
 #include "tiles.h"
 
 enum { WIDTH = 2 * SIDE, ROOM = 256, AHEAD = SPD_WIDE ? 6 : 2 };
-enum { TO_ELEMENT, TO_FLOAT, SILU, GELU };
+enum { TO_ELEMENT, TO_FLOAT, RELU2, SILU, GELU, SWIGLU }; /* from SILU on the first half of the columns are gates */
 
 /* Blocks of a weight's columns: of 32, or of 16 gates and what goes with them. */
 static inline long column_blocks(long width, int kind)
@@ -26,29 +26,45 @@ static void place_row(const element *x, const float *norm, float epsilon, long d
         }
 }
 
-/* The gate of a sum: x * sigmoid(x), or gelu in its form with tanh, which is x * sigmoid(2 inner(x)). */
-static inline vec gate(vec x, int kind)
-{
-    vec inner = x, one = vall(1.0f);
-    if (kind == GELU) {
-        vec cube = vmul(vmul(x, x), x);
-        inner = vmul(vfma(cube, vall(0.044715f), x), vall(1.5957691216f));
-    }
-    return vdiv(x, vadd(one, exponential(vsub(vzero(), inner))));
-}
+/* kind: TO_FLOAT, or what becomes of the sums; see `spd.kernels.linear.activation`. limit: infinite for none. */
+typedef struct {
+    int kind;
+    float limit, alpha;
+} Activation;
 
 typedef struct {
     const float *bias;
     const element *residual;
     void *out;
     long width, stride;
-    int kind;
+    Activation act;
 } Ending;
+
+/* The smaller one; what is not a number stays so. */
+static inline vec cut(vec x, vec limit) { return vselect(vmore(x, limit), limit, x); }
+
+/* Gates x times sigmoid(x), or gelu in its form with tanh, which is x * sigmoid(2 inner(x)), and what they open. */
+static inline vec opened(vec x, vec up, const Activation *act)
+{
+    const vec limit = vall(act->limit), one = vall(1.0f), zero = vzero();
+    const int limited = act->limit < __builtin_inff();
+    if (limited) {
+        up = vsub(zero, cut(vsub(zero, cut(up, limit)), limit));
+        if (act->kind == SWIGLU) x = cut(x, limit), up = vadd(up, one);
+    }
+    vec inner = vmul(x, vall(act->alpha));
+    if (act->kind == GELU) {
+        vec cube = vmul(vmul(x, x), x);
+        inner = vmul(vfma(cube, vall(0.044715f), x), vall(1.5957691216f));
+    }
+    x = vdiv(x, vadd(one, exponential(vsub(zero, inner))));
+    return vmul(limited && act->kind == SILU ? cut(x, limit) : x, up);
+}
 
 /* What becomes of sums [count][32] of a block of columns: rows `first` on of the result, `stride` apart. */
 static void finish(const Ending *e, const float *sum, long block, long first, long count)
 {
-    int gated = e->kind >= SILU;
+    int gated = e->act.kind >= SILU;
     long columns = gated ? e->width / 2 : e->width;
     for (long r = first; r < first + count; r++, sum += WIDTH) {
         if (gated) {
@@ -58,7 +74,7 @@ static void finish(const Ending *e, const float *sum, long block, long first, lo
                 g = vadd(g, loadf(e->bias + at, columns - at));
                 up = vadd(up, loadf(e->bias + columns + at, columns - at));
             }
-            store((element *)e->out + r * e->stride + at, columns - at, vmul(gate(g, e->kind), up));
+            store((element *)e->out + r * e->stride + at, columns - at, opened(g, up, &e->act));
             continue;
         }
         for (int side = 0; side < 2; side++) {
@@ -66,8 +82,9 @@ static void finish(const Ending *e, const float *sum, long block, long first, lo
             if (at >= columns) break;
             vec y = loadf(sum + side * SIDE, SIDE);
             if (e->bias) y = vadd(y, loadf(e->bias + at, columns - at));
+            if (e->act.kind == RELU2) y = vsub(vzero(), cut(vsub(vzero(), y), vzero())), y = vmul(y, y);
             if (e->residual) y = vadd(y, load(e->residual + place, columns - at));
-            if (e->kind == TO_FLOAT) storef((float *)e->out + place, columns - at, y);
+            if (e->act.kind == TO_FLOAT) storef((float *)e->out + place, columns - at, y);
             else store((element *)e->out + place, columns - at, y);
         }
     }

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,18 +22,16 @@ from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
 from spd.kernels.launch import device_facts
+from spd.kernels.linear.activation import Activation
 from spd.kernels.linear.few_bits import GroupedWeight, grouped_linear
-from spd.kernels.linear.norm_gate import gelu_mul, rms_norm, silu_mul
+from spd.kernels.linear.norm_gate import activate, rms_norm
 from spd.kernels.linear.skinny_config import config_for, workspace_sizes
 from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm, step_of
-from spd.kernels.native.library import Ending, NativeLibrary
+from spd.kernels.native.library import FLOAT32, ROUNDED, NativeLibrary, ending_of
 from spd.runtime.layers.base import Communicator, ForwardBatch, Residual
 
 PACK_ROWS = 16
 """Rows that oneDNN is told to expect when it lays out a weight."""
-
-
-Gate = Literal["silu", "gelu"]
 
 
 @dataclass(frozen=True)
@@ -46,15 +44,15 @@ class Around:
     """Scales [K] of an RMS norm of the rows before the product."""
     folded: bool = False
     """Whether these scales are in the weight already."""
-    gate: Gate | None = None
-    """The product becomes this of its first half times the second."""
+    act: Activation | None = None
+    """What becomes of the product."""
     post_norm: Tensor | None = None
     """Scales [N] of an RMS norm of what is added to a stream."""
 
     def ended(self, y: Tensor, onto: Residual | None) -> Residual:
         """What becomes of a product y [T, N] by torch's operations, each rounded by itself."""
-        if self.gate is not None:
-            y = (gelu_mul if self.gate == "gelu" else silu_mul)(y)
+        if self.act is not None:
+            y = activate(y, self.act)
         if onto is None:
             return Residual(y)
         if self.post_norm is not None:
@@ -203,8 +201,8 @@ class SkinnyLinear(AnyHead):
         if around.norm is not None:
             assert stream.squares is not None
             norm = Norm(stream.squares, around.epsilon)
-            if around.gate is not None:
-                return Residual(kernels.norm_gate_up(*given, norm, around.gate == "gelu"))
+            if around.act is not None and around.act.gated:
+                return Residual(kernels.norm_gate_up(*given, norm, around.act))
         if onto is not None and around.post_norm is None:
             return Residual(*kernels.linear(*given, norm, onto.x))
         y, _ = kernels.linear(*given, norm)
@@ -232,9 +230,9 @@ class NativeLinear(AnyHead):
         library: NativeLibrary,
         around: Around = ALONE,
     ) -> None:
-        gate, norm, post_norm = around.gate, around.norm, around.post_norm
-        self.weight, self.library = library.pack(weight, gated=gate is not None), library
-        self.ending = Ending.ROUNDED if gate is None else Ending[gate.upper()]
+        act, norm, post_norm = around.act, around.norm, around.post_norm
+        self.weight, self.library = library.pack(weight, gated=act is not None and act.gated), library
+        self.ending = ROUNDED if act is None else ending_of(act)
         self.bias, self.norm, self.post_norm = (
             None if vector is None else vector.float().contiguous() for vector in (bias, norm, post_norm)
         )
@@ -249,7 +247,7 @@ class NativeLinear(AnyHead):
         return Residual(self.library.norm(y, self.post_norm, self.epsilon, onto.x))
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
-        return self.library.linear(hidden, self.weight, self.bias, Ending.FLOAT32)
+        return self.library.linear(hidden, self.weight, self.bias, FLOAT32)
 
 
 def share_workspace(products: Sequence[SkinnyLinear], rows: int) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spd.errors import IncompatibleError
 from spd.kernels.dispatch import Kernels
+from spd.kernels.linear.activation import Activation
 from spd.kernels.linear.few_bits import INT4_GROUP, GroupedWeight, int4_groups, int8_rows, magnitudes, tiled
 from spd.runtime.layers.base import Communicator
 from spd.runtime.layers.linear import (
@@ -22,7 +23,6 @@ from spd.runtime.layers.linear import (
     AnyHead,
     AnyLinear,
     Around,
-    Gate,
     Linear,
     NativeLinear,
     ShardedEmbedding,
@@ -180,7 +180,7 @@ class LayerBuilder:
         if skinny := [product for product in self.products if isinstance(product, SkinnyLinear)]:
             share_workspace(skinny, rows)
 
-    def after_norm(self, tensors: Tensors, name: str, gate: Gate | None = None) -> AnyLinear:
+    def after_norm(self, tensors: Tensors, name: str, act: Activation | None = None) -> AnyLinear:
         """The fused matrix `name` that reads the block's norm, or the stream itself where there is none."""
         bias, norm, folds = tensors.get(f"{name}_bias"), tensors.get("norm"), self.fold_norms
         rounds = folds and self.form.kind == "int8"
@@ -188,10 +188,10 @@ class LayerBuilder:
             tensors[name].mul_(norm)  # in float32 and rounded once, without a copy
         kept = self._kept(tensors, name)
         if norm is None:
-            return self.linear(kept, bias, Around(gate=gate))
+            return self.linear(kept, bias, Around(act=act))
         if folds and not rounds:  # norms do not fold into codes
             kept = kept.mul_(norm) if isinstance(kept, Tensor) else replace(kept, columns=norm)
-        return self.linear(kept, bias, Around(self.epsilon, norm, folds, gate))
+        return self.linear(kept, bias, Around(self.epsilon, norm, folds, act))
 
     def matrix(self, tensors: Tensors, name: str, *, cut: bool = False) -> AnyLinear:
         return self.linear(self._kept(tensors, name, cut=cut), tensors.get(f"{name}_bias"))
@@ -257,5 +257,5 @@ class LayerBuilder:
 
 def reorder_heads(tensor: Tensor, order: list[int]) -> None:
     """Put rows of tensor [heads * D, ...] in another order within each head, in place; order lists D."""
-    heads = tensor.view(-1, len(order), *tensor.shape[1:])
-    heads.copy_(heads[:, order])
+    for head in tensor.view(-1, len(order), *tensor.shape[1:]):
+        head.copy_(head[order])

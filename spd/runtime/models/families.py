@@ -11,6 +11,7 @@ from typing import Any
 from spd.formats.block_config import ConvConfig, DeltaConfig
 from spd.formats.model_config import ModelConfig
 from spd.formats.rope_config import RotaryDims, yarn_scale
+from spd.kernels.linear.activation import GELU, RELU2, SILU, Activation
 from spd.runtime.models.layouts import (
     AttentionLayout,
     GqaLayout,
@@ -47,6 +48,16 @@ def usual_mlp(config: ModelConfig) -> MlpLayout:
     return MlpLayout(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
 
+def usual_experts(config: ModelConfig, **own: Any) -> MoeLayout:
+    """Routed experts as the configuration says."""
+    experts = config.experts
+    assert experts is not None
+    act = shared = RELU2 if experts.plain else SILU
+    if experts.clamped is not None:
+        act = Activation("swiglu", *experts.clamped)
+    return MoeLayout(config.hidden_size, experts, act=act, shared_act=shared, **own)
+
+
 def usual_recurrent(config: ModelConfig) -> RecurrentLayout | None:
     """What stands in place of attention in layers of which the configuration says so."""
     facts, hidden = config.recurrent, config.hidden_size
@@ -66,7 +77,7 @@ def layered(
     """
     dense, experts, recurrent = dense or usual_mlp(config), config.experts, config.recurrent
     wide, other, layers = config.quantization is None, usual_recurrent(config), list[LayerLayout]()
-    sparse = MoeLayout(config.hidden_size, experts, dense.centred_norms, turned=wide) if experts else dense
+    sparse = usual_experts(config, centred_norms=dense.centred_norms, turned=wide) if experts else dense
     for i in range(config.num_layers):
         mixer: MixerLayout = attention
         if other is not None and recurrent is not None and recurrent.layers[i]:
@@ -76,8 +87,12 @@ def layered(
             own = {} if window is None else _local(config, attention) | slid
             mixer = replace(attention, sliding=window, still=True in config.still[i : i + 1], **own)
         mlp, limits = sparse if experts and experts.sparse_layers[i] else dense, config.limits[i : i + 1]
-        for cuts in limits:
-            mlp = replace(mlp, limits=cuts) if isinstance(mlp, MoeLayout) else replace(mlp, limit=cuts[1])
+        for routed, beside in limits:
+            if isinstance(mlp, MoeLayout):
+                limited = mlp.shared_act._replace(limit=beside)
+                mlp = replace(mlp, act=mlp.act._replace(limit=routed), shared_act=limited)
+            else:
+                mlp = replace(mlp, act=mlp.act._replace(limit=beside))
         layers.append(LayerLayout(mixer, mlp))
     scales = config.scales
     unit = scales.embedding / scales.residual
@@ -134,7 +149,7 @@ granite_hybrid = _family(
     "Granite 4 hybrids, dense or with routed experts: Mamba-2 layers, and every few layers attention",
     {**_PROJECTIONS, "block": "mlp.shared_mlp"},
 )
-arcee = _family("Arcee's AFM: no gates in the MLP", {"gate": None})
+arcee = _family("Arcee's AFM: no gates in the MLP", {"act": RELU2})
 gpt_oss = _family(
     "gpt-oss: heads with sinks, every other layer slides, routed experts with biases and clamped gates",
     sinks=True,
@@ -179,10 +194,10 @@ def nemotron_h(config: ModelConfig) -> ModelLayout:
     made = {
         "linear_attention": LayerLayout(scan, nothing),
         "full_attention": LayerLayout(attention, nothing),
-        "mlp": LayerLayout(nothing, replace(usual_mlp(config), gate=None, pre_norm="norm")),
+        "mlp": LayerLayout(nothing, replace(usual_mlp(config), act=RELU2, pre_norm="norm")),
     }
     if config.experts is not None:
-        made["moe"] = LayerLayout(nothing, MoeLayout(hidden, config.experts, pre_norm="norm"))
+        made["moe"] = LayerLayout(nothing, usual_experts(config, pre_norm="norm"))
     return ModelLayout(tuple(made[kind] for kind in facts.single))
 
 
@@ -260,7 +275,7 @@ def gemma(config: ModelConfig) -> ModelLayout:
     first = config.architecture == "GemmaForCausalLM"
     made = varied(
         config,
-        {"gate": "gelu", "centred_norms": True, **({} if first else _BETWEEN)},
+        {"act": GELU, "centred_norms": True, **({} if first else _BETWEEN)},
         qk_norm=config.architecture == "Gemma3ForCausalLM",
         scale=None if config.query_scalar is None else config.query_scalar**-0.5,
         softcap=config.attention_softcap,
@@ -298,7 +313,7 @@ def gemma4(config: ModelConfig, reads: Mapping[bool, int] | None = None) -> Mode
     wide = replace(usual, head_dim=size, num_kv_heads=facts.kv_heads, rotary=RotaryDims(size, size))
     wide = replace(wide, key_is_value=facts.key_is_value)
     behind = "post_feedforward_layernorm_1" if config.experts else "post_feedforward_layernorm"
-    mlp = replace(usual_mlp(config), gate="gelu", pre_norm="pre_feedforward_layernorm", post_norm=behind)
+    mlp = replace(usual_mlp(config), act=GELU, pre_norm="pre_feedforward_layernorm", post_norm=behind)
     for index, window in enumerate(config.sliding or (None,) * config.num_layers):
         shares = index >= config.num_layers - facts.shared
         width = config.intermediate_size * (2 if shares and facts.double_wide else 1)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from spd.formats.block_config import ExpertsConfig, LatentConfig
 from spd.formats.rope_config import RotaryDims
+from spd.kernels.linear.activation import SILU, Activation
 from spd.runtime.models.destinations import NOTHING, WHOLE, Cut, Cuts, Destination, Shape, Shard, fused
 from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout
 
@@ -248,15 +249,14 @@ class LatentLayout:
 
 @dataclass(frozen=True)
 class MlpLayout:
-    """The gated MLP: gate and up fused, then down."""
+    """The MLP: gate and up fused, or up alone, then down."""
 
     hidden_size: int
     intermediate_size: int
     bias: bool = False
     block: str = "mlp"
     """What stands before the projections' names."""
-    gate: Literal["silu", "gelu"] | None = "silu"
-    """gelu is in its form with tanh; None: there is no gate, but down(relu(up(x)) ** 2)."""
+    act: Activation = SILU
     centred_norms: bool = False
     """Scales of norms are stored as their distance from 1."""
     pre_norm: str | None = "post_attention_layernorm"
@@ -266,8 +266,6 @@ class MlpLayout:
     post_epsilon: float | None = None
     centred_output: bool = False
     """As of `GqaLayout`, both."""
-    limit: float | None = None
-    """Where gates, after their function, are cut above, and what they open both ways."""
     fused_gate_up: bool = False
     """Gate and up are one tensor in the checkpoint too."""
     shard: Shard = WHOLE
@@ -293,7 +291,7 @@ class MlpLayout:
         """The destinations without the norm before them."""
         hidden, inner = self.hidden_size, self.intermediate_size
         rows = {"gate_up_proj": 2 * inner} if self.fused_gate_up else {"gate_proj": inner, "up_proj": inner}
-        rows = rows if self.gate else {"up_proj": inner}
+        rows = rows if self.act.gated else {"up_proj": inner}
         cuts = self._cuts()
         found = fused("gate_up", self.block, rows, hidden, biased=self.bias, cuts=cuts)
         return found | fused("down", self.block, {"down_proj": hidden}, inner, biased=self.bias, cuts=cuts)
@@ -313,10 +311,10 @@ class MoeLayout:
     centred_norms: bool = False
     """Scales of norms are stored as their distance from 1."""
     pre_norm: str = "post_attention_layernorm"
-    limits: tuple[float | None, float | None] = (None, None)
-    """As of `MlpLayout`, of routed experts and of the shared one."""
+    act: Activation = SILU
+    shared_act: Activation = SILU
     turned: bool = True
-    """Clamped experts stand inputs before outputs, as `transformers` writes them."""
+    """Experts with biases stand inputs before outputs, as `transformers` writes them."""
     shard: Shard = WHOLE
     """The rank that has this part of every expert's width."""
 
@@ -339,15 +337,14 @@ class MoeLayout:
             size,
             block=f"mlp.{name}",
             fused_gate_up=name == "shared_mlp",
-            gate=None if self.experts.plain else "silu",
-            limit=self.limits[1],
+            act=self.shared_act,
             shard=self.shard,
         )
 
     def destinations(self) -> dict[str, Destination]:
         hidden, inner, experts = self.hidden_size, self.experts.intermediate_size, self.experts
         count, biased, read = experts.num_experts, experts.clamped is not None, experts.latent or hidden
-        parts = ("up",) if experts.plain else ("gate_up",) if biased else ("gate", "up")
+        parts = ("up",) if not self.act.gated else ("gate_up",) if biased else ("gate", "up")
         rows = 2 * inner if biased else inner
         shapes: dict[str, Shape] = {**dict.fromkeys(parts, (rows, read)), "down": (read, inner)}
         cuts = {"gate_up": self.shard.rows(rows), "down": self.shard.columns(inner)}
@@ -374,7 +371,7 @@ class MoeLayout:
                 for e in range(count)
                 for part, shape in own.items()
             }
-            found[f"experts_{name}"] = replace(Destination.of(names, cut=cuts.get(name)), wide=turned)
+            found[f"experts_{name}"] = Destination.of(names, cut=cuts.get(name))
             if biased:
                 cut = self.shard.columns(width) if name == "gate_up" else None
                 bias = {f"mlp.experts.{name}_proj_bias": (count, width)}
@@ -425,7 +422,7 @@ class SideLayout:
         routed = MoeLayout(hidden, self.experts, shard=self.mlp.shard).destinations()
         for name in ("experts_gate_up", "experts_down"):
             parts = [part._replace(name=part.name.removeprefix("mlp.")) for part in routed[name].parts]
-            found[name] = replace(routed[name], parts=tuple(parts), wide=True)
+            found[name] = replace(routed[name], parts=tuple(parts))
         count = self.experts.num_experts
         exact: dict[str, tuple[str, Shape]] = {
             "router_scale": ("router.scale", (hidden,)),

@@ -6,115 +6,76 @@ The gated MLP, routed experts with a shared one, and Gemma 4's second block with
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from spd.kernels.dispatch import Kernels
-from spd.kernels.experts.moe import FEW_ROWS, MANY_ROWS, ClampedExperts, by_expert
-from spd.kernels.linear.few_bits import GroupedWeight, TiledWeight, expert_linear, tiled
-from spd.kernels.linear.norm_gate import gelu_mul, rms_norm
+from spd.kernels.experts.moe import ExpertWeights
+from spd.kernels.linear.activation import GELU
+from spd.kernels.linear.few_bits import GroupedWeight, tiled
+from spd.kernels.linear.norm_gate import activate, rms_norm
 from spd.runtime.layers.base import ForwardBatch, Residual
 from spd.runtime.layers.linear import AnyLinear, added, in_tiles, normed, squared
-from spd.runtime.models.builder import Kept, LayerBuilder, Tensors
+from spd.runtime.models.builder import LayerBuilder, Tensors
 from spd.runtime.models.layouts import MlpLayout, MoeLayout, SideLayout
 
 Chosen = tuple[Tensor, Tensor]
 """For each row the experts int64 [T, k] that it goes to, and their weights float32 [T, k]."""
 
 
-Experts = Callable[[Tensor, Chosen, Residual, ForwardBatch], Residual]
-"""All routed experts of a layer: the stream [T, K] and the weighed sum of what they make of rows x [T, K]."""
-
-
-def by_kernels(
-    gate_up: Kept | TiledWeight,
-    down: Kept | TiledWeight,
-    kernels: Kernels,
-    x: Tensor,
-    chosen: Chosen,
-    stream: Residual,
-    batch: ForwardBatch,
-) -> Residual:
-    """`Experts` that only compute the rows that go to them; gate_up [E, 2 I, K], down [E, K, I]."""
-    case = (x, *chosen, gate_up, down)
-    if stream.squares is not None:
-        return Residual(*kernels.experts(*case, stream.x))
-    return Residual(stream.x + kernels.experts(*case, chunk=batch.chunk_start is not None)[0])
-
-
-def by_torch(
-    through: Callable[[Tensor, int], Tensor],
-    x: Tensor,
-    chosen: Chosen,
-    stream: Residual,
-    batch: ForwardBatch,
-) -> Residual:
-    """`Experts` of which `through` makes [T, K] of rows [T, K] and a number; torch's form alone."""
-    tile = FEW_ROWS if batch.chunk_start is None else MANY_ROWS
-    return Residual(stream.x + by_expert(x, *chosen, tile, through))
-
-
-def biased_experts(layout: MoeLayout, tensors: Tensors, build: LayerBuilder) -> ClampedExperts:
-    """Clamped experts with biases, of gate_up and down as they are stored: see `MoeLayout`."""
-    assert layout.experts.clamped is not None
-    count, limits = layout.experts.num_experts, layout.experts.clamped
-    each: list[Kept] = [
-        tensors[name].view(count, -1, tensors[name].shape[1]).mT.contiguous()
-        if layout.turned
-        else build.stacked(tensors, name, count, cut=False)
-        for name in EXPERT_NAMES
-    ]
-    biases = [tensors[f"{name}_bias"].to(build.dtype) for name in EXPERT_NAMES]
-    if build.ranks is not None and build.ranks.rank:
-        biases[1].zero_()  # of the ranks' sum it is a part once
-    return ClampedExperts(each[0], biases[0], each[1], biases[1], *limits)
-
-
-def cut_silu(x: Tensor, limit: float) -> Tensor:
-    """Gates and what they open [T, 2 N], side by side, both cut: see `MlpLayout`."""
-    gate, up = x.chunk(2, -1)
-    return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
-
-
 EXPERT_NAMES = ("experts_gate_up", "experts_down")
 
 
-def between(plain: bool, limit: float | None) -> Callable[[Tensor], Tensor] | None:
-    """What torch's operations make of a first product alone; None: gates that a product ends with."""
-    if limit is not None:
-        return partial(cut_silu, limit=limit)
-    return (lambda x: x.relu().square()) if plain else None
+class Experts:
+    """All routed experts of a layer, of gate_up and down as they are stored: see `MoeLayout`."""
+
+    def __init__(self, layout: MoeLayout, tensors: Tensors, build: LayerBuilder) -> None:
+        count, facts, self.kernels = layout.experts.num_experts, layout.experts, build.kernels
+        biases: list[Tensor] = []
+        if facts.clamped is not None:  # rows of gates and of inputs stand in turn
+            biases = [tensors.pop(f"{name}_bias") for name in EXPERT_NAMES]
+            for name in EXPERT_NAMES if layout.turned else ():
+                turned = tensors[name].view(count, -1, tensors[name].shape[1]).mT
+                tensors[name] = turned.reshape(-1, turned.shape[2])
+            width = 2 * facts.intermediate_size
+            order = [*range(0, width, 2), *range(1, width, 2)]
+            build.reorder(tensors, EXPERT_NAMES[0], order)
+            biases[0] = biases[0][:, order].contiguous()
+            if build.ranks is not None and build.ranks.rank:
+                biases[1].zero_()  # of the ranks' sum it is a part once
+        each = [build.stacked(tensors, name, count, cut=name == EXPERT_NAMES[1]) for name in EXPERT_NAMES]
+        made: list[Any] = each
+        if (native := build.kernels.native) is not None:
+            made = [native.pack(each[0], gated=layout.act.gated), native.pack(each[1])]
+        elif build.kernels.facts.folds_norms:
+            made = [tiled(one) if isinstance(one, GroupedWeight) else one for one in each]
+        self.weights = ExpertWeights(made[0], made[1], layout.act, *biases)
+
+    def __call__(self, x: Tensor, chosen: Chosen, stream: Residual, batch: ForwardBatch) -> Residual:
+        """The stream [T, K] plus the weighed sum of what they make of rows x [T, K] that go to them."""
+        case = (x, *chosen, self.weights)
+        if stream.squares is not None or self.kernels.native is not None:
+            return Residual(*self.kernels.experts(*case, stream.x))
+        return Residual(stream.x + self.kernels.experts(*case, chunk=batch.chunk_start is not None)[0])
 
 
 class GatedMlp:
-    """stream + down(act(gate(norm(stream))) * up(norm(stream))), gate and up fused; act is silu or gelu.
-
-    Or stream + down(relu(up(norm(stream))) ** 2).
-    """
+    """stream + down(act(gate_up(norm(stream)))), gate and up fused, or up alone."""
 
     def __init__(
         self, layout: MlpLayout, tensors: Tensors, build: LayerBuilder, shared: bool = False
     ) -> None:
         """shared: it stands beside experts, whose sum over ranks takes its part along."""
-        self.between = between(layout.gate is None, layout.limit)
-        self.gate_up = build.after_norm(tensors, "gate_up", None if self.between else layout.gate)
+        self.gate_up = build.after_norm(tensors, "gate_up", layout.act)
         if shared:
             self.down = build.matrix(tensors, "down", cut=True)
         else:
             self.down = build.summed(tensors, "down", layout.post_epsilon, centred=layout.centred_output)
 
-    def inner(self, stream: Residual, batch: ForwardBatch) -> Residual:
-        """What the last matrix reads."""
-        inner = self.gate_up(stream, batch)
-        return Residual(self.between(inner.x)) if self.between else inner
-
     def __call__(self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None) -> Residual:
         """The stream [T, hidden], or `onto`, with this block of the stream added."""
-        return self.down(self.inner(stream, batch), batch, stream if onto is None else onto)
+        return self.down(self.gate_up(stream, batch), batch, stream if onto is None else onto)
 
 
 class MoeMlp:
@@ -132,7 +93,7 @@ class MoeMlp:
         self.shared = GatedMlp(layout.shared, tensors, build, shared=True) if layout.shared else None
         self.shared_gate = tensors.get("shared_gate")
         self.router_bias = tensors.get("router_bias")
-        self.experts = _experts(layout, tensors, build)
+        self.experts = Experts(layout, tensors, build)
         self.latent: tuple[AnyLinear, AnyLinear] | None = None
         if layout.experts.latent is not None:
             self.latent = build.matrix(tensors, "latent_in"), build.matrix(tensors, "latent_out")
@@ -144,7 +105,7 @@ class MoeMlp:
         if self.ranks is not None:  # the experts' parts together are one part of one sum
             onto = Residual(torch.zeros_like(stream.x), stream.squares)
         if self.shared is not None:
-            inner = self.shared.inner(stream, batch)
+            inner = self.shared.gate_up(stream, batch)
             if self.shared_gate is not None:
                 factors = self._logits(x, self.shared_gate, batch.tile).sum(1).sigmoid()
                 inner = Residual((inner.x * factors).to(x.dtype))
@@ -159,33 +120,14 @@ class MoeMlp:
 
     def _route(self, x: Tensor, tile: int) -> Chosen:
         logits = self._logits(x, self.router, tile)
-        if self.router_bias is not None:  # torch's form, whose logits are one part
-            logits = logits + self.router_bias
+        if self.router_bias is not None:
+            logits[:, 0] += self.router_bias
         chosen: Chosen = self.kernels.route(logits, self.correction, self.rule)
         return chosen
 
     def _logits(self, x: Tensor, weight: Tensor, tile: int) -> Tensor:
         """Parts float32 [T, P, E] of x [T, K] times weight [E, K]."""
         return in_tiles(lambda rows: self.kernels.router_logits(rows, weight), x, tile)
-
-
-def _experts(layout: MoeLayout, tensors: Tensors, build: LayerBuilder) -> Experts:
-    """Of gate_up [E * 2 I, K] and down [E * K, I]."""
-    if layout.experts.clamped is not None:
-        return partial(by_torch, biased_experts(layout, tensors, build).through)
-    gate_up, down = (
-        build.stacked(tensors, name, layout.experts.num_experts, cut=name == EXPERT_NAMES[1])
-        for name in EXPERT_NAMES
-    )
-    if (act := between(layout.experts.plain, layout.limits[0])) is not None:
-        return partial(by_torch, lambda x, e: expert_linear(act(expert_linear(x, gate_up, e)), down, e))
-    if (native := build.kernels.native) is not None:
-        gated, plain = native.pack(gate_up, gated=True), native.pack(down)
-        return lambda x, chosen, stream, batch: Residual(native.experts(x, *chosen, gated, plain, stream.x))
-    if not build.kernels.facts.folds_norms:
-        return partial(by_kernels, gate_up, down, build.kernels)
-    tiles = [tiled(each) if isinstance(each, GroupedWeight) else each for each in (gate_up, down)]
-    return partial(by_kernels, tiles[0], tiles[1], build.kernels)
 
 
 class LayerEmbeddings:
@@ -206,16 +148,14 @@ class LayerEmbeddings:
 
 
 class SideExperts:
-    """Routed experts of the stream before the block, with gelu gates; torch's form alone."""
+    """Routed experts of the stream before the block."""
 
     def __init__(self, layout: SideLayout, tensors: Tensors, build: LayerBuilder) -> None:
         assert layout.experts is not None
-        count, self.rule, self.epsilon = layout.experts.num_experts, layout.experts.router, build.epsilon
+        self.rule, self.epsilon = layout.experts.router, build.epsilon
         self.kernels, self.ranks = build.kernels, build.ranks
-        gate_up, down = (tensors[n].view(count, -1, tensors[n].shape[1]) for n in EXPERT_NAMES)
-        self.experts: Experts = partial(
-            by_torch, lambda x, e: F.linear(gelu_mul(F.linear(x, gate_up[e])), down[e])
-        )
+        routed = MoeLayout(layout.mlp.hidden_size, layout.experts, act=layout.mlp.act)
+        self.experts = Experts(routed, tensors, build)
         self.router, self.expert_scale = tensors["router"], tensors["expert_scale"]
         self.router_norm = tensors["router_scale"] * layout.mlp.hidden_size**-0.5
         self.norms = tensors["before_norm"], tensors["behind_norm"]
@@ -258,5 +198,7 @@ class SideMlp:
             assert batch.per_layer is not None
             gate, projection = self.side
             opened = torch.cat((gate(Residual(x), batch).x, batch.per_layer[:, self.index]), 1)
-            x = x + rms_norm(projection(Residual(gelu_mul(opened)), batch).x, self.side_norm, self.epsilon)
+            x = x + rms_norm(
+                projection(Residual(activate(opened, GELU)), batch).x, self.side_norm, self.epsilon
+            )
         return Residual(x * self.scalar) if stream.squares is None else squared(x, self.kernels, self.scalar)

@@ -9,6 +9,7 @@ from functools import partial
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import MtpFamily, MtpSource, check_mtp
+from spd.kernels.linear.activation import SILU
 from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import WHOLE, Destination, Shape, Shard
 from spd.runtime.models.families import usual_mlp
@@ -33,7 +34,7 @@ def module_layer(config: ModelConfig, family: MtpFamily, shard: Shard = WHOLE) -
         layers = [replace(layer, mlp=mlp) for layer in layers]
     if family.slides:
         dense = next((layer.mlp for layer in layers if isinstance(layer.mlp, MlpLayout)), usual_mlp(config))
-        dense = replace(dense, limit=None)
+        dense = replace(dense, act=SILU)
         layers = [replace(layer, mlp=dense) for layer in layers if getattr(layer.attention, "sliding", None)]
     return layers[family.like_layer].sharded(shard)
 

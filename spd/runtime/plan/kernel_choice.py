@@ -15,7 +15,7 @@ from spd.formats.hub import own_cache
 from spd.formats.model_config import ModelConfig
 from spd.formats.quantized import CODES, Quantization
 from spd.kernels.native.build import DTYPE_FLAGS, LARGEST_HEAD, NativeUnavailable, obstacle
-from spd.runtime.models.layouts import AttentionLayout, GqaLayout, LayerLayout, MoeLayout, SideLayout
+from spd.runtime.models.layouts import AttentionLayout, LayerLayout
 from spd.runtime.models.weights import INT4_GROUP, STEP, WIDE, PackedSpec, WeightForm, int4_form
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.plan.machine import Machine
@@ -35,9 +35,6 @@ def native_obstacle(machine: Machine, dtype: str, layers: Iterable[LayerLayout])
         return "they are a CPU's"
     if dtype not in DTYPE_FLAGS:
         return f"they multiply {' and '.join(DTYPE_FLAGS)}, not {dtype}"
-    layers = list(layers)
-    if (only := torch_alone(layers)) is not None:
-        return only
     blocks = (layer.attention for layer in layers)
     largest = max((block.heads[2] for block in blocks if isinstance(block, AttentionLayout)), default=0)
     if largest > LARGEST_HEAD:
@@ -45,28 +42,10 @@ def native_obstacle(machine: Machine, dtype: str, layers: Iterable[LayerLayout])
     return obstacle()
 
 
-def torch_alone(layers: Iterable[LayerLayout]) -> str | None:
-    """What of a model has no kernels but torch's."""
-    for layer in layers:
-        if isinstance(layer.attention, GqaLayout) and layer.attention.sinks:
-            return "attention with sinks is torch's alone"
-        cut = isinstance(layer.mlp, MoeLayout) and (layer.mlp.experts.clamped or layer.mlp.limits[0])
-        if cut:
-            return "experts with clamped gates are torch's alone"
-        if isinstance(layer.mlp, MoeLayout) and layer.mlp.experts.plain:
-            return "experts without gates are torch's alone"
-        if isinstance(layer.mlp, SideLayout) and layer.mlp.experts is not None:
-            return "experts with gelu gates are torch's alone"
-    return None
-
-
 def choose_kernels(wish: str, machine: Machine, dtype: str, layers: Iterable[LayerLayout]) -> tuple[str, str]:
     """The form of the kernels and why. Raises ResourceError, IncompatibleError for what cannot be."""
-    layers = list(layers)
     if wish == "torch":
         return wish, "asked for"
-    if (only := torch_alone(layers)) is not None:
-        return _torch_instead(wish, only)
     if wish == "native" or (wish == "auto" and machine.on_cpu):
         return _native(wish, native_obstacle(machine, dtype, layers), dtype, machine.foreseen)
     if not machine.foreseen and find_spec("triton") is None:

@@ -24,7 +24,7 @@ from spd.runtime.models.mtp_weights import module_layer
 from spd.runtime.models.weights import WIDE, logits_table
 from spd.runtime.plan.config import LONG_MATCH, METHODS, NGRAM_MIN, EngineConfig, split_spec
 from spd.runtime.plan.drafter_choice import Drafter, choose_drafter
-from spd.runtime.plan.kernel_choice import choose_form, choose_kernels, native_obstacle, torch_alone
+from spd.runtime.plan.kernel_choice import choose_form, choose_kernels, native_obstacle
 from spd.runtime.plan.machine import Machine, machine_of
 from spd.runtime.plan.memory import (
     CHECKPOINTS,
@@ -180,10 +180,6 @@ def _kernels(
     drafting = () if drafter.folder is None else family_layout(drafter.folder.config).layers
     if drafter.mtp is not None:
         drafting = (module_layer(drafter.mtp.config, drafter.mtp.layout.family),)
-    if kernels == "triton" and (only := torch_alone(drafting)) is not None:
-        raise IncompatibleError(
-            "--draft-model cannot run by the target's kernels", reason=[f"{only}."], fix=["--kernels torch"]
-        )
     others = kernels == "native" and native_obstacle(machine, dtype, drafting) is not None
     return dtype, kernels, why, "torch" if others else kernels
 
