@@ -164,6 +164,8 @@ LOOKED_UP = (
     *("hunyuan_moe", "muse_glimmer"),
 )
 """Families whose attention, norms or caches are their own."""
+QUANTIZED = ("gpt_oss", "gemma4_moe")
+"""Families whose experts are rounded at load, beside those of Qwen3 and DeepSeek."""
 OTHERS = ("mimo", "ernie4_5", *sorted(FAMILIES.keys() - {*WINDOWED, *LOOKED_UP}))
 """Families that differ from those in numbers and names."""
 RECURRENT = tuple(f"hybrid/{method}" for method in ("ngram", "draft", "mtp", "mtp+ngram"))
@@ -208,7 +210,11 @@ CELLS = [
     *families(sorted(MTP_OF), ("mtp",), k=(1, 3), slots=(1, 3)),
     *table(["some"], 1, name=RECURRENT, k=(1, 4, 8), lag=LAGS, form=TYPES, slots=(3, 16)),
     *table(["some"], 1, name=RECURRENT, k=(4,), lag=(0,), form=TYPES[1:], slots=(4,), cache_pages=(6,)),
-    *table(["few"], 1, name=("draft", "one", "qwen3_moe/ngram", "deepseek_v3/ngram"), **IN_FEW_BITS),
+    *table(
+        *(["few"], 1),
+        name=("draft", "one", *(f"{family}/ngram" for family in ("qwen3_moe", "deepseek_v3", *QUANTIZED))),
+        **IN_FEW_BITS,
+    ),
     *table(
         *(["repeating"], 1),
         name=[f"{name}+ngram" for name in ("draft", "one", "three", "eagle")],
