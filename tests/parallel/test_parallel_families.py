@@ -71,6 +71,7 @@ def drafters(name: str, folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         headed = write_tiny_mtp(folder / "mtp", variant=name, family=family, modules=2, kind="copy")
         yield headed, {"spec": "off"}
         yield headed, {"spec": "mtp", "draft_max": 3}
+    if name in VARIANTS or name == "gpt_oss":
         head = write_tiny_eagle3(folder / "head", target, aux=(1, 3))
         yield target, {"spec": "eagle3", "draft_max": 3, "draft_model": head}
 
