@@ -29,6 +29,7 @@ from tests.helpers import (
 )
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny import write_tiny
+from tests.recipes.tiny_assistant import write_assistant
 from tests.recipes.tiny_dense import write_dense
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
@@ -241,6 +242,12 @@ def hybrid(folder: Path) -> Made:
     return write_tiny_hybrid(folder, mtp=True, agreeing=True, **sizes), {"spec": "mtp"}
 
 
+def assisted(folder: Path) -> Made:
+    target = write_dense(folder / "target", "gemma4", vocab=100, tokenizer=False)
+    assistant = write_assistant(folder / "assistant", target, clusters=4, kept=3)
+    return target, {"spec": "assistant", "draft_model": assistant}
+
+
 def in_int8(folder: Path) -> Made:
     target = write_tiny(folder, architecture="Qwen3ForCausalLM", layers=2, residual_gain=damped, **SHAPE)
     return target, {"spec": "draft", "draft_model": target, "quantize": "int8"}
@@ -265,12 +272,17 @@ FAMILIES: dict[str, tuple[Callable[[Path], Made], int, int]] = {
     ),
     "int8": (in_int8, 18, 4),
     "FP8 in blocks": (in_blocks, 18, 4),
+    "an assistant": (assisted, 34, 4),
     **{name: (partial(dense, family=name, layers=4, vocab=97, tokenizer=False), 34, 3) for name in NEWER},
 }
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=SLOW if n in ("FP8 in blocks", *NEWER[1:]) else ()) for n in FAMILIES]
+    "name",
+    [
+        pytest.param(n, marks=SLOW if n in ("FP8 in blocks", "an assistant", *NEWER[1:]) else ())
+        for n in FAMILIES
+    ],
 )
 def test_every_kind_of_layer_and_weight(tmp_path: Path, name: str) -> None:
     """A chunk of a prompt and its tail, then rounds with drafts, of which a prompt of repeats has some."""
