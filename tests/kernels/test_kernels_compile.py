@@ -31,6 +31,7 @@ FEW = (
     "|commit_8|commit_32|many|lookup_2048|sliding|logits"
     "|gelu|greedy|noise|^truncated|law_plain|rejection|kept|^plain_"
     "|out_|30b_int4|8b_e2m1|mamba|^1$|^32$"
+    "|sinks|limited|^oss|^gemma|^step|^nemotron"
 )
 """What the default lane leaves out: every kernel is compiled, and not in each of its forms."""
 RECORDED = ROOT / "benchmarks/results/compiled_kernels.json"
