@@ -5,7 +5,6 @@ A row's result does not depend on the other rows or on where they go. Rows that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -114,28 +113,26 @@ def experts(
     Torch form: each chosen expert for its own rows, always as many of them at a time. Asks the host.
     """
     if stream is None:
-        return by_expert(x, ids, weights, MANY_ROWS if chunk else FEW_ROWS, own.through), None
+        return _by_expert(x, ids, weights, own, MANY_ROWS if chunk else FEW_ROWS), None
     gate_up, down = (plain_weight(weight, torch.float32).float() for weight in (own.gate_up, own.down))
     wide = own._replace(gate_up=gate_up, down=down)
-    y = (stream.float() + by_expert(x.float(), ids, weights, FEW_ROWS, wide.through)).to(stream.dtype)
+    y = (stream.float() + _by_expert(x.float(), ids, weights, wide, FEW_ROWS)).to(stream.dtype)
     return y, sum_of_squares(y)
 
 
-def by_expert(
-    x: Tensor, ids: Tensor, weights: Tensor, tile: int, through: Callable[[Tensor, int], Tensor]
-) -> Tensor:
-    """Sum, weighted, what `through` makes of every row [T, K] by its experts, `tile` rows at a time."""
+def _by_expert(x: Tensor, ids: Tensor, weights: Tensor, own: ExpertWeights, tile: int) -> Tensor:
+    """Sum, weighted, what every row [T, K] becomes by its experts, `tile` rows of one at a time."""
     pairs = dict[int, list[int]]()
     for pair, expert in enumerate(ids.flatten().tolist()):
         pairs.setdefault(expert, []).append(pair)
     order: list[int] = []
     tiles: list[int] = []
-    for expert, own in pairs.items():
-        own += own[-1:] * (-len(own) % tile)
-        order += own
-        tiles += [expert] * (len(own) // tile)
+    for expert, chosen in pairs.items():
+        chosen += chosen[-1:] * (-len(chosen) % tile)
+        order += chosen
+        tiles += [expert] * (len(chosen) // tile)
     where = torch.tensor(order, device=x.device)
     rows = torch.split(x.index_select(0, where // ids.shape[1]), tile)
-    made = [through(some, expert) for some, expert in zip(rows, tiles, strict=True)]
+    made = [own.through(some, expert) for some, expert in zip(rows, tiles, strict=True)]
     out = x.new_empty(ids.numel(), x.shape[1]).index_copy_(0, where, torch.cat(made))
     return torch.bmm(weights.unsqueeze(1), out.view(*ids.shape, -1).float()).squeeze(1).to(x.dtype)
