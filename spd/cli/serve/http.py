@@ -94,7 +94,7 @@ class Service:
                 order = secrets.token_hex(8), asked, ids, params
                 request, inside = settings.request(*order, None if may_call else shape)
                 if may_call and shape is not None:  # it allows every text, so thinking need not come first
-                    if inside and not shape.optional:
+                    if inside and shape.after is None:
                         end = settings.vocabulary.need_tokenizer().token_to_id(CLOSING)
                         shape = dataclasses.replace(shape, after=end)
                     request = dataclasses.replace(request, grammar=shape)
@@ -102,7 +102,7 @@ class Service:
         try:
             self.engine.check(prepared[0][0])
         except UsageError:
-            if wish.grammar is None or not wish.grammar.optional or (wish.tools and wish.tools.held):
+            if wish.grammar is None or wish.tools is None or wish.tools.held:
                 raise
             return self.prepare(dataclasses.replace(wish, grammar=None))  # no grammar can hold these schemas
         return prepared

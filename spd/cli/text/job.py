@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.options import GenerateOptions, ReplyOptions, SamplingOptions
+from spd.cli.text.channels import channels_of
 from spd.cli.text.prompt import TAIL, Asked, end_of_thinking, opens_thinking, read_grammar, thinking_budget
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.hub import is_repository_name
@@ -202,10 +203,9 @@ class Settings:
         tokenizer, inside = self.vocabulary.tokenizer, None
         if tokenizer is not None and asked.messages:  # else there is no text, or it is not a chat's
             inside = opens_thinking(tokenizer.decode(ids[-TAIL:], skip_special=False))
-            if shape is not None and shape.kind == "schema" and "<|channel|>" in tokenizer.special_tokens:
-                from spd.cli.serve.forms import HARMONY, Tools
-
-                shape = Tools({}, HARMONY, tokens=tokenizer.special_tokens).answer(shape)
+            channels = channels_of(self.vocabulary.need_template().default)
+            if shape is not None and shape.kind == "schema" and channels is not None:
+                shape = channels.held(shape, tokenizer.special_tokens)
         thinking = thinking_budget(self.think, self.vocabulary, bool(inside))
         if shape is not None:
             shape = dataclasses.replace(shape, after=end_of_thinking(self.vocabulary, asked, ids))
