@@ -65,9 +65,8 @@ def _loose(text: str) -> str:
 
 def _tagged(text: str, form: Form, schemas: Schemas) -> Found | bool:
     """Calls of keys and values between tags: a value is closed where a key or the call's end follows."""
-    (head, tail), (key, close) = (
-        map(_loose, re.split("ARGUMENTS|VALUE", one)) for one in (form.call, form.pairs.text if form.pairs else "")
-    )
+    pair = form.pairs.text if form.pairs else ""
+    (head, tail), (key, close) = (map(_loose, re.split("ARGUMENTS|VALUE", one)) for one in (form.call, pair))
     end = rf"\s*(?:{tail}|(?={re.escape(form.closing)}))" if tail else rf"\s*(?={re.escape(form.closing)})"
     if (begun := re.match(rf"\s*{head}(?=\s*{key}|{end})", text)) is None:
         return False
