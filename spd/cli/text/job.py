@@ -200,17 +200,17 @@ class Settings:
         if params is None:
             params, shape = self.sampling.params, self.grammar
         ids = self.fit(asked) if ids is None else ids
-        tokenizer, inside = self.vocabulary.tokenizer, None
+        tokenizer, inside, after = self.vocabulary.tokenizer, None, None
         if tokenizer is not None and asked.messages:  # else there is no text, or it is not a chat's
-            inside = opens_thinking(tokenizer.decode(ids[-TAIL:], skip_special=False))
+            end = tokenizer.decode(ids[-TAIL:], skip_special=False)
+            inside, after = opens_thinking(end), end_of_thinking(self.vocabulary, asked, end)
             channels = channels_of(self.vocabulary.need_template().default)
             if shape is not None and shape.kind == "schema" and channels is not None:
                 shape = channels.held(shape, tokenizer.special_tokens)
         thinking = thinking_budget(self.think, self.vocabulary, bool(inside))
-        if shape is not None:
-            shape = dataclasses.replace(shape, after=end_of_thinking(self.vocabulary, asked, ids))
-            if shape.after is not None:
-                inside = True  # the grammar begins behind thinking, with or without its first tag
+        if shape is not None and after is not None:
+            inside = True  # the grammar begins behind thinking, with or without its first tag
+            shape = dataclasses.replace(shape, after=after)
         return Request(name, tuple(ids), params, grammar=shape, thinking=thinking), inside
 
 

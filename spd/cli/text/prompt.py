@@ -188,24 +188,15 @@ def read_grammar(options: GenerateOptions) -> GrammarText | None:
     return None
 
 
-def end_of_thinking(vocabulary: Vocabulary, asked: Asked, ids: Sequence[int]) -> int | None:
+def end_of_thinking(vocabulary: Vocabulary, asked: Asked, prompt: str) -> int | None:
     """The token behind which a grammar begins; None where the reply begins with the answer.
 
-    A model thinks if its prompt leaves thinking open, or if its chat template can switch thinking, has
-    not been told to, and the prompt does not close it.
+    A model thinks if its `prompt`, of which the end suffices, leaves thinking open, or if its chat template
+    can switch thinking, has not been told to, and the prompt does not close it.
     """
-    tokenizer, template = vocabulary.tokenizer, vocabulary.template
-    if tokenizer is None or template is None or not asked.messages:
-        return None
-    begin, end = tokenizer.token_to_id(OPENING), tokenizer.token_to_id(CLOSING)
-    if begin is None or end is None:
-        return None
-    last = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] in (begin, end)), None)
-    if last is not None and ids[last] == begin:
-        return end
-    if last is not None and last >= len(ids) - 4:  # closed where the reply begins: line ends follow
-        return None
-    return end if SWITCH in template.default and (asked.variables or {}).get(SWITCH, True) else None
+    switched = SWITCH in vocabulary.need_template().default and (asked.variables or {}).get(SWITCH, True)
+    thinks = opens_thinking(prompt) or (switched and not prompt.rstrip().endswith(CLOSING))
+    return vocabulary.need_tokenizer().token_to_id(CLOSING) if thinks else None
 
 
 def opens_thinking(prompt: str) -> bool:
