@@ -336,7 +336,7 @@ class Tools:
             rules.append(f"before[lazy]: /(.|\\n)*{re.escape(form.opening)}/")
             start = f"TEXT | {before} {calls}" if mark is None else calls
             start += f" ({before} {calls})* TEXT" * (mark is not None and several)
-        return GrammarText("lark", "\n".join([f"start: {start}", *rules]), mark, mark is not None)
+        return GrammarText("lark", "\n".join([f"start: {start}", *rules]), mark, not self.required)
 
     def _literal(self, text: str) -> str:
         return literal(text, self.tokens)

@@ -208,7 +208,7 @@ class Settings:
             if shape is not None and shape.kind == "schema" and channels is not None:
                 shape = channels.held(shape, tokenizer.special_tokens)
         thinking = thinking_budget(self.think, self.vocabulary, bool(inside))
-        if shape is not None and after is not None:
+        if shape is not None and shape.after is None and (inside or not shape.optional) and after is not None:
             inside = True  # the grammar begins behind thinking, with or without its first tag
             shape = dataclasses.replace(shape, after=after)
         return Request(name, tuple(ids), params, grammar=shape, thinking=thinking), inside
