@@ -15,7 +15,6 @@ from spd.cli.serve.body import FLAG, OBJECT, TEXT, fields, listed, refuse, some,
 from spd.cli.serve.forms import MARKS, Tools, as_json, call_form
 from spd.cli.serve.replies import ChatReply, CompletionReply, Reply
 from spd.cli.text.channels import CHANNEL
-from spd.cli.text.job import check_ids
 from spd.cli.text.prompt import RESERVED_ARGS, SWITCH, Asked
 from spd.errors import UsageError
 from spd.runtime.engine.request import SEED_BITS, GrammarText
@@ -319,9 +318,7 @@ def _params(body: Mapping[str, Any], settings: Settings, logprobs: int | None) -
     values["top_k"] = max(0, values.get("top_k", settings.sampling.params.top_k))  # -1 is off, too
     values["seed"] = values.get("seed", secrets.randbits(SEED_BITS)) % 2**63
     try:
-        check_ids(values.get("stop_token_ids", ()), settings.usable_vocab, "stop_token_ids")
-        check_ids([token for token, _ in values.get("logit_bias", ())], settings.usable_vocab, "logit_bias")
-        return dataclasses.replace(settings.sampling.params, **values)
+        return settings.params(**values)
     except UsageError as error:
         first = error.message.split()[0].rstrip(":")
         raise read.api_error(error, param=first if first in values else None) from None

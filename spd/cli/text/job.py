@@ -170,6 +170,12 @@ class Settings:
     grammar: GrammarText | None
     think: str
 
+    def params(self, **values: Any) -> SamplingParams:
+        """The run's sampling parameters with others in their place. Raises UsageError."""
+        check_ids(values.get("stop_token_ids", ()), self.usable_vocab, "stop_token_ids")
+        check_ids([token for token, _ in values.get("logit_bias", ())], self.usable_vocab, "logit_bias")
+        return dataclasses.replace(self.sampling.params, **values)
+
     def fit(self, asked: Asked) -> list[int]:
         """The ids of what is asked. Raises IncompatibleError if they leave no room for a reply."""
         ids, context = encode_asked(asked, self.vocabulary, self.context), self.context
