@@ -257,12 +257,16 @@ MARKS |= {QUOTE, "[CALL_ID]", "<|channel>", "<channel|>", *ENDS}
 """What may be special tokens, which have no text of their own."""
 
 
+GUESSED = Form(*HERMES)
+"""The form where a template tells of none: what may be such a call slows no reply."""
+
+
 def call_form(template: str) -> Form:
-    """How a model writes calls, by its chat template; as Hermes where nothing is told."""
-    return next(
-        (form for form in FORMS.values() if all(sign in template for sign in form.signs or (form.opening,))),
-        HERMES,
+    """How a model writes calls, by its chat template."""
+    told = (
+        form for form in FORMS.values() if all(sign in template for sign in form.signs or (form.opening,))
     )
+    return next(told, GUESSED)
 
 
 NO_CALL = re.compile(BLANK + r'\{\s*[^\s"]')
@@ -303,7 +307,7 @@ class Tools:
 
         form = self.form
         mark = None if self.required else self.tokens.get(form.opening)
-        if mark is None and not self.held and (form.is_bare or form.channels):
+        if mark is None and not self.held and (form.is_bare or form.channels or form is GUESSED):
             return None
         chosen = self.functions if self.named is None else {self.named: self.functions[self.named]}
         rules = ["GAP: /\\n{0,2}/", "TEXT: /(.|\\n)*/"]

@@ -259,7 +259,8 @@ def test_a_template_says_which_form() -> None:
         assert call_form(f"{{% if tools %}}{' '.join(form.signs or (form.opening,))}{{% endif %}}") is form, (
             name
         )
-    assert call_form("nothing") is FORMS[HERMES]
+    guessed = call_form("nothing")
+    assert guessed == FORMS[HERMES] and Tools(FUNCTIONS, guessed).grammar is None
 
 
 def test_a_call_keeps_the_id_that_the_model_gave() -> None:
