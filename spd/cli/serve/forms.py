@@ -255,8 +255,6 @@ WRITTEN = " ".join(" ".join((*form[:3], form.pairs.text if form.pairs else "")) 
 MARKS = {mark for mark in re.findall(r"<[^<>\s]+>|\[[A-Z_]+\]", WRITTEN) if not re.search("NAME|KEY", mark)}
 MARKS |= {QUOTE, "[CALL_ID]", "<|channel>", "<channel|>", *ENDS}
 """What may be special tokens, which have no text of their own."""
-
-
 GUESSED = Form(*HERMES)
 """The form where a template tells of none: what may be such a call slows no reply."""
 
@@ -330,16 +328,15 @@ class Tools:
         calls += f" GAP {closing}" * bool(closing)
         if form.channels is not None:
             final = f"{self._literal(form.channels.answer)} TEXT"
-            start = form.channels.thought(self.tokens) + (
-                f" {calls}" if self.required else f" ({calls} | {final})"
-            )
+            last = calls if self.required else f"({calls} | {final})"
+            start = f"{form.channels.thought(self.tokens)} {last}"
         elif self.required:
             start = f"GAP {opening} {calls}"
         else:
             before = f"TEXT {opening}" if form.opening in self.tokens else "before"
             rules.append(f"before[lazy]: /(.|\\n)*{re.escape(form.opening)}/")
             start = f"TEXT | {before} {calls}" if mark is None else calls
-            start += f" ({before} {calls})* TEXT" * (mark is not None and several)
+            start += f" ({before} {calls})* TEXT" * several
         return GrammarText("lark", "\n".join([f"start: {start}", *rules]), mark, not self.required)
 
     def _literal(self, text: str) -> str:

@@ -24,6 +24,7 @@ THINKS = re.compile(r"<\|channel\|>\s*analysis|to=self\b")
 CALLED = re.compile(r"to=functions\.([\w.-]+)")
 """What a header of a call holds where nothing behind it tells the name."""
 CALL = f"{CHANNEL}commentary to=functions."
+"""What such a header begins with; behind it `ThinkingSplitter` leaves the name."""
 
 
 class Channels(NamedTuple):

@@ -343,7 +343,10 @@ def test_calls_are_held_to_their_schemas(form: str, how: str) -> None:
     compiler = GrammarCompiler(demo.path, demo.config.vocab_size)
     text = "Well. " * (how != "required" and not written.channels)
     said = call_text(written, required=how == "required").replace("{}", arguments_text(written), 1)
-    for end, may_be in ((said, True), (said.replace("get_w", "get_m"), False), (wrong(said), False)):
+    ends = [(said, True), (said.replace("get_w", "get_m"), False), (wrong(said), False)]
+    if text:
+        ends += [(f"{said} So.", True), (f"{said} So. {said}", True), (f"{said} So. {wrong(said)}", False)]
+    for end, may_be in ends:
         assert is_allowed(compiler, grammar, demo.tokenizer.encode(text + end)) is may_be, end
     told, calls = replies(tools, list(text + said))
     assert [(name, json.loads(one)) for name, one in calls] == ONE and told.strip() == text.strip()
