@@ -17,8 +17,9 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from spd.cli.serve.forms import FORMS, Tools, call_form, parser_of
+from spd.cli.serve.forms import FORMS, CallParser, Piece, Tools, call_form
 from spd.cli.serve.wishes import CHAT, for_template
+from spd.cli.text.prompt import ThinkingSplitter
 from spd.errors import SpdError
 from spd.formats.chat_template import ChatTemplate
 
@@ -104,6 +105,15 @@ def cells(template: str) -> Iterator[tuple[str, str, str | None, list[str]]]:
         yield name, what, own(one, messages, **shown), theirs(template, messages, **shown)
 
 
+def found(tools: Tools, texts: Sequence[str]) -> list[Piece]:
+    """What is found in a reply that came in these pieces, without its thinking."""
+    splitter, parser, pieces = ThinkingSplitter(False), CallParser(tools), list[Piece]()
+    for text in [*texts, None]:
+        for thinking, part in splitter.feed(text or "", final=text is None):
+            pieces += [] if thinking else parser.feed(part)
+    return [*pieces, *parser.feed("", final=True)]
+
+
 def read_back(template: str) -> str:
     """What is found in a reply as the template writes it: as many calls as there were, or else."""
     one, form = ChatTemplate("", {"default": template}, SPECIAL), call_form(template)
@@ -124,11 +134,7 @@ def read_back(template: str) -> str:
         cuts = [[reply[:cut], reply[cut:]] for cut in range(len(reply))]
         for pieces in [list(reply), *cuts]:
             tools = Tools({"read": PARAMETERS, "now": {}}, form)
-            parser = parser_of(tools)
-            found = [
-                piece for text in [*pieces, None] for piece in parser.feed(text or "", final=text is None)
-            ]
-            calls = [(piece.name, json.loads(piece.text)) for piece in found if piece.kind == "call"]
+            calls = [(one.name, json.loads(one.text)) for one in found(tools, pieces) if one.kind == "call"]
             if calls != wanted:
                 return f"NOT READ: {reply!r}"
         return f"{len(wanted)} calls read"

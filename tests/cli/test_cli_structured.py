@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from spd.cli.text.job import Vocabulary
 from spd.cli.text.prompt import Asked, end_of_thinking
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}
@@ -44,36 +43,23 @@ def test_the_reply_follows_what_was_asked_for(
         assert re.fullmatch(wanted, replies[0].text.removesuffix("\n")), replies[0]
 
 
-THINK, END, OTHER = 5, 6, 1
-
-
 @pytest.mark.parametrize(
-    ("ids", "template", "variables", "expected"),
+    ("prompt", "template", "variables", "thinks"),
     [
-        ([OTHER] * 9, "no thinking", {}, None),
-        ([OTHER] * 9, "enable_thinking", {}, END),
-        ([OTHER] * 9, "enable_thinking", {"enable_thinking": False}, None),
-        ([OTHER] * 9 + [THINK, OTHER], "opens it", {}, END),
-        ([OTHER] * 9 + [THINK, OTHER, END, OTHER], "enable_thinking", {}, None),
-        ([THINK, OTHER, END] + [OTHER] * 9, "enable_thinking", {}, END),
-        ([THINK, OTHER, END] + [OTHER] * 9, "an old turn's", {}, None),
-        ([OTHER, THINK, OTHER, END, OTHER, THINK], "opens it", {}, END),
+        ("Hi", "no thinking", {}, False),
+        ("Hi", "enable_thinking", {}, True),
+        ("Hi", "enable_thinking", {"enable_thinking": False}, False),
+        ("Hi<think>\n", "opens it", {}, True),
+        ("Hi<think>\n\n</think>\n\n", "enable_thinking", {}, False),
+        ("<think>a</think>Hi", "enable_thinking", {}, True),
+        ("<think>a</think>Hi", "an old turn's", {}, False),
+        ("<think>a</think>Hi<think>", "opens it", {}, True),
     ],
 )
-def test_where_a_grammar_begins(ids: list[int], template: str, variables: Any, expected: int | None) -> None:
-    names = {"<think>": THINK, "</think>": END}
-    vocabulary: Any = SimpleNamespace(
-        tokenizer=SimpleNamespace(token_to_id=names.get), template=SimpleNamespace(default=template)
-    )
+def test_where_a_grammar_begins(prompt: str, template: str, variables: Any, thinks: bool) -> None:
     asked = Asked(messages=({"role": "user", "content": "x"},), variables=variables)
-    assert end_of_thinking(vocabulary, asked, ids) == expected
-    assert end_of_thinking(vocabulary, Asked(ids=tuple(ids)), ids) is None
-    none: Any = SimpleNamespace(
-        tokenizer=SimpleNamespace(token_to_id=lambda _: None), template=vocabulary.template
+    vocabulary: Any = SimpleNamespace(
+        need_tokenizer=lambda: SimpleNamespace(token_to_id={"</think>": 6}.get),
+        need_template=lambda: SimpleNamespace(default=template),
     )
-    assert end_of_thinking(none, asked, ids) is None
-
-
-def test_a_model_without_a_tokenizer_says_so() -> None:
-    vocabulary = Vocabulary(config=SimpleNamespace(), tokenizer=None, template=None, name="x")  # type: ignore[arg-type]
-    assert end_of_thinking(vocabulary, Asked(ids=(1,)), [1]) is None
+    assert end_of_thinking(vocabulary, asked, prompt) == (6 if thinks else None)

@@ -132,6 +132,7 @@ def test_a_chat_without_a_terminal_says_the_answer(spd_run: Callable, model: Pat
 def test_a_shape_stands_in_the_channel_of_the_answer(spd_run: Callable, model: Path, script: Any) -> None:
     """Of gpt-oss, which may think first."""
     write_tokenizer(model, (*SPECIALS, "<|start|>", "<|channel|>", "<|message|>", "<|end|>"))
+    set_template(model, "{# <|channel|> #}" + TEMPLATE)
     script.pieces = [CHANNELS, '{"a": 1}']
     ran = spd_run("generate", "-m", model, "--schema", SCHEMA, "--json", "Hi")
     assert (ran.json["reasoning"], ran.json["text"]) == ("hm", '{"a": 1}')

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.serve.body import TEXT, ApiError, listed, some, whole
+from spd.cli.text.channels import BEGINNING
 from spd.cli.text.output import to_json
-from spd.cli.text.prompt import HEADS, check_messages, check_text, parted
+from spd.cli.text.prompt import check_messages, check_text, parted
 from spd.errors import IncompatibleError, NotFoundError, ResourceError, UsageError
 from spd.formats.chat_template import encode_rendered, render_chat
 from spd.formats.files import open_output, write_whole
@@ -141,7 +142,7 @@ class ChatEncoder:
             if turn.answered:
                 messages += map(json.loads, turn.answered)
             elif turn.reply is not None:
-                answer = parted(turn.reply)[1] if turn.reply.lstrip().startswith(HEADS) else turn.reply
+                answer = parted(turn.reply)[1] if BEGINNING.match(turn.reply) else turn.reply
                 messages.append({"role": "assistant", "content": answer})
         rendered = render_chat(self._tokenizer, self._template, messages, **self._variables)
         self._tokenizer.bounded(rendered.marked, self._context)

@@ -174,9 +174,7 @@ def read_wish(line: Line, settings: Settings, shared: Asked, raw: bool) -> tuple
     for _, kind, wish in shapes:
         grammar = GrammarText(kind, wish if isinstance(wish, str) else json.dumps(wish))
     values.setdefault("seed", derived_seed(settings.sampling.params.seed, line.number))
-    check_ids(values.get("stop_token_ids", ()), settings.usable_vocab, "stop_token_ids")
-    check_ids([token for token, _ in values.get("logit_bias", ())], settings.usable_vocab, "logit_bias")
-    params = dataclasses.replace(settings.sampling.params, **values)
+    params = settings.params(**values)
     asked = _asked(value, shared, raw)
     check_ids(asked.ids or (), settings.vocabulary.config.vocab_size, "prompt_ids")
     return settings.request(str(line.number), asked, None, params, grammar)

@@ -23,7 +23,7 @@ from spd.cli.serve.replies import Choice, Grown
 from spd.cli.serve.responses import read_response
 from spd.cli.serve.wishes import Wish, read_chat, read_completion, read_tokenize, without_lines
 from spd.cli.text.job import check_ids, encode_asked
-from spd.cli.text.prompt import CLOSING, Asked
+from spd.cli.text.prompt import Asked
 from spd.errors import UsageError
 from spd.runtime.engine.request import derived_seed
 
@@ -83,26 +83,20 @@ class Service:
     def prepare(self, wish: Wish) -> list[Prepared]:
         """The requests of a call. Raises what encoding and compiling a grammar raise."""
         prepared: list[Prepared] = []
-        settings, may_call = self.settings, wish.tools is not None and not wish.tools.required
+        settings = self.settings
         if wish.think is not None:
             settings = dataclasses.replace(settings, think=str(wish.think))
         for asked in wish.prompts:
             ids = settings.fit(asked)
             for choice in range(wish.n):
                 seed = derived_seed(wish.params.seed, choice) if choice else wish.params.seed
-                params, shape = dataclasses.replace(wish.params, seed=seed), wish.grammar
-                order = secrets.token_hex(8), asked, ids, params
-                request, inside = settings.request(*order, None if may_call else shape)
-                if may_call and shape is not None:  # it allows every text, so thinking need not come first
-                    if inside and not shape.optional:
-                        end = settings.vocabulary.need_tokenizer().token_to_id(CLOSING)
-                        shape = dataclasses.replace(shape, after=end)
-                    request = dataclasses.replace(request, grammar=shape)
+                params = dataclasses.replace(wish.params, seed=seed)
+                request, inside = settings.request(secrets.token_hex(8), asked, ids, params, wish.grammar)
                 prepared.append((dataclasses.replace(request, draft_max=wish.draft_max), inside))
         try:
             self.engine.check(prepared[0][0])
         except UsageError:
-            if wish.grammar is None or not wish.grammar.optional or (wish.tools and wish.tools.held):
+            if wish.grammar is None or wish.tools is None or wish.tools.held:
                 raise
             return self.prepare(dataclasses.replace(wish, grammar=None))  # no grammar can hold these schemas
         return prepared

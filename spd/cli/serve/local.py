@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from spd.cli.commands.serve import ServeOptions
     from spd.cli.options import GenerateOptions, ReplyOptions
     from spd.cli.text.output import Console, Session
-    from spd.formats.tokenizer import Tokenizer
     from spd.runtime import EngineConfig
 
 LINE_LIMIT = 64 << 20
@@ -263,23 +262,16 @@ class ServedEngine:
         self.plan: Any = SimpleNamespace(**plan, as_dict=lambda: plan)
         self.plan.shape = self.plan.wishes = self.plan
         """As `EnginePlan`, as far as it is asked."""
+        self.tokenizer: Any = SimpleNamespace(token_bytes=lambda token_id: self._opened.token_bytes(token_id))
+        """What names tokens; it is opened when it is asked, for few replies ask."""
         line.send(do="attach")
         self._running: set[str] = set()
         self._aborting = False
         self._events: list[Event] = []
         self._metrics: dict[str, RequestMetrics] = {}
 
-    @property
-    def tokenizer(self) -> ServedEngine:
-        """What names tokens: itself, for few replies ask for it."""
-        return self
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """As `Tokenizer.token_bytes`."""
-        return b"" if self._opened is None else self._opened.token_bytes(token_id)
-
     @cached_property
-    def _opened(self) -> Tokenizer | None:
+    def _opened(self) -> Any:
         from spd.formats.folder import ModelFolder
 
         return ModelFolder(self._folder).tokenizer

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from spd.cli.serve.forms import MARKS, Piece, Tools, parser_of
+from spd.cli.serve.forms import MARKS, CallParser, Piece, Tools
 from spd.cli.text.prompt import ThinkingSplitter
 from spd.cli.text.reply import logprob_entry
 
@@ -53,8 +53,7 @@ class Choice:
         self, index: int, inside: bool | None, tools: Tools | None, stops: Sequence[str], tokenizer: Tokenizer
     ) -> None:
         self.index, self._tokenizer, self._stops = index, tokenizer, stops
-        self._parser = None if tools is None else parser_of(tools)
-        self._splitter = ThinkingSplitter(None if tools is not None and tools.written.header else inside)
+        self._parser, self._splitter = CallParser(tools) if tools else None, ThinkingSplitter(inside)
         names = tokenizer.special_tokens if self._parser is not None else {}
         silent = (mark for mark in MARKS if mark in names and not tokenizer.token_bytes(names[mark]))
         self._marks = {names[mark]: mark for mark in silent}
@@ -71,7 +70,7 @@ class Choice:
         final = event.finish_reason is not None
         self.logprobs += event.logprobs
         self.reason = "stop" if event.finish_reason == "abort" else event.finish_reason
-        if self._splitter.thinking or (self._parser and self._parser.thinking):
+        if self._splitter.thinking:
             self.reasoning_tokens += len(event.token_ids)
         if self._stops:
             self._spoken += self._tokenizer.bytes_of(event.token_ids)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.serve import body as read
-from spd.cli.serve.body import FLAG, OBJECT, TEXT, fields, listed, refuse, whole
-from spd.cli.serve.forms import CHANNEL, GEMMA, HARMONY, MARKS, Tools, as_json, call_form
+from spd.cli.serve.body import FLAG, OBJECT, TEXT, fields, listed, refuse, some, whole
+from spd.cli.serve.forms import MARKS, Tools, as_json, call_form
 from spd.cli.serve.replies import ChatReply, CompletionReply, Reply
-from spd.cli.text.job import check_ids
+from spd.cli.text.channels import CHANNEL
 from spd.cli.text.prompt import RESERVED_ARGS, SWITCH, Asked
 from spd.errors import UsageError
 from spd.runtime.engine.request import SEED_BITS, GrammarText
@@ -115,18 +115,10 @@ _MESSAGE = fields(
 )
 FUNCTION = {"name": name_of, "description": TEXT, "parameters": OBJECT, "strict": FLAG}
 _TOOL = fields({"type": read.one_of("function"), "function": fields(FUNCTION, "name")}, "type", "function")
-_NAMED = {"type": TEXT, "name": TEXT, "function": read.some({"name": TEXT}, "name")}
-_SUBSET = {"mode": read.one_of("auto", "required"), "tools": listed(read.some(_NAMED, "type"), 128)}
-_CHOICE = read.some(
-    {
-        **_NAMED,
-        **_SUBSET,
-        "allowed_tools": read.some(_SUBSET),
-        "type": read.one_of("function", "allowed_tools"),
-    },
-    "type",
+_CHOICE = some(
+    {"type": read.one_of("function"), "name": TEXT, "function": some({"name": TEXT}, "name")}, "type"
 )
-"""A choice of functions as chat completions write it, or flat as Responses do."""
+"""A choice of a function as chat completions write it, or flat as Responses do."""
 _FORMAT = fields({"name": name_of, "description": TEXT, "schema": OBJECT, "strict": FLAG}, "name", "schema")
 
 SAMPLING = {
@@ -236,15 +228,12 @@ def wish_of(body: Mapping[str, Any], service: Service, reply: type[Reply], **mor
     source = template.tool_use or template.default
     tools = tools_of(body, source, vocabulary.need_tokenizer())
     grammar = response_format(body)
-    if tools is not None and tools.functions:
+    if tools is not None:
         if grammar is not None:
             refuse("response_format", "a reply that may be a tool call cannot be held to a format")
         grammar = tools.grammar
-        if "tools" in source:  # of what no grammar keeps it from calling, a model is not told
-            told = (tool for tool in body["tools"] if grammar or tool["function"]["name"] in tools.functions)
-            variables["tools"] = list(told)
-    elif grammar is not None and tools is not None and tools.form is HARMONY:
-        grammar = tools.answer(grammar)
+        if "tools" in source:
+            variables["tools"] = list(body["tools"])
     messages = body.get("messages", ())
     if not messages:
         refuse("messages", "expected at least one message", "missing_required_parameter")
@@ -329,9 +318,7 @@ def _params(body: Mapping[str, Any], settings: Settings, logprobs: int | None) -
     values["top_k"] = max(0, values.get("top_k", settings.sampling.params.top_k))  # -1 is off, too
     values["seed"] = values.get("seed", secrets.randbits(SEED_BITS)) % 2**63
     try:
-        check_ids(values.get("stop_token_ids", ()), settings.usable_vocab, "stop_token_ids")
-        check_ids([token for token, _ in values.get("logit_bias", ())], settings.usable_vocab, "logit_bias")
-        return dataclasses.replace(settings.sampling.params, **values)
+        return settings.params(**values)
     except UsageError as error:
         first = error.message.split()[0].rstrip(":")
         raise read.api_error(error, param=first if first in values else None) from None
@@ -411,29 +398,24 @@ def tools_of(body: Mapping[str, Any], template: str, tokenizer: Tokenizer) -> To
             refuse(f"{where}.parameters", "expected a schema of type object", "invalid_function_parameters")
         functions[function["name"]] = schema
         strict = function.pop("strict", False) or strict
-    named, form, subset = None, call_form(template), False
-    tokens = {mark: number for mark in MARKS if (number := tokenizer.token_to_id(mark)) is not None}
+    named = None
     if isinstance(choice, dict):
         asked = _CHOICE(choice, "tool_choice")
-        subset = asked["type"] == "allowed_tools"
-        allowed = asked.get("allowed_tools", asked)
-        chosen = (tool for tool in allowed.get("tools", [asked]) if tool["type"] == "function")
-        names = [tool.get("function", tool).get("name") for tool in chosen]
-        if not names or not functions.keys() >= {*names}:
-            refuse("tool_choice", "expected functions that are among `tools`")
-        choice, named = allowed.get("mode", "auto") if subset else "required", None if subset else names[0]
-        functions = {name: functions[name] for name in names} if subset else functions
+        choice, named = "required", asked.get("function", asked).get("name")
+        if named not in functions:
+            refuse("tool_choice", "expected a function that is among `tools`")
     elif choice not in ("none", "auto", "required"):
         refuse("tool_choice", "expected none, auto, required or a function that is among `tools`")
     if choice == "none" or (choice == "auto" and not functions):
-        return Tools({}, form, tokens=tokens) if form is GEMMA or form.header else None  # thinking
+        return None
     if not functions:
         refuse("tool_choice", "it is only allowed with `tools`")
     if choice == "auto" and "tools" not in template:
         why = "this model's chat template has no place for tools, so the model cannot be told of them"
         refuse("tools", f"{why}; tool_choice `required` or a named function holds it to a call")
+    tokens = {mark: number for mark in MARKS if (number := tokenizer.token_to_id(mark)) is not None}
     parallel = body.get("parallel_tool_calls", True)
-    return Tools(functions, form, named, choice == "required", parallel, strict or subset, tokens)
+    return Tools(functions, call_form(template), named, choice == "required", parallel, strict, tokens)
 
 
 def response_format(body: Mapping[str, Any]) -> GrammarText | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.options import GenerateOptions, ReplyOptions, SamplingOptions
+from spd.cli.text.channels import channels_of
 from spd.cli.text.prompt import TAIL, Asked, end_of_thinking, opens_thinking, read_grammar, thinking_budget
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.hub import is_repository_name
@@ -169,6 +170,12 @@ class Settings:
     grammar: GrammarText | None
     think: str
 
+    def params(self, **values: Any) -> SamplingParams:
+        """The run's sampling parameters with others in their place. Raises UsageError."""
+        check_ids(values.get("stop_token_ids", ()), self.usable_vocab, "stop_token_ids")
+        check_ids([token for token, _ in values.get("logit_bias", ())], self.usable_vocab, "logit_bias")
+        return dataclasses.replace(self.sampling.params, **values)
+
     def fit(self, asked: Asked) -> list[int]:
         """The ids of what is asked. Raises IncompatibleError if they leave no room for a reply."""
         ids, context = encode_asked(asked, self.vocabulary, self.context), self.context
@@ -199,18 +206,17 @@ class Settings:
         if params is None:
             params, shape = self.sampling.params, self.grammar
         ids = self.fit(asked) if ids is None else ids
-        tokenizer, inside = self.vocabulary.tokenizer, None
+        tokenizer, inside, after = self.vocabulary.tokenizer, None, None
         if tokenizer is not None and asked.messages:  # else there is no text, or it is not a chat's
-            inside = opens_thinking(tokenizer.decode(ids[-TAIL:], skip_special=False))
-            if shape is not None and shape.kind == "schema" and "<|channel|>" in tokenizer.special_tokens:
-                from spd.cli.serve.forms import HARMONY, Tools
-
-                shape = Tools({}, HARMONY, tokens=tokenizer.special_tokens).answer(shape)
+            end = tokenizer.decode(ids[-TAIL:], skip_special=False)
+            inside, after = opens_thinking(end), end_of_thinking(self.vocabulary, asked, end)
+            channels = channels_of(self.vocabulary.need_template().default)
+            if shape is not None and shape.kind == "schema" and channels is not None:
+                shape = channels.held(shape, tokenizer.special_tokens)
         thinking = thinking_budget(self.think, self.vocabulary, bool(inside))
-        if shape is not None:
-            shape = dataclasses.replace(shape, after=end_of_thinking(self.vocabulary, asked, ids))
-            if shape.after is not None:
-                inside = True  # the grammar begins behind thinking, with or without its first tag
+        if shape is not None and shape.after is None and (inside or not shape.optional) and after is not None:
+            inside = True  # the grammar begins behind thinking, with or without its first tag
+            shape = dataclasses.replace(shape, after=after)
         return Request(name, tuple(ids), params, grammar=shape, thinking=thinking), inside
 
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from spd.cli.options import GenerateOptions, ReplyOptions
+from spd.cli.text import channels
 from spd.cli.text.output import Console, is_terminal
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.files import read_input_text
 from spd.runtime.engine.request import GrammarText, ThinkingBudget, tail_of
 
 if TYPE_CHECKING:
-    from spd.cli.serve.forms import ChannelParser
     from spd.cli.text.job import Vocabulary
 
 RESERVED_ARGS = frozenset({"messages", "add_generation_prompt"})
@@ -164,8 +164,6 @@ def check_messages(loaded: Any, shown: str) -> tuple[Mapping[str, Any], ...]:
 
 OPENING, CLOSING = "<think>", "</think>"
 TAGS = {OPENING: CLOSING, "<|channel>thought\n": "<channel|>"}
-HEADS = ("<|channel|>", *(f"to={whom}<|message|>" for whom in ("self", "user")))
-"""What messages of models begin with that part their replies so."""
 SWITCH = "enable_thinking"
 TAIL = 16
 """Tokens at the end of a prompt that can hold an open thinking block's beginning."""
@@ -190,24 +188,15 @@ def read_grammar(options: GenerateOptions) -> GrammarText | None:
     return None
 
 
-def end_of_thinking(vocabulary: Vocabulary, asked: Asked, ids: Sequence[int]) -> int | None:
+def end_of_thinking(vocabulary: Vocabulary, asked: Asked, prompt: str) -> int | None:
     """The token behind which a grammar begins; None where the reply begins with the answer.
 
-    A model thinks if its prompt leaves thinking open, or if its chat template can switch thinking, has
-    not been told to, and the prompt does not close it.
+    A model thinks if its `prompt`, of which the end suffices, leaves thinking open, or if its chat template
+    can switch thinking, has not been told to, and the prompt does not close it.
     """
-    tokenizer, template = vocabulary.tokenizer, vocabulary.template
-    if tokenizer is None or template is None or not asked.messages:
-        return None
-    begin, end = tokenizer.token_to_id(OPENING), tokenizer.token_to_id(CLOSING)
-    if begin is None or end is None:
-        return None
-    last = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] in (begin, end)), None)
-    if last is not None and ids[last] == begin:
-        return end
-    if last is not None and last >= len(ids) - 4:  # closed where the reply begins: line ends follow
-        return None
-    return end if SWITCH in template.default and (asked.variables or {}).get(SWITCH, True) else None
+    switched = SWITCH in vocabulary.need_template().default and (asked.variables or {}).get(SWITCH, True)
+    thinks = opens_thinking(prompt) or (switched and not prompt.rstrip().endswith(CLOSING))
+    return vocabulary.need_tokenizer().token_to_id(CLOSING) if thinks else None
 
 
 def opens_thinking(prompt: str) -> bool:
@@ -250,15 +239,15 @@ class ThinkingSplitter:
     """
 
     def __init__(self, inside: bool | None) -> None:
-        self.part: Literal["beginning", "thinking", "answer"] = "answer" if inside is None else "beginning"
-        self._inside, self._held, self._fresh, self._closing = bool(inside), "", False, CLOSING
-        self._messages: ChannelParser | None = None
+        self.part: Literal["beginning", "header", "thinking", "answer"]
+        self.part = "answer" if inside is None else "beginning"
+        self._inside, self._held, self._fresh = bool(inside), "", False
+        self._ends: tuple[str, ...] = (CLOSING,)
+        """What ends thinking, or any message."""
 
     @property
     def thinking(self) -> bool:
         """Whether what comes next is thinking."""
-        if self._messages is not None:
-            return self._messages.thinking
         return self._inside if self.part == "beginning" else self.part == "thinking"
 
     def feed(self, text: str, *, final: bool = False) -> list[tuple[bool, str]]:
@@ -267,35 +256,45 @@ class ThinkingSplitter:
         parts: list[tuple[bool, str]] = []
         if self.part == "beginning":
             begun = self._held.lstrip()
-            if not final and any(opening.startswith(begun) for opening in (*TAGS, *HEADS)):
+            tags = (*TAGS, channels.CHANNEL, channels.START)
+            may_be = any(tag.startswith(begun) for tag in tags) or channels.MAY_BEGIN.fullmatch(begun)
+            if may_be and not final:
                 return parts
             for opening in filter(begun.startswith, TAGS):
-                self._inside, self._held, self._closing = True, begun[len(opening) :], TAGS[opening]
+                self._inside, self._held, self._ends = True, begun[len(opening) :], (TAGS[opening],)
             self.part, self._fresh = "thinking" if self._inside else "answer", self._inside
-            if begun.startswith(HEADS):
-                from spd.cli.serve.forms import HARMONY, ChannelParser, Tools
-
-                self._messages = ChannelParser(Tools({}, HARMONY))
-        if self._messages is not None:
-            found, self._held = self._messages.feed(self._held, final=final), ""
-            return [(piece.kind == "thinking", (piece.name or "") + piece.text) for piece in found]
-        if self.part == "thinking":
-            thought, tag, rest = self._held.partition(self._closing)
-            keep = 0 if tag or final else tail_of(self._closing, thought)
-            self._held = rest if tag else thought[len(thought) - keep :]
-            parts.append((True, self._without_first_newlines(thought[: len(thought) - keep])))
-            if tag:
-                self.part, self._fresh = "answer", True
-        if self.part == "answer":
-            parts.append((False, self._without_first_newlines(self._held)))
-            self._held = ""
+            if channels.BEGINNING.match(begun):
+                self.part, self._fresh, self._ends = "header", False, channels.ENDS
+        while self._header(parts, final) if self.part == "header" else self._body(parts, final):
+            pass
         return parts
 
-    def _without_first_newlines(self, text: str) -> str:
+    def _header(self, parts: list[tuple[bool, str]], final: bool) -> bool:
+        """Take a message's header; says whether it is whole."""
+        head, mark, rest = self._held.partition(channels.MESSAGE)
+        if mark or final:
+            self.part = "thinking" if channels.THINKS.search(head) else "answer"
+            self._held = rest if mark else head
+            if mark and (called := channels.CALLED.search(head)):
+                parts.append((False, f"{channels.CALL}{called[1]}{mark}"))
+        return bool(mark or final)
+
+    def _body(self, parts: list[tuple[bool, str]], final: bool) -> bool:
+        """Take text up to the end of thinking or of a message; says whether that has come."""
+        marks = self._ends if self.thinking or self._ends is channels.ENDS else ()
+        places = [(at, mark) for mark in marks if (at := self._held.find(mark)) >= 0]
+        at, end = min(places, default=(len(self._held), ""))
+        if not (end or final):
+            at -= max((tail_of(mark, self._held) for mark in marks), default=0)
+        said, self._held = self._held[:at], self._held[at + len(end) :]
         if self._fresh:
-            text = text.lstrip("\n")
-            self._fresh = not text
-        return text
+            said = said.lstrip("\n")
+            self._fresh = not said
+        parts.append((self.thinking, said))
+        if end:
+            in_message = self._ends is channels.ENDS
+            self.part, self._fresh = "header" if in_message else "answer", not in_message
+        return bool(end)
 
 
 def parted(text: str, inside: bool | None = False) -> tuple[str | None, str]:

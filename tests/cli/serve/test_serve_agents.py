@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 
 from spd.cli.serve import http
-from spd.cli.serve.forms import COMMENTARY, HARMONY, Tools
-from spd.cli.serve.http import CHANGING, READERS
+from spd.cli.serve.forms import FORMS, Tools
+from spd.cli.serve.http import CHANGING
 from spd.cli.serve.messages import read_messages
 from spd.cli.serve.responses import read_response
 from spd.cli.serve.wishes import function, without_lines
+from spd.cli.text.channels import HARMONY
 from spd.errors import UsageError
 from spd.formats.folder import ModelFolder
 from spd.runtime.engine.grammar import GrammarCompiler, GrammarError
 from spd.runtime.engine.request import GrammarText
 from tests.cli.conftest import SPECIALS, write_tokenizer
-from tests.cli.serve.conftest import TEMPLATE, Served, scripted
+from tests.cli.serve.conftest import Served, scripted
 
 QUESTION = "What does os.path.join do?"
 TOOL = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
@@ -341,21 +342,21 @@ def test_models_that_think_in_channels_or_want_texts(
 
 
 @pytest.mark.parametrize("thinks", [False, True])
-def test_strict_calls_that_may_come(served: Served, thinks: bool) -> None:
+def test_strict_calls_that_may_come(served: Served, thinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar that a text without a call never meets: the text is the same, and need not think first."""
     tools = [{"type": "function", "name": "read", "parameters": TOOL, "strict": True}]
     body = response(tools=tools, temperature=0, max_output_tokens=20)
     body["reasoning"] = {"effort": "high" if thinks else "none"}
     told = []
-    for strict in (True, False):
-        tools[0]["strict"] = strict
+    for held in (True, False):
         with scripted(served):
             served.service.thread = served.service.thread.real
             wish = read_response(body, served.service)
             ((request, inside),) = served.service.prepare(wish)
             _, whole = served.send("POST", "/v1/responses", body)
-        assert (request.grammar is not None) is strict and inside is thinks
+        assert (request.grammar is not None) is held and inside is thinks
         told.append([(item["type"], item["content"][0]["text"]) for item in whole["output"]])
+        monkeypatch.setattr(Tools, "grammar", None)
     assert told[0] == told[1] and told[0][0][0] == ("reasoning" if thinks else "message")
 
 
@@ -536,40 +537,6 @@ def test_a_stream_says_that_it_goes_on(served: Served, monkeypatch: pytest.Monke
     assert status == 200 and said.count(": ping") > 2 and said.endswith("data: [DONE]\n\n")
 
 
-ALLOWED = '<tool_call>{"name": "NAME", "arguments": {"path": "a"}}</tool_call>'
-
-
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions"])
-@pytest.mark.parametrize("mode", ["auto", "required"])
-def test_a_subset_of_the_tools_is_allowed(served: Served, path: str, mode: str) -> None:
-    """The model is told of all tools, so the prompt stays, where a grammar keeps it to the subset."""
-    flat = [{"type": "function", "name": name, "parameters": TOOL} for name in ("read", "write")]
-    tools, chosen = flat, [{"type": "function", "name": "read"}, {"type": "web_search"}]
-    choice: dict[str, Any] = {"type": "allowed_tools", "mode": mode, "tools": chosen}
-    body: dict[str, Any] = {"input": QUESTION}
-    if "chat" in path:
-        tools, (named, *_) = ([function(one) for one in each] for each in (flat, chosen[:1]))
-        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named]}}
-        body = {"messages": [{"role": "user", "content": QUESTION}]}
-    said = ALLOWED.replace("NAME", "read")
-    for template in (TEMPLATE, TEMPLATE + "{# <|tool_call> #}"):
-        with scripted(served, said, said, template=template) as script:
-            for more in ({"tool_choice": choice}, {}):
-                status, answer = served.send("POST", path, {**body, "tools": tools, **more})
-                assert status == 200, answer
-            wish = READERS[path]({**body, "tools": tools, "tool_choice": choice}, served.service)
-        assert wish.tools is not None and wish.tools.functions.keys() == {"read"}
-        (held, _), (free, _) = ((one.grammar, one.prompt_ids) for one in script.requests)
-        is_held = template is TEMPLATE or mode == "required"
-        assert free is None and (held is not None) is is_held
-        assert (script.requests[0].prompt_ids == script.requests[1].prompt_ids) is is_held
-    for wrong in ({**choice, "type": "allowed"}, {"type": "allowed_tools", "mode": "auto", "tools": []}):
-        status, answer = served.send("POST", path, {**body, "tools": tools, "tool_choice": wrong})
-        assert status == 400 and answer["error"]["param"].startswith("tool_choice")
-    wish_none = served.send("POST", path, {**body, "tools": tools[1:], "tool_choice": choice})
-    assert wish_none[0] == 400 and wish_none[1]["error"]["param"] == "tool_choice"
-
-
 def test_gpt_oss_answers_in_a_format_through_its_channels(served: Served, model: Path) -> None:
     """It may think first; an answer stands in its own channel, and it or a call follows the schema."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -583,9 +550,9 @@ def test_gpt_oss_answers_in_a_format_through_its_channels(served: Served, model:
     tokenizer, asked = ModelFolder.of(model).tokenizer, script.requests[0].grammar
     compiler = GrammarCompiler(model, 264)
     assert asked.kind == "lark" and "final" in asked.text
-    tools = Tools({"read": schema}, HARMONY, strict=True, tokens=tokenizer.special_tokens)
-    answer, free = tools.answer(GrammarText("schema", json.dumps(schema))), tools.grammar
-    call = f'{COMMENTARY[0]}read{COMMENTARY[1]}{{"a": 3}}'
+    tools = Tools({"read": schema}, FORMS["gpt-oss"], strict=True, tokens=tokenizer.special_tokens)
+    answer = HARMONY.held(GrammarText("schema", json.dumps(schema)), tokenizer.special_tokens)
+    call, free = '<|channel|>commentary to=functions.read <|constrain|>json<|message|>{"a": 3}', tools.grammar
     words = thought.replace("analysis", "commentary")
     for shape, said, is_allowed in (
         (answer, thought + final, True),

@@ -12,25 +12,23 @@ import pytest
 
 from spd.cli.serve import wishes
 from spd.cli.serve.forms import (
-    CALL,
+    CALL_BEGIN,
     CALL_END,
-    CALLS,
     FORMS,
-    LISTED,
     MARKS,
     QUOTE,
+    SECTION,
     SEPARATOR,
     CallParser,
-    ChannelParser,
     Form,
     Tools,
     call_form,
-    parser_of,
 )
 from spd.formats.folder import ModelFolder
 from spd.runtime.engine.grammar import GrammarCompiler, GrammarError
 from spd.runtime.engine.request import GrammarText
 from tests.cli.conftest import SPECIALS, write_tokenizer
+from tests.every_template import found
 
 WEATHER = {
     "type": "object",
@@ -51,7 +49,7 @@ LLAMA_OBJECT, LLAMA_NOW = (text.replace('"arguments"', '"parameters"') for text 
 CITY, DAYS = '<parameter=city>\nPa"ris}{ \\\n</parameter>\n', "<parameter=days>\n3\n</parameter>\n"
 KEYS = '<arg_key>city</arg_key>\n<arg_value>Pa"ris}{ \\</arg_value>\n'
 KEYS += "<arg_key>days</arg_key><arg_value>3</arg_value>"
-JSON, OLD = "```json\n", f"{CALL}function{SEPARATOR}"
+JSON, OLD = "```json\n", f"{CALL_BEGIN}function{SEPARATOR}"
 KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 KIMI_CALL, KIMI_ARGUMENTS = "<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>"
 INVOKED = (
@@ -71,6 +69,7 @@ def tag(text: str) -> str:
 
 LFM, LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
 PYTHON = "get_weather(city='Pa\"ris}{ \\\\', days=3)"
+VALUES, QUOTED = ("f", {"a": [True, None], "b": {"c": True}}), ("f", {"a": "b, c: <tool_call|>"})
 HERMES, QWEN = "Hermes, Qwen3", "Qwen3-Coder, Qwen3.5"
 CASES: dict[str, tuple[str, str, str, list[Call]]] = {
     "hermes": (HERMES, f"Let me see.\n{tag(OBJECT)}", "Let me see.", ONE),
@@ -119,6 +118,7 @@ CASES: dict[str, tuple[str, str, str, list[Call]]] = {
     "llama Python in a text": ("Llama 3", *2 * ["[now()] is what I would call."], []),
     "llama a list": ("Llama 3", *2 * ["[1] says so."], []),
     "lfm": ("LFM2", f"So.{LFM}[{PYTHON}, now()]{LFM_END}", "So.", BOTH),
+    "lfm values of JSON": ("LFM2", f"{LFM}[f(a=[true, null], b={{'c': True}})]{LFM_END}", "", [VALUES]),
     "lfm no call": ("LFM2", *2 * [f"{LFM}[{{1}}]{LFM_END} x"], []),
     "granite": ("Granite 3", f"<|tool_call|>[{OBJECT}, {NOW}]", "", BOTH),
     "nemotron": ("Nemotron Nano 2", f"Hm.<TOOLCALL>[{OBJECT}, {NOW}]</TOOLCALL>", "Hm.", BOTH),
@@ -138,13 +138,13 @@ CASES: dict[str, tuple[str, str, str, list[Call]]] = {
     ),
     "deepseek 3.1": (
         "DeepSeek V3.1",
-        f"So:{CALLS[0]}{CALL}get_weather{SEPARATOR}{ARGS}{CALL_END}{CALL}now{SEPARATOR}{{}}{CALL_END}{CALLS[1]}",
+        f"So:{SECTION[0]}{CALL_BEGIN}get_weather{SEPARATOR}{ARGS}{CALL_END}{CALL_BEGIN}now{SEPARATOR}{{}}{CALL_END}{SECTION[1]}",
         "So:",
         BOTH,
     ),
     "deepseek 3": (
         "DeepSeek V3",
-        f"{CALLS[0]}{OLD}get_weather\n{JSON}{ARGS}\n```{CALL_END}\n{OLD}now\n{JSON}{{}}\n```{CALL_END}{CALLS[1]}",
+        f"{SECTION[0]}{OLD}get_weather\n{JSON}{ARGS}\n```{CALL_END}\n{OLD}now\n{JSON}{{}}\n```{CALL_END}{SECTION[1]}",
         "",
         BOTH,
     ),
@@ -168,6 +168,12 @@ CASES: dict[str, tuple[str, str, str, list[Call]]] = {
         "",
         [("now", {"a": [{"b": None, "c": "x:y"}, True]})],
     ),
+    "gemma texts of JSON": (
+        "Gemma 4",
+        '<|tool_call>call:f{a:"b, c: <tool_call|>"}<tool_call|>',
+        "",
+        [QUOTED],
+    ),
     "gemma broken": ("Gemma 4", *2 * ["<|tool_call>call:now{a:b c}<tool_call|>"], []),
     "harmony": (
         "gpt-oss",
@@ -181,7 +187,7 @@ CASES: dict[str, tuple[str, str, str, list[Call]]] = {
         "",
         ONE,
     ),
-    "harmony two objects": ("gpt-oss", *2 * [f"{COMMENTARY}now<|message|>{{}} {{}}"], []),
+    "harmony two objects": ("gpt-oss", f"{COMMENTARY}now<|message|>{{}} {{}}", " {}", BOTH[1:]),
     "muse": (
         "Muse-Glimmer",
         f" to=self<|message|>Hm.<|eom|><|start|>assistant to=get_weather<|message|>{ATEM}<|eom|>"
@@ -191,32 +197,24 @@ CASES: dict[str, tuple[str, str, str, list[Call]]] = {
         BOTH,
     ),
     "muse text": ("Muse-Glimmer", " to=user<|message|>Sunny < 3<|eot|>", "Sunny < 3", []),
-    "muse broken": ("Muse-Glimmer", *2 * [f" to=now<|message|>{ATEM[:60]}"], []),
+    "muse broken": ("Muse-Glimmer", f" to=now<|message|>{ATEM[:60]}", ATEM[:60], []),
     "gigachat": ("GigaChat 3.1", f"So.<|function_call|>{OBJECT}", "So.", ONE),
     "harmony text": ("gpt-oss", f"{THOUGHT}<|channel|>final<|message|>Sunny < 3<|return|>", "Sunny < 3", []),
     "harmony no JSON": ("gpt-oss", *2 * [f"{COMMENTARY}now<|message|>{{a"], []),
     "harmony without channels": ("gpt-oss", *2 * ['{"a": 3}'], []),
-    "array": ("array", f"[{LLAMA_OBJECT}, {LLAMA_NOW}]", "", BOTH),
 }
 
 
 def tools_of(form: str, **wishes: Any) -> Tools:
     """The functions in a form."""
-    return Tools(FUNCTIONS, FORMS.get(form, LISTED), **wishes)
-
-
-def reader_of(form: str) -> CallParser | ChannelParser:
-    """What reads a form."""
-    return parser_of(tools_of(form))
+    return Tools(FUNCTIONS, FORMS[form], **wishes)
 
 
 def parse(form: str, pieces: list[str]) -> tuple[str, list[Call]]:
     """Content and calls of a reply that came in pieces."""
-    parser = reader_of(form)
-    found = [piece for text in pieces for piece in parser.feed(text)]
-    found += parser.feed("", final=True)
-    content = "".join(piece.text for piece in found if piece.kind == "text")
-    return content, [(str(piece.name), json.loads(piece.text)) for piece in found if piece.kind == "call"]
+    each = found(tools_of(form), pieces)
+    content = "".join(piece.text for piece in each if piece.kind == "text")
+    return content, [(str(piece.name), json.loads(piece.text)) for piece in each if piece.kind == "call"]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -239,52 +237,53 @@ def test_a_cut_reply_holds_whole_calls_only(case: str) -> None:
     """What a length limit cut holds the first calls of what would have come; what is no call is text."""
     form, text, content, calls = CASES[case]
     for cut in range(len(text)):
-        told, found = parse(form, [text[:cut]])
-        assert found == calls[: len(found)], text[:cut]
-        assert told.startswith(content) or content.startswith(told) or calls[0] not in found
-        if not found and not tools_of(form).form.header:
+        told, calls_found = parse(form, [text[:cut]])
+        assert calls_found == calls[: len(calls_found)], text[:cut]
+        assert told.startswith(content) or content.startswith(told) or calls[0] not in calls_found
+        if not calls_found and not FORMS[form].channels:
             assert told.split() == text[:cut].split()
 
 
 def test_a_call_comes_when_it_is_whole_and_text_that_is_none_at_once() -> None:
-    parser = reader_of(HERMES)
+    parser = CallParser(tools_of(HERMES))
     assert parser.feed('<tool_call>{"name": "get_weather", "arguments": {"city": "Par') == []
     (piece,) = parser.feed('is"}}')
     assert (piece.name, piece.text) == ("get_weather", '{"city": "Paris"}')
-    assert [piece.text for piece in reader_of("Llama 3").feed("{now} it")] == ["{now} it"]  # cannot be one
-    channels = reader_of("gpt-oss")
-    assert [*channels.feed("<|channel|>analysis<|message|>Hm")] == [("thinking", "Hm", None, "")]
-    assert channels.thinking and [piece.text for piece in channels.feed(" <|en")] == [" "]
+    assert [piece.text for piece in CallParser(tools_of("Llama 3")).feed("{now} it")] == [
+        "{now} it"
+    ]  # cannot be one
 
 
 def test_a_template_says_which_form() -> None:
     for name, form in FORMS.items():
-        assert call_form(f"{{% if tools %}}{' '.join(form.signs)}{{% endif %}}") is form, name
-    assert call_form("nothing") is FORMS[HERMES]
+        assert call_form(f"{{% if tools %}}{' '.join(form.signs or (form.opening,))}{{% endif %}}") is form, (
+            name
+        )
+    guessed = call_form("nothing")
+    assert guessed == FORMS[HERMES] and Tools(FUNCTIONS, guessed).grammar is None
 
 
 def test_a_call_keeps_the_id_that_the_model_gave() -> None:
     """Kimi's templates show it to the model in place of the name."""
-    pieces = reader_of("Kimi K2").feed(CASES["kimi"][1])
+    pieces = CallParser(tools_of("Kimi K2")).feed(CASES["kimi"][1])
     assert [piece.id for piece in pieces] == ["functions.get_weather:0", "functions.now:1"]
 
 
-HELD = [*(name for name, form in FORMS.items() if form.call is not None), "Gemma 4"]
-
-
-def call_text(form: Form) -> str:
+def call_text(form: Form, *, required: bool = False) -> str:
     """A call in a form's own marks, which hold it together as a grammar does, with {} for its arguments."""
-    before, behind, after = form.call or ("", "", "")
-    call = f"{before}get_weather{behind}{{}}{after}"
-    return form.opening + (f"[{call}]" if form.is_array else call) + form.closing
+    call = form.call.replace("NAME", "get_weather").replace("ARGUMENTS", "{}")
+    opening = "" if form.is_bare and required else form.opening
+    text = opening + (f"[{call}]" if form.is_array else call) + form.closing
+    return text if form.channels is None else form.channels.call.replace("NAME", "get_weather") + text
 
 
 def arguments_text(form: Form) -> str:
     """Paris in a form."""
-    if form.pair is None:
+    if (pairs := form.pairs) is None:
         return ARGS
-    pair = [f"{form.pair[0]}{key}{form.pair[1]}{{}}{form.pair[2]}" for key in PARIS]
-    return "".join(pair).replace("{}", PARIS["city"], 1).replace("{}", "3", 1)
+    city = json.dumps(PARIS["city"]) if pairs.quote is None else pairs.quote + PARIS["city"] + pairs.quote
+    written = (pairs.text.replace("KEY", key).replace("VALUE", "{}") for key in PARIS)
+    return pairs.comma.join(written).replace("{}", city, 1).replace("{}", "3", 1)
 
 
 def is_allowed(compiler: GrammarCompiler, grammar: GrammarText, ids: list[int]) -> bool:
@@ -303,11 +302,11 @@ def wrong(text: str) -> str:
 
 
 @pytest.mark.parametrize("special", [True, False])
-@pytest.mark.parametrize("form", [name for name in HELD if name not in ("gpt-oss", "Gemma 4")])
+@pytest.mark.parametrize("form", [name for name, form in FORMS.items() if not form.channels])
 def test_a_call_that_may_come_is_held_once_its_mark_has_come(form: str, special: bool, model: Path) -> None:
     """Marks are tokens, special ones or not; before them, and behind calls, any text is allowed."""
     written = FORMS[form]
-    marks = sorted(mark for mark in MARKS if mark in str(written[1:3] + (written.call or ())))
+    marks = sorted(mark for mark in MARKS if mark in "".join((*written[:3], arguments_text(written))))
     write_tokenizer(model, (*SPECIALS, *marks))
     file = json.loads((model / "tokenizer.json").read_text())
     for token in file["added_tokens"]:
@@ -315,10 +314,10 @@ def test_a_call_that_may_come_is_held_once_its_mark_has_come(form: str, special:
     (model / "tokenizer.json").write_text(json.dumps(file))
     tokenizer = ModelFolder.of(model).tokenizer
     body = {"tools": [{"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}]}
-    tools = wishes.tools_of(body, f"tools {' '.join(written.signs)}", tokenizer)
+    tools = wishes.tools_of(body, f"tools {' '.join(written.signs or (written.opening,))}", tokenizer)
     grammar = tools.grammar
     assert grammar.after == tokenizer.token_to_id(written.opening) and grammar.optional
-    compiler, call = GrammarCompiler(model, 320), call_text(written).replace("{}", arguments_text(written))
+    compiler, call = GrammarCompiler(model, 320), call_text(written).replace("{}", arguments_text(written), 1)
     for said, may_be in (
         ("Well", True),
         (f"Well. {call}", True),
@@ -332,32 +331,45 @@ def test_a_call_that_may_come_is_held_once_its_mark_has_come(form: str, special:
         assert is_allowed(compiler, grammar, tokenizer.encode(said, parse_special=True)) is may_be, said
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("form", HELD)
-def test_calls_are_held_to_their_schemas(form: str, strict: bool) -> None:
-    """What the grammar allows is read as the call; another type or name is not allowed."""
-    tools = tools_of(form, **({"strict": True} if strict else {"required": True}))
+@pytest.mark.parametrize("how", ["required", "strict", "auto"])
+@pytest.mark.parametrize("form", FORMS)
+def test_calls_are_held_to_their_schemas(form: str, how: str) -> None:
+    """What the grammar allows is read as the call; another type or name is not allowed. Marks are texts."""
+    tools, written = tools_of(form, required=how == "required", strict=how == "strict"), FORMS[form]
     if (grammar := tools.grammar) is None:
-        assert strict and form == "Gemma 4"
+        assert (written.is_bare and how != "required") or (written.channels and how == "auto")
         return
     demo = ModelFolder.named("demo")
     compiler = GrammarCompiler(demo.path, demo.config.vocab_size)
-    written = tools.written
-    text = "Well. " * (strict and form != "gpt-oss") + call_text(written)
-    whole = text.replace("{}", arguments_text(written))
-    texts = ((whole, True), (whole.replace("get_weather", "get_money"), False), (wrong(whole), False))
-    for said, may_be in texts:
-        assert is_allowed(compiler, grammar, demo.tokenizer.encode(said)) is may_be, said
-    text, calls = replies(tools, list(whole.replace(written.opening, "", not written.opening)))
-    assert [(name, json.loads(said)) for name, said in calls] == ONE
-    assert text.strip() == ("Well." if strict and form != "gpt-oss" else "")
+    text = "Well. " * (how != "required" and not written.channels)
+    said = call_text(written, required=how == "required").replace("{}", arguments_text(written), 1)
+    ends = [(said, True), (said.replace("get_w", "get_m"), False), (wrong(said), False)]
+    if text:
+        ends += [(f"{said} So.", True), (f"{said} So. {said}", True), (f"{said} So. {wrong(said)}", False)]
+    for end, may_be in ends:
+        assert is_allowed(compiler, grammar, demo.tokenizer.encode(text + end)) is may_be, end
+    told, calls = replies(tools, list(text + said))
+    assert [(name, json.loads(one)) for name, one in calls] == ONE and told.strip() == text.strip()
+
+
+def test_arguments_with_commas_are_held_whichever_there_are() -> None:
+    """All that have to come, in their order, with nothing but commas between them."""
+    schema = {"type": "object", "properties": {key: {"type": "integer"} for key in "abc"}, "required": ["b"]}
+    grammar = Tools({"f": schema, "g": {}}, FORMS["LFM2"], required=True).grammar
+    demo = ModelFolder.named("demo")
+    compiler = GrammarCompiler(demo.path, demo.config.vocab_size)
+    for said, may_be in (
+        *((said, True) for said in ("f(b=1)", "f(a=1, b=2)", "f(b=1, c=2)", "f(a=1, b=2, c=3), g()")),
+        *((said, False) for said in ("f()", "f(a=1)", "f(a=1b=2)", "f(b=1, )", "f(, b=1)", "f(c=1, b=2)")),
+    ):
+        text = f"{LFM}[{said}]{LFM_END}"
+        assert is_allowed(compiler, grammar, demo.tokenizer.encode(text)) is may_be, said
 
 
 def replies(tools: Tools, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
     """Text and calls with their arguments of a reply that a grammar holds."""
-    parser = parser_of(tools)
     said, calls = "", list[tuple[str, str]]()
-    for piece in [one for text in [*pieces, None] for one in parser.feed(text or "", final=text is None)]:
+    for piece in found(tools, pieces):
         if piece.kind == "text":
             said += piece.text
         elif piece.name:
@@ -367,19 +379,21 @@ def replies(tools: Tools, pieces: list[str]) -> tuple[str, list[tuple[str, str]]
     return said, calls
 
 
-@pytest.mark.parametrize("form", [form for form in HELD if tools_of(form).form.pair is None])
+@pytest.mark.parametrize("form", [name for name, form in FORMS.items() if form.pairs is None])
 def test_held_arguments_come_as_they_are_written(form: str) -> None:
     """The name first, whatever the pieces; a cut reply holds them as far as they came."""
-    tools = tools_of(form, required=True)
-    written = tools.written
-    before, behind, after = written.call
-    opening, closing = ("", "") if written.between is None else (written.opening, written.closing)
-    calls = [f"{before}{name}{behind}{said}{after}" for name, said in (("get_weather", ARGS), ("now", "{}"))]
+    tools, written = tools_of(form, required=True), FORMS[form]
+    calls = [
+        written.call.replace("NAME", name).replace("ARGUMENTS", said)
+        for name, said in (("get_weather", ARGS), ("now", "{}"))
+    ]
+    opening = "" if written.is_bare else written.opening
     if written.between is None:
-        calls = [f"{written.opening}{call}{written.closing}" for call in calls]
-    between = "<|start|>assistant" if form == "gpt-oss" else written.between or "\n"
-    text = between.join(calls)
-    text = opening + (f"[{text}]" if written.is_array else text) + closing
+        calls = [f"{opening}{call}{written.closing}" for call in calls]
+        text = ("<|end|><|start|>assistant" if form == "gpt-oss" else "\n").join(calls)
+    else:
+        text = written.between.join(calls)
+        text = opening + (f"[{text}]" if written.is_array else text) + written.closing
     expected = [("get_weather", ARGS), ("now", "{}")]
     for cut in range(len(text) + 1):
         assert replies(tools, [text[:cut], text[cut:]]) == ("", expected), text[:cut]
@@ -398,7 +412,7 @@ FRAGMENTS = [
 ]
 
 
-@pytest.mark.parametrize("form", [*FORMS, "array"])
+@pytest.mark.parametrize("form", FORMS)
 def test_any_text_ends_and_pieces_do_not_matter(form: str) -> None:
     chance = random.Random(form)
     for _ in range(200):

@@ -1,0 +1,76 @@
+"""Replies of messages, each with a header: how gpt-oss and Muse-Glimmer think, call and answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from spd.runtime.engine.request import JSON_STYLE
+
+if TYPE_CHECKING:
+    from spd.runtime.engine.request import GrammarText
+
+CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
+ENDS = START, *_ = "<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|eom|>", "<|eot|>"
+"""What ends a message."""
+BEGINNING = re.compile(r"\s*(?:<\|channel\|>|<\|start\|>|to=[\w.-]+\s*<\|(?:message|channel)\|>)")
+"""How a reply of messages begins."""
+MAY_BEGIN = re.compile(r"t|to|to=[\w.-]*\s*(?:<[|a-z]{0,9})?")
+THINKS = re.compile(r"<\|channel\|>\s*analysis|to=self\b")
+"""What a header of thinking holds."""
+CALLED = re.compile(r"to=functions\.([\w.-]+)")
+"""What a header of a call holds where nothing behind it tells the name."""
+CALL = f"{CHANNEL}commentary to=functions."
+"""What such a header begins with; behind it `ThinkingSplitter` leaves the name."""
+
+
+class Channels(NamedTuple):
+    """The headers of a model's messages before thinking and words, calls to NAME, and the answer."""
+
+    before: tuple[str, ...]
+    next: str
+    """What stands between messages."""
+    call: str
+    answer: str
+
+    def thought(self, tokens: Mapping[str, int]) -> str:
+        """The grammar of the messages before a call or an answer; it needs a rule TEXT."""
+        heads = " | ".join(literal(head, tokens) for head in self.before)
+        return f"(({heads}) TEXT {literal(self.next, tokens)})*"
+
+    def held(self, shape: GrammarText, tokens: Mapping[str, int]) -> GrammarText:
+        """The grammar of a reply whose answer a schema holds."""
+        start = f"{self.thought(tokens)} {literal(self.answer, tokens)} {json_of(json.loads(shape.text))}"
+        return dataclasses.replace(shape, kind="lark", text=f"start: {start}\nTEXT: /(.|\\n)*/")
+
+
+HARMONY = Channels(
+    (f"{CHANNEL}analysis{MESSAGE}", f"{CHANNEL}commentary{MESSAGE}"),
+    "<|end|><|start|>assistant",
+    "",
+    f"{CHANNEL}final{MESSAGE}",
+)
+MUSE = Channels(
+    (f" to=self{MESSAGE}",), "<|eom|><|start|>assistant", f" to=NAME{MESSAGE}", f" to=user{MESSAGE}"
+)
+
+
+def channels_of(template: str) -> Channels | None:
+    """The channels of a chat template's model, if it has some."""
+    return HARMONY if CHANNEL in template else MUSE if "<atem:" in template else None
+
+
+def literal(text: str, tokens: Mapping[str, int]) -> str:
+    """Text for a grammar, with marks as tokens where they are such."""
+    parts = enumerate(re.split(f"({'|'.join(map(re.escape, tokens)) or '(?!)'})", text))
+    words = (f"<[{tokens[part]}]>" if at % 2 else json.dumps(part) for at, part in parts if part)
+    return " ".join(words)
+
+
+def json_of(schema: Any) -> str:
+    """The grammar of a value, with little room for blanks."""
+    held = {"x-guidance": JSON_STYLE, **schema} if isinstance(schema, dict) else schema
+    return f"%json {json.dumps(held, ensure_ascii=False)}"
