@@ -50,6 +50,8 @@ PACKED |= dict.fromkeys(("gptq", "awq"), "qweight")
 CODES = frozenset({"weight", *PACKED.values()})
 _NESTED = re.compile(r"[*+}]\)*[*+{]|\([^()]*[*+{|][^()]*\)[*+{]")
 """Repetitions of repetitions, which can take for ever to match."""
+EVERY = ("",)
+"""Patterns that each name matches."""
 Shape = tuple[int, ...]
 StoredTensor = tuple[tuple[Shape, ...], tuple[str, ...]]
 """The shapes that a tensor may have, and dtypes."""
@@ -120,10 +122,9 @@ class Rule(NamedTuple):
     names: frozenset[str] = frozenset()
     patterns: tuple[str, ...] = ()
     starts: tuple[str, ...] = ()
-    every: bool = False
 
     def holds(self, module: str) -> bool:
-        if self.every or not self.names.isdisjoint(called := _spellings(module)):
+        if not self.names.isdisjoint(called := _spellings(module)):
             return True
         if any(name.startswith(self.starts) for name in called):
             return True
@@ -245,17 +246,19 @@ def _compressed(fields: Fields) -> Iterator[Rule]:
     yield _named(fields, "ignore", None)
     groups = fields.nested("config_groups")
     rules = [_group(groups.nested(name), fields) for name in groups.values]
-    yield from (rule._replace(every=False) for rule in rules)
-    yield from (rule for rule in rules if rule.every)
+    yield from rules
+    yield from (Rule(rule.scheme, patterns=EVERY) for rule in rules if not _CLASSES.isdisjoint(rule.names))
 
 
 FORMATS = tuple(f"{name}-quantized" for name in ("pack", "int", "float", "naive", "nvfp4-pack", "mxfp4-pack"))
+_CLASSES = {"Linear", "ReplicatedLinear", "ColumnParallelLinear", "RowParallelLinear"}
+"""Classes of modules that mean all of them, for only matrices are asked for."""
 STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 """What compressed-tensors calls its layouts, and which weights share a scale."""
 
 
 def _group(group: Fields, whole: Fields) -> Rule:
-    """One of `config_groups`; a class of modules is all of them, for only matrices are asked for."""
+    """One of `config_groups`."""
     weights = group.nested("weights")
     bits, kind = weights.integer("num_bits", 1, 16, 8), weights.choice("type", ("int", "float"), "int")
     kept = group.choice("format", FORMATS, whole.text("format", FORMATS[0]))
@@ -280,9 +283,7 @@ def _group(group: Fields, whole: Fields) -> Rule:
         weights.require(bits == 8 and symmetric, "num_bits", "int-quantized weights are symmetric, of 8 bits")
         scheme = Scheme("int8", 8)
     weights.require(scheme.bits <= 8, "num_bits", f"{bits} is more than 8")
-    targets = _named(group, "targets", scheme)
-    classes = {"Linear", "ReplicatedLinear", "ColumnParallelLinear", "RowParallelLinear"}
-    return targets._replace(every=not classes.isdisjoint(targets.names))
+    return _named(group, "targets", scheme)
 
 
 def _size(fields: Fields) -> int | None:
@@ -311,7 +312,7 @@ def _gptq(fields: Fields) -> Iterator[Rule]:
             reordered=own.boolean("desc_act", ordered),
         )
         yield Rule(None if pattern.startswith("-:") else other, patterns=(text,))
-    yield Rule(scheme, every=True)
+    yield Rule(scheme, patterns=EVERY)
 
 
 def _awq(fields: Fields) -> Iterator[Rule]:
@@ -319,7 +320,7 @@ def _awq(fields: Fields) -> Iterator[Rule]:
     fields.only({"version": ("gemm", "GEMM"), "bits": (4,), "zero_point": (True,)})
     kept = fields.texts("modules_to_not_convert")
     yield Rule(None, patterns=tuple(f".*{re.escape(part)}" for part in kept))
-    yield Rule(Scheme("awq", 4, _size(fields), symmetric=False), every=True)
+    yield Rule(Scheme("awq", 4, _size(fields), symmetric=False), patterns=EVERY)
 
 
 _ALGORITHMS = {
@@ -335,7 +336,7 @@ def _modelopt(fields: Fields) -> Iterator[Rule]:
     skipped = (*fields.texts("exclude_modules"), *fields.texts("ignore"))
     yield _globs(None, skipped)
     if algorithm != "MIXED_PRECISION":
-        yield Rule(_ALGORITHMS[algorithm], every=True)
+        yield Rule(_ALGORITHMS[algorithm], patterns=EVERY)
         return
     layers = fields.nested("quantized_layers")
     by_algorithm: dict[str, set[str]] = {}
@@ -372,7 +373,7 @@ def _fp8(fields: Fields) -> Iterator[Rule]:
     """DeepSeek's blocks of rows and columns that share a scale."""
     fields.only(_FP8)
     rows, columns = fields.integers("weight_block_size", 1, MAX_GROUP, 2)
-    yield Rule(Scheme("fp8", 8, columns, block_rows=rows), every=True)
+    yield Rule(Scheme("fp8", 8, columns, block_rows=rows), patterns=EVERY)
 
 
 _READERS = {"compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq, "modelopt": _modelopt}
