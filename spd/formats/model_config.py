@@ -283,7 +283,7 @@ _OTHER_NAMES = {
     "linear_key_head_dim": ("mamba_d_state", "ssm_state_size"),
     "linear_value_head_dim": ("mamba_d_head", "mamba_head_dim"),
     "mamba_conv_bias": ("use_conv_bias",),
-    "layer_types": ("layers_block_type",),
+    "layer_types": ("layers_block_type", "hybrid_override_pattern", "hybrid_layer_pattern"),
     "logit_scale": ("output_multiplier",),
     "dtype": ("torch_dtype",),
 }
