@@ -124,7 +124,9 @@ def assistant_of(folder: Path) -> Path | None:
 def _cached_snapshot(name: str) -> Path:
     check_repository_name(name)
     folder = cached_folder(name)
-    snapshots = _names(folder / "snapshots")
+    snapshots: list[str] = []
+    with suppress(OSError):
+        snapshots = sorted(os.listdir(folder / "snapshots"))
     if not snapshots:
         short = {model.rpartition("/")[2].lower(): model for model in [*list_cached_models(), *DEMOS]}
         near = difflib.get_close_matches(name.rpartition("/")[2].lower(), short, n=1, cutoff=0.6)
@@ -150,10 +152,3 @@ def _cached_snapshot(name: str) -> Path:
 
         raise not_a_model(snapshot) or incomplete(snapshot, "there is no config.json")
     return snapshot
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []
