@@ -204,25 +204,22 @@ def is_mtp_tensor(name: str, num_layers: int) -> bool:
     return int(layer[1]) >= num_layers if layer else _MODULE.match(name) is not None
 
 
-def find_mtp(architecture: str, names: Collection[str], num_layers: int | None) -> MtpLayout | None:
+def find_mtp(architecture: str, names: Collection[str], num_layers: int) -> MtpLayout | None:
     """The MTP head among a checkpoint's tensor names, complete or not; None where there is no trace of one.
 
-    num_layers: the target's; None in a folder that holds nothing but a head, where modules may be
-    numbered from any layer on.
+    num_layers: the target's.
     """
     own = [family for family in FAMILIES if architecture in family.architectures]
     by_names: dict[str, MtpFamily] = {}
     for family in (*own, *FAMILIES):
         by_names.setdefault(family.glue["projection"], family)
     for family in by_names.values():
-        # Without a target's layers beside the head any layer would do.
-        stems = [*family.glue.values(), *(() if num_layers is None else (family.layer,))]
+        stems = (*family.glue.values(), family.layer)
         pattern = re.compile("|".join(re.sub(r"\\\{[il]\\\}", r"(\\d+)", re.escape(stem)) for stem in stems))
         matches = [match for name in names if (match := pattern.match(name))]
         numbers = {int(match[match.lastindex]) if match.lastindex else 0 for match in matches}
-        least = num_layers if family.numbers_layers and num_layers is not None else 0
-        if found := {number for number in numbers if least <= number < MAX_LAYERS}:
-            first = (min(found) if num_layers is None else num_layers) if family.numbers_layers else 0
+        first = num_layers if family.numbers_layers else 0
+        if found := {number for number in numbers if first <= number < MAX_LAYERS}:
             return MtpLayout(family, max(found) - first + 1, first)
     return None
 
@@ -315,7 +312,7 @@ def read_head_folder(folder: ModelFolder) -> MtpSource:
         )
     verifier = speculators.nested("verifier")
     config = model_config_of(layer)
-    layout = find_mtp(config.architecture, folder.checkpoint.tensors, None)
+    layout = find_mtp(config.architecture, folder.checkpoint.tensors, config.num_layers)
     declared = fields.integer("num_nextn_predict_layers", 1, MAX_LAYERS)
     found = layout.modules if layout else 0
     if layout is None or found != declared:
