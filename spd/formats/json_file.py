@@ -286,7 +286,7 @@ class Fields:
         self.among(key, value, known)
         return value
 
-    def facts(self, kind: type[T], made: T | None = None, **known: Any) -> T:
+    def facts(self, kind: type[T], made: T | None = None, /, **known: Any) -> T:
         """A dataclass whose fields have the metadata of `keyed`, and what is `known` of it besides.
 
         Bounds say whether a number is whole; without any it is true or false. An absent key counts as what

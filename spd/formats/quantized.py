@@ -38,8 +38,8 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which nibble of a word holds each of eight neighbouring columns."""
 NVFP4_GROUP, MXFP4_GROUP = 16, 32
 MAX_GROUP = 1 << 16
-FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Where older tools wrote what `config.json` lacks: ModelOpt, AutoGPTQ, AutoAWQ."""
+FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Where older tools wrote what `config.json` lacks, and their methods."""
 SUPPORTED = "compressed-tensors, gptq, awq, modelopt, mxfp4, and fp8 with weight_block_size"
 UNUSED = (
     *(".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale"),
@@ -208,8 +208,7 @@ def with_quantization(fields: Fields, folder: Path) -> Fields:
     if name is None:
         return fields
     found = Fields.of(folder / name)
-    inner = dict((found.fields("quantization") or found).values)
-    inner.setdefault("quant_method", ("modelopt", "gptq", "awq")[FILES.index(name)])
+    inner = {"quant_method": FILES[name], **(found.fields("quantization") or found).values}
     if inner["quant_method"] == "modelopt" and inner.get("quant_algo") is None:
         return fields
     return fields.having({"quantization_config": inner})
