@@ -20,7 +20,7 @@ from spd.formats.mtp import MtpSource, declared_modules, no_mtp, require_equal, 
 from spd.runtime.models.assistant import check_assistant
 from spd.runtime.models.eagle3 import check_eagle3
 from spd.runtime.models.mtp_weights import check_source
-from spd.runtime.plan.config import EngineConfig
+from spd.runtime.plan.config import METHODS, EngineConfig
 
 UNKNOWN = "no draft model is known for this model"
 
@@ -53,7 +53,7 @@ def choose_drafter(config: EngineConfig, target: ModelFolder) -> Drafter:
         return Drafter(method, "asked for")
     draft = None if config.draft_model is None else ModelFolder.of(config.draft_model)
     if draft is None and method == "auto":
-        found = _own_mtp(target)
+        found = _own_mtp(config, target)
         if isinstance(found, Drafter):
             return found
         why = found
@@ -91,10 +91,10 @@ def _asked_mtp(config: EngineConfig, target: ModelFolder) -> Drafter:
     reason = "asked for"
     if config.mtp is not None and verifier_hash(target.checkpoint) != source.verifier_sha256:
         reason += "; the head was cut from another checkpoint: expect fewer accepted drafts"
-    return Drafter("mtp", reason, mtp=source)
+    return Drafter("mtp", reason + _reuse(config, source), mtp=source)
 
 
-def _own_mtp(target: ModelFolder) -> Drafter | str:
+def _own_mtp(config: EngineConfig, target: ModelFolder) -> Drafter | str:
     """Drafting with the MTP head that the target's checkpoint holds; why not, where it cannot be."""
     try:
         source = target.mtp_source()
@@ -107,7 +107,7 @@ def _own_mtp(target: ModelFolder) -> Drafter | str:
         check_source(source, target.checkpoint)
     except SpdError as error:
         return f"the MTP head cannot be used: {error.message}"
-    return Drafter("mtp", "the checkpoint's own MTP head", mtp=source)
+    return Drafter("mtp", "the checkpoint's own MTP head" + _reuse(config, source), mtp=source)
 
 
 def _asked_head(config: EngineConfig, target: ModelFolder, draft: ModelFolder) -> Drafter:
@@ -161,6 +161,15 @@ def _cache_facts(config: ModelConfig) -> dict[str, Any]:
         "key heads of layers that see everything": wide[1],
         "sliding window": next((window for window in config.sliding if window is not None), 0),
     }
+
+
+def _reuse(config: EngineConfig, source: MtpSource) -> str:
+    """What is said once where there are more drafts than modules."""
+    modules = source.layout.modules
+    if (METHODS["mtp"].draft_max if config.draft_max is None else config.draft_max) <= modules:
+        return ""
+    first = "first" if modules == 1 else f"first {modules}"
+    return f"; drafts beyond the {first} use the last module again"
 
 
 def _require_same_vocabulary(target: ModelFolder, draft: ModelFolder) -> None:
