@@ -348,7 +348,10 @@ def step_keys(fields: Fields) -> dict[str, object]:
     found |= {key: [limit or 0.0 for limit in found[key]] for key in LIMITS if key in found}
     cut, sparse, thetas = fields.having(found), "moe_layers_enum", "rope_theta"
     if "mlp_layer_types" not in cut:
-        named = {int(number) for number in re.findall(r"\d+", cut.text(sparse, ""))} or {*range(3, layers)}
+        listed = (
+            cut.integers(sparse, 0, MAX_RANK) if sparse in found else re.findall(r"\d+", cut.text(sparse, ""))
+        )
+        named = {int(number) for number in listed} or {*range(3, layers)}
         found["mlp_layer_types"] = [MLPS[layer in named] for layer in range(layers)]
     slid = cut.fields("attention_other_setting") or Fields(cut.where, {})
     found[SLIDING_HEADS[0]] = cut.get("num_sliding_attention_heads") or slid.get("num_attention_heads")
