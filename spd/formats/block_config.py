@@ -115,8 +115,8 @@ class RouterConfig:
     per_token: int
     sigmoid: bool
     corrected: bool
-    normalised: bool
-    scale: float = 1.0
+    normalised: bool = field(metadata=keyed("norm_topk_prob"))
+    scale: float = field(default=1.0, metadata=keyed("routed_scaling_factor", 0.0, 1e6))
     groups: int = 1
     groups_kept: int = 1
     group_best: int = 1
@@ -138,7 +138,7 @@ class ExpertsConfig:
     """(limit, alpha) of gates that are clamped; such experts have biases, and so has their router."""
     plain: bool = False  # no gates: down(relu(up(x)) ** 2)
     shared_gated: bool = False  # what the shared one gives is scaled by the sigmoid of a gate of its own
-    latent: int | None = None
+    latent: int | None = field(default=None, metadata=keyed("moe_latent_size", 1, MAX_WIDTH))
     """Width that routed experts work in, between two projections; None: the stream's own."""
 
 
@@ -196,10 +196,15 @@ def read_still(fields: Fields, num_layers: int) -> tuple[bool, ...]:
 def layer_kinds(
     fields: Fields, num_layers: int | None, known: tuple[str, ...], key: str = "layer_types"
 ) -> list[str] | None:
-    """Each layer's kind, older names as newer ones; None where the key is absent."""
-    if key not in fields:
+    """Each layer's kind by name, letter or number, older names as newer ones; None without the key."""
+    said = fields.get(key)
+    if said is None:
         return None
-    names = [_OLDER[name] if _OLDER.get(name) in known else name for name in fields.texts(key)]
+    if isinstance(said, list) and all(type(each) is int for each in said):
+        names = [known[number] for number in fields.integers(key, 0, len(known) - 1)]
+    else:
+        written = list(said) if isinstance(said, str) else fields.texts(key)
+        names = [_OLDER[name] if _OLDER.get(name) in known else name for name in written]
     right = num_layers in (None, len(names))
     fields.require(right, key, f"is not a list of {num_layers} names, one a layer")
     for name in dict.fromkeys(names):
@@ -252,31 +257,24 @@ def read_experts(fields: Fields, num_layers: int, made: ExpertsConfig) -> Expert
     fields.require(kept * size >= taken, "topk_group", f"{kept} groups hold fewer than {taken} experts")
     why = f"{groups} groups of {count} experts hold {size} each, {router.group_best} are needed"
     fields.require(size >= router.group_best, "n_group", why)
-    router = replace(
-        router,
-        per_token=taken,
-        normalised=fields.boolean("norm_topk_prob", router.normalised),
-        scale=fields.number("routed_scaling_factor", 0.0, 1e6, 1.0),
-        groups=groups,
-        groups_kept=kept,
-    )
     limits = fields.number("swiglu_limit", 1e-3, 1e6, 7.0), fields.number("swiglu_alpha", 1e-3, 1e3, 1.702)
-    return replace(
+    return fields.facts(
+        ExpertsConfig,
         made,
         num_experts=count,
         intermediate_size=width,
         shared_size=fields.integer("shared_expert_intermediate_size", 0, MAX_WIDTH, shared),
-        latent=fields.optional_integer("moe_latent_size", 1, MAX_WIDTH),
         sparse_layers=tuple(_sparse_layers(fields, num_layers)),
-        router=router,
+        router=fields.facts(RouterConfig, router, per_token=taken, groups=groups, groups_kept=kept),
         clamped=made.clamped and limits,
     )
 
 
 def _sparse_layers(fields: Fields, num_layers: int) -> list[bool]:
     """Which layers have experts: by name, or from one to another by steps, but for those listed."""
-    listed = layer_kinds(fields, num_layers, MLPS, "mlp_layer_types")
-    if listed is not None:
+    keys = ("mlp_layer_types", "moe_layer_freq")
+    key = next((key for key in keys if isinstance(fields.get(key), list)), keys[0])
+    if (listed := layer_kinds(fields, num_layers, MLPS, key)) is not None:
         return [kind == "sparse" for kind in listed]
     first = fields.integer("first_k_dense_replace", 0, MAX_RANK, 0)
     last = fields.integer("moe_layer_end_index", -1, MAX_RANK, -1)
@@ -333,15 +331,11 @@ def hunyuan_keys(fields: Fields) -> dict[str, object]:
 
 
 def mimo_keys(fields: Fields) -> dict[str, object]:
-    """What `mimo_v2_flash` says in its own way: kinds of layers by numbers, key heads of those that slide."""
-    layers, key_heads = (
-        fields.integer(key, 1, MAX_RANK) for key in ("num_hidden_layers", "num_key_value_heads")
-    )
+    """What `mimo_v2_flash` says in its own way of layers that slide: their key heads and their window."""
+    key_heads = fields.integer("num_key_value_heads", 1, MAX_RANK)
     found: dict[str, object] = {SLIDING_HEADS[1]: fields.get(SLIDING_HEADS[1]) or 2 * key_heads}
-    keys = ("layer_types", "hybrid_layer_pattern", KINDS), ("mlp_layer_types", "moe_layer_freq", MLPS)
-    for key, older, kinds in keys:
-        if key not in fields:
-            found |= {key: [kinds[number] for number in fields.integers(older, 0, 1, layers)], older: None}
+    for key, older in (("layer_types", "hybrid_layer_pattern"), ("mlp_layer_types", "moe_layer_freq")):
+        fields.require(key in fields or older in fields, older, "is missing")
     if "sliding_window_size" in fields:  # which counts the positions before a row's own
         found["sliding_window"] = 1 + fields.integer("sliding_window_size", 0, MAX_POSITIONS)
     return found
@@ -403,18 +397,12 @@ def muse_keys(fields: Fields) -> dict[str, object]:
 
 
 def nemotron_keys(fields: Fields) -> dict[str, object]:
-    """What `nemotron_h` says in its own way: a letter a layer; no experts without such layers; none turns."""
-    pattern, key = "hybrid_override_pattern", "layer_types"
-    if pattern in fields:
-        fields = fields.having({key: list(fields.text(pattern))}, {key: pattern})
+    """What `nemotron_h` leaves to its kinds of layers: how many; no experts without such ones; none turns."""
     kinds = layer_kinds(fields, None, SINGLE)
     if kinds is None:
-        raise fields.refused(key, "is missing")
-    found = {key: kinds, "num_hidden_layers": len(kinds), "no_rope_layers": [0] * len(kinds)}
-    if "moe" in kinds:
-        fields.integer("num_experts", 1, MAX_EXPERTS)
-        return found
-    return {**found, "num_experts": None}
+        raise fields.refused("layer_types", "is missing")
+    experts = fields.integer("num_experts", 1, MAX_EXPERTS) if "moe" in kinds else None
+    return {"num_hidden_layers": len(kinds), "no_rope_layers": [0] * len(kinds), "num_experts": experts}
 
 
 def read_gemma4(fields: Fields, layers: int, heads: int, sliding: tuple[int | None, ...]) -> Gemma4Config:

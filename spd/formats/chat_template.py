@@ -58,21 +58,18 @@ class ChatTemplate:
         if fields is None:
             return None
         value, key = fields.get("chat_template"), "chat_template"
-        entries = {"default": value} if isinstance(value, str) else value
-        if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
-            entries = {entry.get("name"): entry.get("template") for entry in value}
-        texts = [*entries, *entries.values()] if isinstance(entries, dict) else [None]
-        if not isinstance(entries, dict) or not all(isinstance(text, str) for text in texts):
-            raise fields.refused(key, "is neither a string nor a list of named templates")
-        why = f"has no template named default, only {shown(sorted(entries))}"
-        fields.require("default" in entries, key, why)
-        longest = max(map(len, entries.values()))
-        fields.require(longest <= TEMPLATE_LIMIT, key, f"is longer than {TEMPLATE_LIMIT:,} characters")
-        return cls(f"{fields.where}: {key}", entries, special)
+        where, entries = f"{fields.where}: {key}", [{"name": "default", "template": value}]
+        if not isinstance(value, str):
+            if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+                raise fields.refused(key, "is neither a string nor a list of named templates")
+            entries = value
+        named = [Fields(where, entry) for entry in entries]
+        templates = {each.text("name"): each.text("template") for each in named}
+        why = f"has no template named default, only {shown(sorted(templates))}"
+        fields.require("default" in templates, key, why)
+        return cls(where, templates, special)
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
-    ) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The prompt for messages; `variables` reach the template as they would in Hugging Face.
 
         Raises `IncompatibleError` when the template refuses the messages, `CheckpointError` naming file
@@ -80,7 +77,7 @@ class ChatTemplate:
         messages), `UsageError` for messages that are no JSON values.
         """
         tool_use = self.tool_use if variables.get("tools") is not None else None
-        known = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        known = {"messages": list(messages), "add_generation_prompt": True}
         values = {**known, "tools": None, "documents": None, **self._special_tokens, **variables}
         reply = self._process.render(tool_use or self.default, values)
         if "text" in reply:

@@ -12,8 +12,6 @@ import ctypes
 import math
 import os
 import re
-import shlex
-import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import eq
@@ -21,8 +19,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
-from spd.errors import CheckpointError, NotFoundError, SpdError
-from spd.formats.hub import cached_name
+from spd.errors import CheckpointError
+from spd.formats.hub import PICKLE_SUFFIXES, incomplete, not_a_model
 from spd.formats.json_file import Fields, decode_utf8, listed, names_in, open_regular_file, os_errors, shown
 
 if TYPE_CHECKING:
@@ -30,14 +28,12 @@ if TYPE_CHECKING:
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-ADAPTER = "adapter_config.json"
 MAX_TENSORS = 1 << 20
 INDEX_LIMIT = 40_000_000  # bytes; the largest published ones, of 140 thousand tensors, have 20 million
 HEADER_LIMIT = 40_000_000  # bytes; 90 thousand tensors of one file take 12 million, the official reader 100
 MAX_NUMBER = (1 << 64) - 1
 PIECE = 8 << 20
 """Bytes of a tensor that are in memory at a time, where it goes from file to file."""
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 TORCH_NAMES = {
     **{"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"},
@@ -304,42 +300,6 @@ def read_weight_map(path: Path) -> dict[str, str]:
         why = f"{shown(shard)} is not the plain name of a safetensors file{pickles}"
         fields.require(SHARD_NAME.fullmatch(shard) is not None, "weight_map", why)
     return {text_name(tensor): shard for tensor, shard in weight_map.items()}
-
-
-def not_a_model(path: Path) -> CheckpointError | None:
-    """What a file, or a folder without weights, is in one line, and what to type instead; None: not known."""
-    called = cached_name(path) or str(path)
-    names = names_in(path) if path.is_dir() else []
-    ggufs = [f"{called}/{name}" for name in names if name.lower().endswith(".gguf")]
-    if ggufs or path.suffix.lower() == ".gguf":
-        why = "GGUF is not supported, safetensors is: a model as it was published, before it was converted"
-        return CheckpointError(f"{(*ggufs, called)[0]}: {why}", fix=["spd pull ORG/NAME of that model"])
-    if not path.is_dir():
-        why = f"{path}: is a file; a model is the folder that holds config.json and safetensors"
-        return CheckpointError(why, fix=[f"-m {path.parent}"])
-    if ADAPTER in names:
-        base = Fields.of(path / ADAPTER).get("base_model_name_or_path")
-        why = f"{called}: is a LoRA adapter of {shown(base)}, to be merged into it (PEFT's merge_and_unload)"
-        return CheckpointError(why, fix=[f"-m {base} runs it without the adapter"])
-    pickles = [name for name in names if name.lower().endswith(PICKLE_SUFFIXES)]
-    if pickles:
-        usual = [name for name in pickles if name.startswith("pytorch_model")]
-        convert = shlex.join([sys.executable, "-I", "-m", "spd.cli.unpickle", str(path)])
-        why = f"{called}/{(usual or pickles)[0]}: pickle formats are not supported, only safetensors is"
-        return CheckpointError(why, fix=[convert if usual else "a repository with safetensors"])
-    inside = sorted(path.glob("*/config.json")) or sorted(path.glob("*/*/config.json"))
-    if not inside or "config.json" in names:
-        return None
-    fix = [f"-m {cached_name(config.parent) or config.parent}" for config in inside]
-    return CheckpointError(f"{path}: is no model folder, but holds {len(inside)}", fix=listed(fix, 3))
-
-
-def incomplete(folder: Path, what: str) -> SpdError:
-    """The error for files that a folder lacks; a snapshot of the hub's cache is a download to go on with."""
-    if (name := cached_name(folder)) is None:
-        return CheckpointError(f"{folder}: {what}")
-    pull = [f"spd pull {name} --revision {folder.name}"]
-    return NotFoundError(f"{name}: the copy in the local cache is incomplete: {what}", fix=pull)
 
 
 def check_tensors(

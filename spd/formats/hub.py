@@ -9,13 +9,17 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shlex
+import sys
 from contextlib import suppress
 from pathlib import Path
 
-from spd.errors import NotFoundError, SpdError, UsageError
+from spd.errors import CheckpointError, NotFoundError, SpdError, UsageError
 from spd.formats.demo import DEMOS, demo_folder
-from spd.formats.json_file import listed, shown
+from spd.formats.json_file import Fields, listed, names_in, shown
 
+ADAPTER = "adapter_config.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _WORD = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _REPOSITORY = re.compile(rf"(?!.*(?:\.\.|--|(?i:\.gguf)$))(?:{_WORD}/)?{_WORD}")
 _REVISION = re.compile(rf"{_WORD}(?:/{_WORD})*")
@@ -58,13 +62,46 @@ def resolve_model(reference: str) -> Path:
         folder = demo_folder(reference) if is_demo else path
         if not os.path.lexists(folder) and folder.suffix.lower() != ".gguf":
             raise NotFoundError(f"{folder}: there is no such folder")
-        if not (folder / "config.json").exists():
-            from spd.formats.checkpoint import not_a_model
-
-            if wrong := not_a_model(folder):
-                raise wrong
+        if not (folder / "config.json").exists() and (wrong := not_a_model(folder)):
+            raise wrong
         return folder
     return _cached_snapshot(reference)
+
+
+def not_a_model(path: Path) -> CheckpointError | None:
+    """What a file, or a folder without weights, is in one line, and what to type instead; None: not known."""
+    called = cached_name(path) or str(path)
+    names = names_in(path) if path.is_dir() else []
+    ggufs = [f"{called}/{name}" for name in names if name.lower().endswith(".gguf")]
+    if ggufs or path.suffix.lower() == ".gguf":
+        why = "GGUF is not supported, safetensors is: a model as it was published, before it was converted"
+        return CheckpointError(f"{(*ggufs, called)[0]}: {why}", fix=["spd pull ORG/NAME of that model"])
+    if not path.is_dir():
+        why = f"{path}: is a file; a model is the folder that holds config.json and safetensors"
+        return CheckpointError(why, fix=[f"-m {path.parent}"])
+    if ADAPTER in names:
+        base = Fields.of(path / ADAPTER).get("base_model_name_or_path")
+        why = f"{called}: is a LoRA adapter of {shown(base)}, to be merged into it (PEFT's merge_and_unload)"
+        return CheckpointError(why, fix=[f"-m {base} runs it without the adapter"])
+    pickles = [name for name in names if name.lower().endswith(PICKLE_SUFFIXES)]
+    if pickles:
+        usual = [name for name in pickles if name.startswith("pytorch_model")]
+        convert = shlex.join([sys.executable, "-I", "-m", "spd.cli.unpickle", str(path)])
+        why = f"{called}/{(usual or pickles)[0]}: pickle formats are not supported, only safetensors is"
+        return CheckpointError(why, fix=[convert if usual else "a repository with safetensors"])
+    inside = sorted(path.glob("*/config.json")) or sorted(path.glob("*/*/config.json"))
+    if not inside or "config.json" in names:
+        return None
+    fix = [f"-m {cached_name(config.parent) or config.parent}" for config in inside]
+    return CheckpointError(f"{path}: is no model folder, but holds {len(inside)}", fix=listed(fix, 3))
+
+
+def incomplete(folder: Path, what: str) -> SpdError:
+    """The error for files that a folder lacks; a snapshot of the hub's cache is a download to go on with."""
+    if (name := cached_name(folder)) is None:
+        return CheckpointError(f"{folder}: {what}")
+    pull = [f"spd pull {name} --revision {folder.name}"]
+    return NotFoundError(f"{name}: the copy in the local cache is incomplete: {what}", fix=pull)
 
 
 def is_offline() -> bool:
@@ -124,7 +161,9 @@ def assistant_of(folder: Path) -> Path | None:
 def _cached_snapshot(name: str) -> Path:
     check_repository_name(name)
     folder = cached_folder(name)
-    snapshots = _names(folder / "snapshots")
+    snapshots: list[str] = []
+    with suppress(OSError):
+        snapshots = sorted(os.listdir(folder / "snapshots"))
     if not snapshots:
         short = {model.rpartition("/")[2].lower(): model for model in [*list_cached_models(), *DEMOS]}
         near = difflib.get_close_matches(name.rpartition("/")[2].lower(), short, n=1, cutoff=0.6)
@@ -146,14 +185,5 @@ def _cached_snapshot(name: str) -> Path:
         )
     snapshot = folder / "snapshots" / commit
     if not (snapshot / "config.json").is_file():
-        from spd.formats.checkpoint import incomplete, not_a_model
-
         raise not_a_model(snapshot) or incomplete(snapshot, "there is no config.json")
     return snapshot
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []

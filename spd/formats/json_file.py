@@ -286,22 +286,23 @@ class Fields:
         self.among(key, value, known)
         return value
 
-    def facts(self, kind: type[T], **known: Any) -> T:
+    def facts(self, kind: type[T], made: T | None = None, /, **known: Any) -> T:
         """A dataclass whose fields have the metadata of `keyed`, and what is `known` of it besides.
 
-        Bounds say whether a number is whole; without any it is true or false. An absent key counts as the
-        field's default, or as None where its type allows that.
+        Bounds say whether a number is whole; without any it is true or false. An absent key counts as what
+        `made` says, else as the field's default, or as None where its type allows that.
         """
         for each in dataclasses.fields(cast(Any, kind)):
             if not each.metadata or each.name in known:
                 continue
             name, bounds = each.metadata["key"], each.metadata["bounds"]
             reader: Any = self.number if float in map(type, bounds) else self.integer
-            if name in self or (each.default is MISSING and not str(each.type).endswith("| None")):
+            unsaid = made is None and each.default is MISSING
+            if name in self or (unsaid and not str(each.type).endswith("| None")):
                 known[each.name] = (reader if bounds else self.boolean)(name, *bounds)
-            elif each.default is MISSING:
+            elif unsaid:
                 known[each.name] = None
-        return kind(**known)
+        return kind(**known) if made is None else dataclasses.replace(cast(Any, made), **known)
 
     def token_ids(self, key: str, end: int) -> tuple[int, ...]:
         """Token ids, one or a list; empty when absent. No text has those from `end` on: they are dropped."""

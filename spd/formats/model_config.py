@@ -283,7 +283,7 @@ _OTHER_NAMES = {
     "linear_key_head_dim": ("mamba_d_state", "ssm_state_size"),
     "linear_value_head_dim": ("mamba_d_head", "mamba_head_dim"),
     "mamba_conv_bias": ("use_conv_bias",),
-    "layer_types": ("layers_block_type",),
+    "layer_types": ("layers_block_type", "hybrid_override_pattern", "hybrid_layer_pattern"),
     "logit_scale": ("output_multiplier",),
     "dtype": ("torch_dtype",),
 }
@@ -324,12 +324,10 @@ WRAPPERS = {
     "Gemma4ForConditionalGeneration": ("gemma4", "Gemma4ForCausalLM"),
     "Gemma4UnifiedForConditionalGeneration": ("gemma4_unified", "Gemma4ForCausalLM"),
 }
-"""Architectures that see images too, their model types, and what their `text_config` is of."""
-_OTHER_TEXTS = {
-    ("Mistral3ForConditionalGeneration", "mistral"): "MistralForCausalLM",
-    ("InternVLForConditionalGeneration", "qwen3"): "Qwen3ForCausalLM",
-}
-"""What it is of where it has another model type."""
+"""Architectures that see images too, their model types, and what their `text_config` is of where its own
+model type says nothing else."""
+_TEXTS = {kind: each for each, own in reversed(_FAMILIES.items()) for kind in (own.model_type, *own.also)}
+"""Architectures by the model types of texts."""
 _FLAT = ("qwen2_5_vl",)
 """Those that were published with the text's keys beside the others."""
 _OUTSIDE = ("tie_word_embeddings", "quantization_config", "dtype")
@@ -388,7 +386,7 @@ def model_config_of(fields: Fields) -> ModelConfig:
             each.renamed(_OTHER_NAMES) for each in (fields if flat else fields.nested("text_config"), fields)
         )
         around = {key: fields.values[key] for key in _OUTSIDE if key in fields}
-        text = _OTHER_TEXTS.get((outer, str(inner.get("model_type"))), wrapper[1])
+        text = _TEXTS.get(str(inner.get("model_type")), wrapper[1])
         fields = inner.having({**around, "architectures": [text]})
     return _decoder_config(fields)
 
@@ -481,8 +479,7 @@ def _architecture(fields: Fields) -> str:
 def _lacks(fields: Fields, name: str) -> Iterator[str]:
     """Of an unknown architecture the nearest one that is known, and what it has besides."""
     inner = fields.fields("text_config") or fields
-    types = {kind: each for each, family in _FAMILIES.items() for kind in (family.model_type, *family.also)}
-    text = types.get(str(inner.get("model_type")))
+    text = _TEXTS.get(str(inner.get("model_type")))
     found = dict(piece for key, piece in _PIECES.items() if fields.get(key) or inner.get(key))
     causal, alike = re.sub(r"For[A-Z].*|$", "ForCausalLM", name, count=1), list[str]()
     for stem in (re.findall(r"^\D*\d?", name)[0], re.split(r"For|\d", name)[0] or name):

@@ -204,25 +204,22 @@ def is_mtp_tensor(name: str, num_layers: int) -> bool:
     return int(layer[1]) >= num_layers if layer else _MODULE.match(name) is not None
 
 
-def find_mtp(architecture: str, names: Collection[str], num_layers: int | None) -> MtpLayout | None:
+def find_mtp(architecture: str, names: Collection[str], num_layers: int) -> MtpLayout | None:
     """The MTP head among a checkpoint's tensor names, complete or not; None where there is no trace of one.
 
-    num_layers: the target's; None in a folder that holds nothing but a head, where modules may be
-    numbered from any layer on.
+    num_layers: the target's.
     """
     own = [family for family in FAMILIES if architecture in family.architectures]
     by_names: dict[str, MtpFamily] = {}
     for family in (*own, *FAMILIES):
         by_names.setdefault(family.glue["projection"], family)
     for family in by_names.values():
-        # Without a target's layers beside the head any layer would do.
-        stems = [*family.glue.values(), *(() if num_layers is None else (family.layer,))]
+        stems = (*family.glue.values(), family.layer)
         pattern = re.compile("|".join(re.sub(r"\\\{[il]\\\}", r"(\\d+)", re.escape(stem)) for stem in stems))
         matches = [match for name in names if (match := pattern.match(name))]
         numbers = {int(match[match.lastindex]) if match.lastindex else 0 for match in matches}
-        least = num_layers if family.numbers_layers and num_layers is not None else 0
-        if found := {number for number in numbers if least <= number < MAX_LAYERS}:
-            first = (min(found) if num_layers is None else num_layers) if family.numbers_layers else 0
+        first = num_layers if family.numbers_layers else 0
+        if found := {number for number in numbers if first <= number < MAX_LAYERS}:
             return MtpLayout(family, max(found) - first + 1, first)
     return None
 
@@ -315,7 +312,7 @@ def read_head_folder(folder: ModelFolder) -> MtpSource:
         )
     verifier = speculators.nested("verifier")
     config = model_config_of(layer)
-    layout = find_mtp(config.architecture, folder.checkpoint.tensors, None)
+    layout = find_mtp(config.architecture, folder.checkpoint.tensors, config.num_layers)
     declared = fields.integer("num_nextn_predict_layers", 1, MAX_LAYERS)
     found = layout.modules if layout else 0
     if layout is None or found != declared:
@@ -346,18 +343,20 @@ def require_equal(
 class HeadPlan:
     """What a conversion takes, made from headers alone; closed with its checkpoint.
 
-    `head` is where it stands, `raw_config` the verifier's. `copies` are the head's own embedding and output
-    tables, each with the target's that it may equal and is then left out for; None where that is
-    not at hand. `ignored` is of no use.
+    `head` is where it stands. `copies` are the head's own embedding and output tables, each with the target's
+    that it may equal and is then left out for; None where that is not at hand. `ignored` is of no use.
     """
 
     checkpoint: Checkpoint
     head: MtpSource
-    raw_config: Mapping[str, Any]
-    declared: int
     tensors: tuple[TensorMeta, ...]
     copies: tuple[tuple[TensorMeta, TensorMeta | None], ...]
     ignored: tuple[str, ...]
+
+    @property
+    def declared(self) -> int:
+        """See `declared_modules`."""
+        return declared_modules(self.head.folder.fields)
 
     @property
     def quantized(self) -> bool:
@@ -368,28 +367,24 @@ class HeadPlan:
 def plan_head(
     source: ModelFolder, name: str, check: Callable[[MtpSource, Checkpoint], Collection[str]]
 ) -> HeadPlan:
-    """Find and check the head of a checkpoint or of a head folder; the caller closes `plan.checkpoint`.
+    """Find and check the head of a checkpoint; the caller closes `plan.checkpoint`.
 
     check: names of the tensors that a head needs, seen to be in a checkpoint. Raises IncompatibleError where
     there is no head, CheckpointError for one that is not whole, each with names.
     """
-    fields = source.fields
-    if fields.get("speculators_model_type") != MODEL_TYPE:
-        config = source.config
-        refuse_head(config, source.path)
+    config = source.config
+    refuse_head(config, source.path)
 
-        def wanted(shards: Mapping[str, str]) -> set[str]:
-            tables = [table for table in TABLES if table in shards and (source.path / shards[table]).exists()]
-            return {FINAL_NORM, *tables, *(name for name in shards if is_mtp_tensor(name, config.num_layers))}
+    def wanted(shards: Mapping[str, str]) -> set[str]:
+        tables = [table for table in TABLES if table in shards and (source.path / shards[table]).exists()]
+        return {FINAL_NORM, *tables, *(name for name in shards if is_mtp_tensor(name, config.num_layers))}
 
-        checkpoint = Checkpoint.open(source.path, wanted)
-        layout = find_mtp(config.architecture, checkpoint.tensors, config.num_layers)
-        if layout is None:
-            raise no_mtp(source.path, config.num_layers, declared_modules(fields))
-        head = MtpSource(source, layout, config, name, verifier_hash(checkpoint))
-    else:
-        head, checkpoint, fields = source.head, source.checkpoint, fields.nested("transformer_layer_config")
-    layout, needed = head.layout, check(head, checkpoint)
+    checkpoint = Checkpoint.open(source.path, wanted)
+    layout = find_mtp(config.architecture, checkpoint.tensors, config.num_layers)
+    if layout is None:
+        raise no_mtp(source.path, config.num_layers, declared_modules(source.fields))
+    head = MtpSource(source, layout, config, name, verifier_hash(checkpoint))
+    needed = check(head, checkpoint)
     # What a copy may equal: the target's embedding serves as head too where it is tied.
     embedding, output = (checkpoint.tensors.get(name) for name in TABLES)
     equals = {"embedding": embedding, "head": output or embedding}
@@ -400,8 +395,6 @@ def plan_head(
     return HeadPlan(
         checkpoint,
         head,
-        fields.values,
-        declared_modules(source.fields),
         tuple(meta for meta in kept if meta.name not in tables),
         tuple((meta, tables[meta.name]) for meta in kept if meta.name in tables),
         tuple(meta.name for name, meta in owned.items() if name not in needed),

@@ -1,8 +1,9 @@
 """How checkpoints store matrices in few bits: which modules, in which tensors, in which order of bits.
 
 A scheme describes a stored matrix W [out, in]; nothing is computed here (`spd.runtime.load.packed_weights`
-unpacks). Codes are packed into words low first. The header decides whether a matrix is quantized, for ignore
-lists often miss modules of an MTP head, or name fused ones; the configuration says how it is stored.
+unpacks). Codes are packed into words low first. The header decides whether a matrix is quantized: lists of
+what is not quantized often miss modules of an MTP head, or name fused ones, and are not read. The
+configuration says how a matrix is stored.
 
 - pack: `weight_packed` I32 [out, in * bits / 32], codes along in, value + 2**(bits - 1); `weight_scale`
   [out, groups]; `weight_zero_point` I32 [out * bits / 32, groups], codes along out. W = (q - z) * s.
@@ -23,8 +24,9 @@ Source: compressed-tensors 0.20, AutoAWQ 0.2, AutoGPTQ and gptqmodel 7, NVIDIA M
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -36,8 +38,8 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which nibble of a word holds each of eight neighbouring columns."""
 NVFP4_GROUP, MXFP4_GROUP = 16, 32
 MAX_GROUP = 1 << 16
-FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Where older tools wrote what `config.json` lacks: ModelOpt, AutoGPTQ, AutoAWQ."""
+FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Where older tools wrote what `config.json` lacks, and their methods."""
 SUPPORTED = "compressed-tensors, gptq, awq, modelopt, mxfp4, and fp8 with weight_block_size"
 UNUSED = (
     *(".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale"),
@@ -50,6 +52,8 @@ PACKED |= dict.fromkeys(("gptq", "awq"), "qweight")
 CODES = frozenset({"weight", *PACKED.values()})
 _NESTED = re.compile(r"[*+}]\)*[*+{]|\([^()]*[*+{|][^()]*\)[*+{]")
 """Repetitions of repetitions, which can take for ever to match."""
+EVERY = ("",)
+"""Patterns that each name matches."""
 Shape = tuple[int, ...]
 StoredTensor = tuple[tuple[Shape, ...], tuple[str, ...]]
 """The shapes that a tensor may have, and dtypes."""
@@ -114,26 +118,18 @@ class Scheme:
 
 
 class Rule(NamedTuple):
-    """What holds for the modules that are named or match; None: they are not quantized."""
+    """How matrices of modules are stored that are named, lie below one that is, or match."""
 
-    scheme: Scheme | None
+    scheme: Scheme
     names: frozenset[str] = frozenset()
     patterns: tuple[str, ...] = ()
-    starts: tuple[str, ...] = ()
-    every: bool = False
 
     def holds(self, module: str) -> bool:
-        if self.every or not self.names.isdisjoint(called := _spellings(module)):
+        if self.names and not self.names.isdisjoint(accumulate(module.split("."), "{}.{}".format)):
             return True
-        if any(name.startswith(self.starts) for name in called):
-            return True
-        return any(re.match(pattern, name) for pattern in self.patterns for name in called)
-
-
-def _spellings(module: str) -> tuple[str, ...]:
-    """A module's name in a text model, and inside models that see images too."""
-    inner = module.removeprefix("model.")
-    return module, f"model.language_model.{inner}", f"language_model.{module}"
+        # A module's name in a text model, and inside models that see images too.
+        wrapped = f"model.language_model.{module.removeprefix('model.')}", f"language_model.{module}"
+        return any(re.match(pattern, name) for pattern in self.patterns for name in (module, *wrapped))
 
 
 @dataclass(frozen=True)
@@ -212,8 +208,7 @@ def with_quantization(fields: Fields, folder: Path) -> Fields:
     if name is None:
         return fields
     found = Fields.of(folder / name)
-    inner = dict((found.fields("quantization") or found).values)
-    inner.setdefault("quant_method", ("modelopt", "gptq", "awq")[FILES.index(name)])
+    inner = {"quant_method": FILES[name], **(found.fields("quantization") or found).values}
     if inner["quant_method"] == "modelopt" and inner.get("quant_algo") is None:
         return fields
     return fields.having({"quantization_config": inner})
@@ -229,11 +224,9 @@ def _pattern(fields: Fields, key: str, text: str) -> str:
     return text
 
 
-def _named(fields: Fields, key: str, scheme: Scheme | None) -> Rule:
-    """Modules by their names, or `re:` and a pattern."""
-    names = fields.texts(key)
-    patterns = tuple(_pattern(fields, key, name[3:]) for name in names if name.startswith("re:"))
-    return Rule(scheme, frozenset(text_name(f"{name}.").rstrip(".") for name in names), patterns)
+def _module(name: str) -> str:
+    """A module's name in a text model."""
+    return text_name(f"{name}.").rstrip(".")
 
 
 def _compressed(fields: Fields) -> Iterator[Rule]:
@@ -242,20 +235,21 @@ def _compressed(fields: Fields) -> Iterator[Rule]:
         used = inner.get("config_groups") or inner.get("format") not in (None, "dense")
         fields.require(not used, key, f"{what} are not supported: use a copy without them")
     fields.only({"quantization_status": ("compressed",)})
-    yield _named(fields, "ignore", None)
     groups = fields.nested("config_groups")
     rules = [_group(groups.nested(name), fields) for name in groups.values]
-    yield from (rule._replace(every=False) for rule in rules)
-    yield from (rule for rule in rules if rule.every)
+    yield from rules
+    yield from (Rule(rule.scheme, patterns=EVERY) for rule in rules if not _CLASSES.isdisjoint(rule.names))
 
 
 FORMATS = tuple(f"{name}-quantized" for name in ("pack", "int", "float", "naive", "nvfp4-pack", "mxfp4-pack"))
+_CLASSES = {"Linear", "ReplicatedLinear", "ColumnParallelLinear", "RowParallelLinear"}
+"""Classes of modules that mean all of them, for only matrices are asked for."""
 STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 """What compressed-tensors calls its layouts, and which weights share a scale."""
 
 
 def _group(group: Fields, whole: Fields) -> Rule:
-    """One of `config_groups`; a class of modules is all of them, for only matrices are asked for."""
+    """One of `config_groups`, whose targets are names or classes of modules, or `re:` and a pattern."""
     weights = group.nested("weights")
     bits, kind = weights.integer("num_bits", 1, 16, 8), weights.choice("type", ("int", "float"), "int")
     kept = group.choice("format", FORMATS, whole.text("format", FORMATS[0]))
@@ -280,9 +274,9 @@ def _group(group: Fields, whole: Fields) -> Rule:
         weights.require(bits == 8 and symmetric, "num_bits", "int-quantized weights are symmetric, of 8 bits")
         scheme = Scheme("int8", 8)
     weights.require(scheme.bits <= 8, "num_bits", f"{bits} is more than 8")
-    targets = _named(group, "targets", scheme)
-    classes = {"Linear", "ReplicatedLinear", "ColumnParallelLinear", "RowParallelLinear"}
-    return targets._replace(every=not classes.isdisjoint(targets.names))
+    names = group.texts("targets")
+    patterns = tuple(_pattern(group, "targets", name[3:]) for name in names if name.startswith("re:"))
+    return Rule(scheme, frozenset(map(_module, names)), patterns)
 
 
 def _size(fields: Fields) -> int | None:
@@ -301,7 +295,8 @@ def _gptq(fields: Fields) -> Iterator[Rule]:
     scheme = Scheme("gptq", bits, _size(fields), symmetric, offset=offset, reordered=ordered)
     changes = fields.fields("dynamic") or Fields(fields.where, {})
     for pattern in changes.values:
-        text = _pattern(fields, "dynamic", pattern.removeprefix("+:").removeprefix("-:"))
+        if pattern.startswith("-:"):  # which are not quantized
+            continue
         own = changes.nested(pattern)
         other = replace(
             scheme,
@@ -310,16 +305,14 @@ def _gptq(fields: Fields) -> Iterator[Rule]:
             symmetric=own.boolean("sym", symmetric),
             reordered=own.boolean("desc_act", ordered),
         )
-        yield Rule(None if pattern.startswith("-:") else other, patterns=(text,))
-    yield Rule(scheme, every=True)
+        yield Rule(other, patterns=(_pattern(fields, "dynamic", pattern.removeprefix("+:")),))
+    yield Rule(scheme, patterns=EVERY)
 
 
 def _awq(fields: Fields) -> Iterator[Rule]:
     fields = fields.renamed({"bits": ("w_bit",), "group_size": ("q_group_size",)})
     fields.only({"version": ("gemm", "GEMM"), "bits": (4,), "zero_point": (True,)})
-    kept = fields.texts("modules_to_not_convert")
-    yield Rule(None, patterns=tuple(f".*{re.escape(part)}" for part in kept))
-    yield Rule(Scheme("awq", 4, _size(fields), symmetric=False), every=True)
+    yield Rule(Scheme("awq", 4, _size(fields), symmetric=False), patterns=EVERY)
 
 
 _ALGORITHMS = {
@@ -330,34 +323,14 @@ _ALGORITHMS = {
 
 
 def _modelopt(fields: Fields) -> Iterator[Rule]:
-    known = (*_ALGORITHMS, "MIXED_PRECISION")
-    algorithm = fields.choice("quant_algo", known)
-    skipped = (*fields.texts("exclude_modules"), *fields.texts("ignore"))
-    yield _globs(None, skipped)
+    algorithm = fields.choice("quant_algo", (*_ALGORITHMS, "MIXED_PRECISION"))
     if algorithm != "MIXED_PRECISION":
-        yield Rule(_ALGORITHMS[algorithm], every=True)
+        yield Rule(_ALGORITHMS[algorithm], patterns=EVERY)
         return
     layers = fields.nested("quantized_layers")
-    by_algorithm: dict[str, set[str]] = {}
-    for module in layers.values:
-        own = layers.nested(module).choice("quant_algo", tuple(_ALGORITHMS))
-        by_algorithm.setdefault(own, set()).add(text_name(f"{module}.").rstrip("."))
-    for each, names in by_algorithm.items():
-        yield _globs(_ALGORITHMS[each], names)
-
-
-def _globs(scheme: Scheme | None, texts: Collection[str]) -> Rule:
-    """A rule for names with * for anything, and all below them.
-
-    Lists name hundreds of modules, and a model of experts asks for tens of thousands: a pattern is only
-    made where a * stands within a name.
-    """
-    inner = [text for text in texts if "*" in text[:-1]]
-    plain = [text for text in texts if "*" not in text]
-    starts = [text[:-1] for text in texts if text.endswith("*") and text not in inner]
-    patterns = (".*".join(map(re.escape, text.split("*"))) + r"(\..*|$)" for text in inner)
-    below = (*starts, *(f"{text}." for text in plain))
-    return Rule(scheme, frozenset(plain), tuple(patterns), below)
+    own = {_module(name): layers.nested(name).choice("quant_algo", _ALGORITHMS) for name in layers.values}
+    for algorithm, scheme in _ALGORITHMS.items():
+        yield Rule(scheme, frozenset(name for name in own if own[name] == algorithm))
 
 
 def _mxfp4(fields: Fields) -> Iterator[Rule]:
@@ -372,7 +345,7 @@ def _fp8(fields: Fields) -> Iterator[Rule]:
     """DeepSeek's blocks of rows and columns that share a scale."""
     fields.only(_FP8)
     rows, columns = fields.integers("weight_block_size", 1, MAX_GROUP, 2)
-    yield Rule(Scheme("fp8", 8, columns, block_rows=rows), every=True)
+    yield Rule(Scheme("fp8", 8, columns, block_rows=rows), patterns=EVERY)
 
 
 _READERS = {"compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq, "modelopt": _modelopt}

@@ -36,7 +36,7 @@ THINGS = [  # what is named, the exit code, its words, what is to be typed, and 
     ("lora", 4, "lora: is a LoRA adapter of 'org/base'", "-m org/base", ""),
     ("lfs", 4, "lfs/model.safetensors: is a git-lfs pointer", "git -C lfs lfs pull", ""),
     ("pickle", 4, "pickle/pytorch_model.bin: pickle formats", " -I -m spd.cli.unpickle pickle\n", ""),
-    ("mtp", 4, "mtp: an MTP head drafts for another model", "-m TARGET --mtp mtp", "convert-mtp"),
+    ("mtp", 4, "mtp: an MTP head drafts for another model", "-m TARGET --mtp mtp", ""),
     ("eagle3", 4, "eagle3: an EAGLE-3 head", "-m TARGET --draft-model eagle3", "inspect draft"),
     ("qwen3", 3, "a model on the hub is named ORG/qwen3", "spd pull ORG/qwen3", ""),
     (HUB, 2, f"{HUB}: is an address", "spd pull org/name\n       -m org/name\n", ""),

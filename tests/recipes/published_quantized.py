@@ -3,7 +3,7 @@
 Names, shapes, dtypes and counts are those that readers of the releases' safetensors headers wrote down (the
 revision stands beside each row); RedHatAI's 9B is known by the sizes of its two files, Qwen3-8B-AWQ by the
 memory that its weights take (5.71 GiB in vLLM), Qwen2.5's GPTQ by its tool's layout. The configurations are
-the releases' own, their ignore lists expanded by the rule that they follow.
+the releases' own but for lists of what is not quantized, which nothing reads.
 """
 
 from __future__ import annotations
@@ -92,49 +92,25 @@ class Packed:
     """Whether the MTP layer was kept."""
 
 
-def _float_group(bits: int, **more: Any) -> Json:
-    return {"dynamic": False, "num_bits": bits, "type": "float", **more}
-
-
-def _modelopt(groups: dict[str, int], ignore: list[str], **more: Any) -> Json:
-    """groups: bits of each by targets, as ModelOpt writes them."""
-    return {
-        "config_groups": {
-            f"group_{number}": {
-                "input_activations": _float_group(bits, **({"group_size": 16} if bits == 4 else {})),
-                "weights": _float_group(bits, **({"group_size": 16} if bits == 4 else {})),
-                "targets": [target],
-            }
-            for number, (target, bits) in enumerate(groups.items())
-        },
-        "ignore": ignore,
-        "quant_method": "modelopt",
-        **more,
-    }
-
-
-def _compressed(layout: str, weights: Json, ignore: list[str]) -> Json:
+def _compressed(layout: str, weights: Json) -> Json:
     group = {"format": layout, "targets": ["Linear"], "weights": {"symmetric": True, **weights}}
     status = {"quantization_status": "compressed", "sparsity_config": {}, "transform_config": {}}
-    config = {"config_groups": {"group_0": group}, "format": layout, "ignore": ignore}
+    config = {"config_groups": {"group_0": group}, "format": layout}
     return config | status | {"quant_method": "compressed-tensors", "kv_cache_scheme": None}
 
 
-def _by_layer(layers: int, delta: str, attending: str, *both: str, prefix: str = "model.") -> list[str]:
-    """An ignore list that names modules layer by layer."""
+def _by_layer(layers: int, delta: str, attending: str, *both: str) -> list[str]:
+    """Modules named layer by layer."""
     names = []
     for layer in range(layers):
         own = attending if (layer + 1) % 4 == 0 else delta
-        names += [f"{prefix}layers.{layer}.{name}" for name in (*own.split(), *both)]
+        names += [f"model.language_model.layers.{layer}.{name}" for name in (*own.split(), *both)]
     return names
 
 
-SEEING = "model.language_model."
 NEXT, BIG = RELEASES["Qwen3-Next-80B-A3B-Instruct"], RELEASES["Qwen3.5-122B-A10B"]
-NVFP4 = {**_float_group(4, group_size=16), "strategy": "tensor_group"}
-GATES = ("mlp.gate", "mlp.shared_expert_gate")
+FLOAT4: Json = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
 EXPERT_MODULES = ("mlp.experts", *(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")))
-SPLIT = " ".join(f"linear_attn.{name}" for name in ("in_proj_a", "in_proj_b", "in_proj_qkv", "in_proj_z"))
 MATRICES = rf"{ATTENTION}|{LAYER}mlp\.\w+_proj"
 QUANTIZED = {
     # @ 4da05a8e
@@ -164,20 +140,12 @@ QUANTIZED = {
             rf"{LAYER}self_attn\.k_proj": "k_scale",
             rf"{LAYER}self_attn\.v_proj": "v_scale",
         },
-        _modelopt(
-            {"Linear": 4},
-            [
-                *_by_layer(
-                    48,
-                    "linear_attn.in_proj_qkvz linear_attn.in_proj_ba linear_attn.conv1d",
-                    "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
-                    *GATES,
-                ),
-                "lm_head",
-                "mtp*",
-            ],
-            quant_algo="NVFP4",
-        ),
+        {
+            **{"quant_method": "modelopt", "quant_algo": "NVFP4"},
+            "config_groups": {
+                "group_0": {"input_activations": FLOAT4, "weights": FLOAT4, "targets": ["Linear"]}
+            },
+        },
         tensors=297_728,
     ),
     # @ 1355db6a; the MTP layer's experts are stacked
@@ -190,7 +158,6 @@ QUANTIZED = {
         {
             "quant_algo": "MIXED_PRECISION",
             "quant_method": "modelopt",
-            "ignore": ["mtp.layers.0*", "mtp*"],
             "quantized_layers": {
                 "lm_head": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
                 **{
@@ -199,31 +166,21 @@ QUANTIZED = {
                         40,
                         "linear_attn.in_proj_qkv linear_attn.in_proj_z linear_attn.out_proj",
                         "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj",
-                        prefix=SEEING,
                     )
                 },
                 **{
                     module: {"quant_algo": "NVFP4", "group_size": 16}
-                    for module in _by_layer(40, "", "", *EXPERT_MODULES, prefix=SEEING)
+                    for module in _by_layer(40, "", "", *EXPERT_MODULES)
                 },
             },
         },
         tensors=124_468,
     ),
-    # @ 56a6bdda; of the MTP layer the list names nothing but `fc`
+    # @ 56a6bdda; of the MTP layer its ignore list names nothing but `fc`
     "Sehyo/Qwen3.5-122B-A10B-NVFP4": Packed(
         replace(BIG, float32=False, apart=("model.", "mtp.")),
         {rf"{EXPERTS}|{SHARED}|{ATTENTION}": "nvfp4"},
-        _compressed(
-            "nvfp4-pack-quantized",
-            NVFP4,
-            [
-                "model.fc",
-                "lm_head",
-                *_by_layer(48, f"{SPLIT} linear_attn.out_proj", "", *GATES, prefix=SEEING),
-                "mtp.fc",
-            ],
-        ),
+        _compressed("nvfp4-pack-quantized", FLOAT4 | {"strategy": "tensor_group"}),
         tensors=149_885,
     ),
     # @ a398088c: files of 10,952 and 486.58 million bytes
@@ -233,12 +190,6 @@ QUANTIZED = {
         _compressed(
             "pack-quantized",
             {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128},
-            [
-                "lm_head",
-                "re:.*visual.*",
-                *_by_layer(32, f"{SPLIT} linear_attn.out_proj", "", prefix=SEEING),
-                "re:^mtp.*",
-            ],
         ),
     ),
 }

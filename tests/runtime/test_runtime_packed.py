@@ -166,15 +166,19 @@ def test_groups_that_do_not_divide(tiny: Tiny, tmp_path: Path) -> None:
     assert "groups of 48 do not divide 64 columns" in said and "qweight" in said
 
 
-def test_codes_without_a_scheme_and_matrices_that_are_ignored_in_vain(tiny: Tiny, tmp_path: Path) -> None:
-    twin, plain = write_twins(tiny("qwen3", **SIZES), tmp_path, "gptq")
-    edit_config(twin, lambda config: config["quantization_config"].update(dynamic={r"-:.*up_proj": {}}))
-    said = refused_weights(twin)
-    assert "holds codes, but quantization_config has no scheme for it" in said
-    twin, plain = write_twins(
-        tiny("qwen3", **SIZES), tmp_path / "mixed", "gptq", keep=("lm_head", "embed", "o_proj")
-    )
-    assert spoken(twin) == spoken(plain), "the header says that o_proj is not quantized"
+def test_codes_without_a_scheme(tiny: Tiny, tmp_path: Path) -> None:
+    twin, _ = write_twins(tiny("qwen3", **SIZES), tmp_path, "w4-32")
+    own = {"targets": ["re:.*o_proj"]}
+    edit_config(twin, lambda config: config["quantization_config"]["config_groups"]["group_0"].update(own))
+    assert "holds codes, but quantization_config has no scheme for it" in refused_weights(twin)
+
+
+def test_the_header_says_which_matrices_are_quantized(tiny: Tiny, tmp_path: Path) -> None:
+    kept = ("lm_head", "embed", "o_proj")
+    twin, plain = write_twins(tiny("qwen3", **SIZES), tmp_path, "gptq", keep=kept)
+    for excluded in ({r"-:.*up_proj": {}}, {r"-:.*o_proj": {}}):
+        edit_config(twin, lambda config, own=excluded: config["quantization_config"].update(dynamic=own))
+        assert spoken(twin) == spoken(plain)
 
 
 def test_what_older_tools_wrote_beside_the_configuration(tiny: Tiny, tmp_path: Path) -> None:

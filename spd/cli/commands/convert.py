@@ -62,7 +62,7 @@ def _write(session: Session, plan: HeadPlan, destination: Path) -> list[str]:
         tensors = outputs(plan.checkpoint, [*plan.tensors, *own])
         write_tensors(stage / "model.safetensors", tensors, partial(_report, ticker))
         plan.checkpoint.check_unchanged()
-        told = (plan.raw_config, head.verifier, head.verifier_sha256, head.layout.modules)
+        told = (head.folder.fields.values, head.verifier, head.verifier_sha256, head.layout.modules)
         write_json(stage / "config.json", head_config(*told, quantized=plan.quantized))
     return [tensor.name for tensor in own]
 

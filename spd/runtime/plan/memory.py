@@ -6,6 +6,7 @@ The parts are bounds from shapes alone, so a plan can refuse before anything is 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -320,11 +321,8 @@ def largest(fits: Callable[[int], bool], most: int, step: int) -> int:
     """
     if fits(most):
         return most
-    low, high = 0, -(-most // step)  # low fits or is 0, high does not
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * step) else (low, middle)
-    return low * step
+    counts = range(1, -(-most // step))
+    return step * bisect_left(counts, True, key=lambda count: not fits(count * step))
 
 
 def fits(shape: EngineShape, usable: int | None) -> bool:
