@@ -15,6 +15,7 @@ from spd.kernels.linear import few_bits
 from spd.kernels.linear import skinny_linear as reference
 from spd.kernels.linear.activation import SILU
 from spd.kernels.linear.few_bits import (
+    CodeKind,
     GroupedWeight,
     decoded,
     grouped_linear,
@@ -194,6 +195,18 @@ def test_rows_of_any_size(native: NativeLibrary, kind: str) -> None:
     off, size = (found - x.double() @ numbers)[:5].abs(), (x.double().abs() @ numbers.abs())[:5]
     assert (off <= 2.0**-19 * size).all()
     assert not found[5].isfinite().any()
+
+
+@needs_compiled
+@pytest.mark.parametrize(("kind", "code"), [("int4", 0), ("int4", 15), ("e2m1", 7), ("e2m1", 15)])
+@pytest.mark.parametrize("group", [16, 32, 64])
+def test_largest_sums_are_exact(native: NativeLibrary, kind: CodeKind, code: int, group: int) -> None:
+    """Equal codes and equal numbers, whose digits are the largest that there are."""
+    codes = torch.full((32, 64), code | code << 4, dtype=torch.uint8)
+    weight = GroupedWeight(kind, codes, torch.ones(32, 128 // group).bfloat16(), None, group)
+    x = torch.tensor([[1 + 2**-6], [-1 - 2**-6], [255 / 128]]).expand(3, 128).to(native.dtype)
+    found = native.linear(x, native.pack(weight), None, Ending.FLOAT32)
+    assert torch.equal(found, grouped_linear(x.float(), weight))
 
 
 @needs_compiled

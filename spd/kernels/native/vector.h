@@ -56,8 +56,8 @@ static inline mask lanes(long count) { return between(0, 0, count < SIDE ? (int3
 #define LOADED(type, name, whole, kind) \
     static inline type name(const kind *p, long count) \
     { \
-        kind part[SIDE] = {0}; \
         if (count >= SIDE) return whole(p); \
+        kind part[SIDE] = {0}; \
         if (count > 0) memcpy(part, p, (size_t)count * sizeof *p); \
         return whole(part); \
     }
