@@ -205,7 +205,7 @@ def test_largest_sums_are_exact(native: NativeLibrary, kind: CodeKind, code: int
     codes = torch.full((32, 64), code | code << 4, dtype=torch.uint8)
     weight = GroupedWeight(kind, codes, torch.ones(32, 128 // group).bfloat16(), None, group)
     x = torch.tensor([[1 + 2**-6], [-1 - 2**-6], [255 / 128]]).expand(3, 128).to(native.dtype)
-    found = native.linear(x, native.pack(weight), None, Ending.FLOAT32)
+    found = native.linear(x, native.pack(weight), None, FLOAT32)
     assert torch.equal(found, grouped_linear(x.float(), weight))
 
 

@@ -174,18 +174,17 @@ static float weigh(const Attention *a, Block *b, int row, long at, long end)
     return kept;
 }
 
-/* The values of one chunk into place; the next chunk's are asked for.
+/* The values of one chunk into place.
 
    Values that are not finite count as 0, since rows that do not see them multiply them by 0; returns whether there
    are any, and `wild` says of which keys. */
-static int take_values(const Attention *a, Block *b, const Chunk *c, const Chunk *next)
+static int take_values(const Attention *a, Block *b, const Chunk *c)
 {
     long count = c->end - c->at;
     int some = 0;
     memset(b->wild, 0, sizeof b->wild);
     for (long k = 0; k < parts(count, DEPTH) * DEPTH; k += 2) {
         const element *from = k < count ? place(a, a->values, c, c->at + k) : 0;
-        fetch(a, a->values, next, next->at + k, 2);
         some |= place_values(&b->sides, k, from, k + 1 < count ? from + a->size : 0, a->value_size, b->wild + k);
     }
     return some;
@@ -256,9 +255,11 @@ static void attend_unit(const Attention *a, Block *b, const Unit *u, const Unit 
         float kept[SIDE], part[SIDE * SIDE] __attribute__((aligned(64)));
         score(a, b, &c, &next, rows);
         for (int r = 0; r < rows; r++) kept[r] = weigh(a, b, r, at, c.end);
-        int wild = take_values(a, b, &c, &next);
-        for (long d = 0; d < a->value_size; d += SIDE) {
-            mix_values(&b->sides, d, a->value_size, rows, c.end - at, part);
+        int wild = take_values(a, b, &c);
+        for (long d = 0, k = 0; d < a->value_size; d += SIDE) {
+            for (; k * a->value_size < KEYS * (d + SIDE); k += 2) fetch(a, a->values, &next, next.at + k, 2);
+            while (mix_values(&b->sides, d, a->value_size, rows, c.end - at, part) && !wild)
+                if (!(wild = clean_values(&b->sides, a->value_size, c.end - at, b->wild))) break;
             for (int r = 0; r < rows; r++) {
                 vec old = vmul(loadf(b->mixed[r] + d, SIDE), vall(kept[r]));
                 storef(b->mixed[r] + d, SIDE, vadd(old, loadf(part + r * SIDE, SIDE)));

@@ -103,7 +103,9 @@ static inline void clear_queries(Sides *s, long size) { (void)s, (void)size; }
 
 static inline void widen(const element *from, long size, float *to)
 {
-    for (long d = 0; d < size; d += SIDE) storef(to + d, SIDE, load(from + d, size - d));
+    long d = 0;
+    for (; d + SIDE <= size; d += SIDE) storef(to + d, SIDE, load(from + d, SIDE));
+    if (d < size) storef(to + d, SIDE, load(from + d, size - d));
 }
 
 static inline void place_query(Sides *s, int row, const element *from, long size) { widen(from, size, s->query[row]); }
@@ -132,46 +134,56 @@ static inline void place_weights(Sides *s, int row, long i, vec weights)
 
 static inline vec finite_or_zero(vec x) { return vselect(vdiffers(vsub(x, x), vzero()), vzero(), x); }
 
-static inline int place_value(Sides *s, long k, const element *from, long size, uint8_t *wild)
-{
-    vec rest = vzero(); /* x - x is 0 where x is finite, else NaN, which stays */
-    s->values[k] = from;
-    if (!from) return 0;
-    for (long d = 0; d < size; d += SIDE) {
-        vec x = load(from + d, size - d);
-        rest = vadd(rest, vsub(x, x));
-    }
-    if (__builtin_expect(!any_nan(rest), 1)) return 0;
-    for (long d = 0; d < size; d += SIDE) store(s->clean[k] + d, SIDE, finite_or_zero(load(from + d, size - d)));
-    s->values[k] = s->clean[k];
-    return *wild = 1;
-}
-
-/* Where the values [size] of keys k and k + 1 lie, null beyond the last. Values that are not finite become 0, `wild`
-   says of which key; returns whether there are any. */
+/* Where the values of keys k and k + 1 lie, null beyond the last. What is not finite shows in sums: see clean_values. */
 static inline int place_values(Sides *s, long k, const element *one, const element *other, long size, uint8_t *wild)
 {
-    int some = place_value(s, k, one, size, wild);
-    return place_value(s, k + 1, other, size, wild + 1) | some;
+    (void)size, (void)wild;
+    s->values[k] = one, s->values[k + 1] = other;
+    return 0;
 }
 
-static inline __attribute__((always_inline)) void mix_rows(
-    const Sides *s, int row, const int rows, long d, long size, long count, float *mixed)
+/* Values [count][size] that are not finite become 0, `wild` says of which keys; returns whether there are any. */
+static inline int clean_values(Sides *s, long size, long count, uint8_t *wild)
 {
-    vec sums[4];
+    int some = 0;
+    for (long k = 0; k < count; k++) {
+        vec rest = vzero(); /* x - x is 0 where x is finite, else NaN, which stays */
+        for (long d = 0; d < size; d += SIDE) {
+            vec x = load(s->values[k] + d, size - d);
+            rest = vadd(rest, vsub(x, x));
+            store(s->clean[k] + d, SIDE, finite_or_zero(x));
+        }
+        if (!any_nan(rest)) continue;
+        s->values[k] = s->clean[k];
+        some = wild[k] = 1;
+    }
+    return some;
+}
+
+static inline __attribute__((always_inline)) int mix_rows(
+    const Sides *s, int row, const int rows, long d, long left, long count, float *mixed)
+{
+    vec sums[4], rest = vzero();
     for (int r = 0; r < rows; r++) sums[r] = vzero();
     for (long k = 0; k < count; k++) {
-        vec values = load(s->values[k] + d, size - d);
+        vec values = load(s->values[k] + d, left);
         for (int r = 0; r < rows; r++) sums[r] = vfma(vall(s->weights[row + r][k]), values, sums[r]);
     }
-    for (int r = 0; r < rows; r++) storef(mixed + (row + r) * SIDE, SIDE, sums[r]);
+    for (int r = 0; r < rows; r++) {
+        storef(mixed + (row + r) * SIDE, SIDE, sums[r]);
+        rest = vadd(rest, vsub(sums[r], sums[r]));
+    }
+    return any_nan(rest);
 }
 
-/* mixed [rows][16]: each row's weights of `count` keys times elements d to d + 15 of their values. */
-static inline void mix_values(const Sides *s, long d, long size, int rows, long count, float *mixed)
+/* mixed [rows][16]: each row's weights of `count` keys times elements d to d + 15 of their values; returns whether any
+   is not finite. */
+static inline int mix_values(const Sides *s, long d, long size, int rows, long count, float *mixed)
 {
-    int row = 0;
-    for (; row + 4 <= rows; row += 4) mix_rows(s, row, 4, d, size, count, mixed);
-    for (; row + 2 <= rows; row += 2) mix_rows(s, row, 2, d, size, count, mixed);
-    if (row < rows) mix_rows(s, row, 1, d, size, count, mixed);
+    int row = 0, wild = 0;
+    long left = size - d;
+#define MIX(n) (left >= SIDE ? mix_rows(s, row, n, d, SIDE, count, mixed) : mix_rows(s, row, n, d, left, count, mixed))
+    for (; row + 4 <= rows; row += 4) wild |= MIX(4);
+    for (; row + 2 <= rows; row += 2) wild |= MIX(2);
+    return row < rows ? wild | MIX(1) : wild;
 }

@@ -111,10 +111,13 @@ static inline int place_values(Sides *s, long k, const bf16 *one, const bf16 *ot
     return some;
 }
 
-/* mixed [rows][16]: each row's weights of `count` keys times elements d to d + 15 of their values. */
-static inline void mix_values(const Sides *s, long d, long size, int rows, long count, float *mixed)
+/* mixed [rows][16]: each row's weights of `count` keys times elements d to d + 15 of their values, all finite already. */
+static inline int mix_values(const Sides *s, long d, long size, int rows, long count, float *mixed)
 {
     (void)size;
     const bf16 *values = s->values[d / DEPTH][0][d / SIDE % 2];
     tile_product(s->weights[0][0], DEPTH, TILE, rows, values, 2 * TILE, parts(count, DEPTH), mixed);
+    return 0;
 }
+
+#define clean_values(...) 0
