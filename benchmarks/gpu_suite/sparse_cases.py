@@ -17,6 +17,7 @@ from benchmarks.gpu_suite.graph_timer import Call
 from benchmarks.gpu_suite.kernel_cases import PAGE, Bench, Case, Rows
 from spd.kernels.attention.attention_chunks import num_chunks
 from spd.kernels.attention.paged_attention import AttentionHeads, Windows
+from spd.kernels.experts.moe import ExpertWeights
 from spd.kernels.linear.few_bits import GroupedWeight, TiledWeight, int4_groups, int8_rows, tiled
 from spd.kernels.linear.skinny_linear import AnyWeight
 from spd.kernels.linear.skinny_linear_triton import operands_of
@@ -70,16 +71,17 @@ def experts_case(
 ) -> Rows:
     """All routed experts of a layer; the share is of the read rate for the experts that rows chose."""
     kernels, found, device = bench.kernels, Rows(), bench.timer.device
-    gate_up = _stacked(bench, kind, count, 2 * inner, hidden)
-    down = _stacked(bench, kind, count, hidden, inner)
-    each = sum(_bytes(weight) for weight in (gate_up, down)) // count
+    own = ExpertWeights(
+        *(_stacked(bench, kind, count, *size) for size in ((2 * inner, hidden), (hidden, inner)))
+    )
+    each = (_bytes(own.gate_up) + _bytes(own.down)) // count
     for number in rows:
         x, stream = bench.normal(number, hidden), bench.normal(number, hidden)
         ids = torch.rand(number, count, device=device).argsort(-1)[:, :per_token].contiguous()
         weights = torch.rand(number, per_token, device=device)
         touched = len(set(ids.flatten().tolist()))
         turns = other_experts(ids, count, bench.timer.copies(touched * each))
-        calls = [partial(kernels.experts, x, one, weights, gate_up, down, stream) for one in turns]
+        calls = [partial(kernels.experts, x, one, weights, own, stream) for one in turns]
         found[str(number)] = bench.row(calls, touched * each)
     return found
 
