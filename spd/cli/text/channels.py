@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from spd.runtime.engine.request import GrammarText
 
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
-ENDS = START, *_ = "<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|eom|>", "<|eot|>"
+START = "<|start|>"
+ENDS = (START, "<|end|>", "<|call|>", "<|return|>", "<|eom|>", "<|eot|>")
 """What ends a message."""
 BEGINNING = re.compile(r"\s*(?:<\|channel\|>|<\|start\|>|to=[\w.-]+\s*<\|(?:message|channel)\|>)")
 """How a reply of messages begins."""
