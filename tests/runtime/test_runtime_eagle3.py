@@ -44,7 +44,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "fc_norms": {"variant": "qwen3", "fc_norm": True, "norm_output": True},
     "vllm": {"variant": "qwen3", "layout": "vllm", "aux": (3, 5, 6), "norm_before_fc": True},
     "two_parts": {"aux": (2, 5)},
-    "five_parts": {"variant": "qwen3", **SPECULATORS, "aux": (6, 1, 2, 4, 3), "fc_norm": True},
+    "five_parts": {"variant": "qwen3", **SPECULATORS, "aux": (1, 2, 3, 4, 6), "fc_norm": True},
     "all_ids": {**SPECULATORS, "draft_vocab": None},
     "no_output": {"variant": "qwen3", "draft_vocab": None, "own_head": False},
     "own_embedding": {"variant": "qwen3", "own_embedding": True},
