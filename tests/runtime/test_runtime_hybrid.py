@@ -214,7 +214,7 @@ def test_drafts_of_an_eagle3_head_are_the_reference_s(
     runs = run_all(engine, prompts, params)
     plain = PlainEagle3(target, head, PlainHybrid(target))
     wrong, seen, _ = compared(plain, list(zip(prompts, runs, strict=True)), most=6)
-    assert wrong == 0 and seen > (12 if form == "native" else 8)
+    assert wrong == 0 and seen >= (12 if form == "native" else 8)
     plain_runs = run_all(make_engine(target, **wishes), prompts, params)
     assert [run.tokens for run in runs] == [run.tokens for run in plain_runs]
 
