@@ -258,8 +258,9 @@ static void attend_unit(const Attention *a, Block *b, const Unit *u, const Unit 
         int wild = take_values(a, b, &c);
         for (long d = 0, k = 0; d < a->value_size; d += SIDE) {
             for (; k * a->value_size < KEYS * (d + SIDE); k += 2) fetch(a, a->values, &next, next.at + k, 2);
-            while (mix_values(&b->sides, d, a->value_size, rows, c.end - at, part) && !wild)
-                if (!(wild = clean_values(&b->sides, a->value_size, c.end - at, b->wild))) break;
+            int odd = mix_values(&b->sides, d, a->value_size, rows, c.end - at, part);
+            if (odd && !wild && (wild = clean_values(&b->sides, a->value_size, c.end - at, b->wild)))
+                mix_values(&b->sides, d, a->value_size, rows, c.end - at, part);
             for (int r = 0; r < rows; r++) {
                 vec old = vmul(loadf(b->mixed[r] + d, SIDE), vall(kept[r]));
                 storef(b->mixed[r] + d, SIDE, vadd(old, loadf(part + r * SIDE, SIDE)));
@@ -288,13 +289,15 @@ static void attend_units(const void *work, Share *share, int member)
     tiles_end();
 }
 
-/* See `spd.kernels.paged_attention`: query [slots][width][heads][size], out the same of value_size, pools [..][kv_heads][page][size],
-   table [slots][table_width], positions [slots][width]. sinks: float32 [heads] or null. Keys are read in chunks that begin at multiples of KEYS
-   positions, summed in ascending order: a row's bits do not depend on the others. sliding, softcap: 0 for none.
-   Of a value the first value_size elements count. size <= 576; pages are whole sixteens. */
-void spd_attend(const element *query, const element *keys, const element *values, const int64_t *table, long table_width,
-    const int64_t *positions, const float *sinks, element *out, long slots, long width, long heads, long kv_heads, long size, long value_size,
-    long page, float scale, float softcap, long first_key, long sliding, int threads)
+/* See `spd.kernels.paged_attention`: query [slots][width][heads][size], out the same of value_size,
+   pools [..][kv_heads][page][size], table [slots][table_width], positions [slots][width]; sinks float32 [heads] or
+   null. Keys are read in chunks that begin at multiples of KEYS positions, summed in ascending order: a row's bits do
+   not depend on the others. sliding, softcap: 0 for none. Of a value the first value_size elements count.
+   size <= 576; pages are whole sixteens. */
+void spd_attend(const element *query, const element *keys, const element *values, const int64_t *table,
+    long table_width, const int64_t *positions, const float *sinks, element *out, long slots, long width, long heads,
+    long kv_heads, long size, long value_size, long page, float scale, float softcap, long first_key, long sliding,
+    int threads)
 {
     const Attention a = {query, keys, values, table, positions, out, sinks, table_width, slots, width, heads, kv_heads,
         size, value_size, page, first_key, sliding, scale, softcap};

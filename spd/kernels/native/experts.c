@@ -171,12 +171,14 @@ static void add_pairs(const void *work, Share *share, int member)
 /* residual [rows][depth] + the sum, weighed, of what each row's experts make of x [rows][depth], rounded once: out.
 
    ids int64, weights float32 [rows][per_token]; gate_up and down: packed weights of every expert, one behind the other,
-   gate_up gated if the activation `kind` is; their biases float32, a row an expert, or null. The room: lists [pairs + experts * 3 + 1] int64, pairs = rows * per_token; left
+   gate_up gated if the activation `kind` is; their biases float32, a row an expert, or null. The room: lists
+   [pairs + experts * 3 + 1] int64, pairs = rows * per_token; left
    [(pairs / 16 + experts + 1) * parts(max(depth, inner), 32) * 512]; made [pairs][inner] and sums
    float32 [pairs][depth]. Each expert takes its own rows, in order. */
 void spd_experts(const element *x, const int64_t *ids, const float *weights, const Weight *gate_up, const Weight *down,
-    const float *gate_up_bias, const float *down_bias, int kind, float limit, float alpha, const element *residual, element *out, long rows, long depth, long inner, long experts, long per_token, int64_t *lists,
-    Left *left, element *made, float *sums, int threads)
+    const float *gate_up_bias, const float *down_bias, int kind, float limit, float alpha, const element *residual,
+    element *out, long rows, long depth, long inner, long experts, long per_token, int64_t *lists, Left *left,
+    element *made, float *sums, int threads)
 {
     if (!rows) return;
     long pairs = rows * per_token, active = 0;

@@ -41,7 +41,7 @@ typedef struct {
 } Ending;
 
 /* The smaller one; what is not a number stays so. */
-static inline vec cut(vec x, vec limit) { return vselect(vmore(x, limit), limit, x); }
+static inline vec at_most(vec x, vec limit) { return vselect(vmore(x, limit), limit, x); }
 
 /* Gates x times sigmoid(x), or gelu in its form with tanh, which is x * sigmoid(2 inner(x)), and what they open. */
 static inline vec opened(vec x, vec up, const Activation *act)
@@ -49,8 +49,8 @@ static inline vec opened(vec x, vec up, const Activation *act)
     const vec limit = vall(act->limit), one = vall(1.0f), zero = vzero();
     const int limited = act->limit < __builtin_inff();
     if (limited) {
-        up = vsub(zero, cut(vsub(zero, cut(up, limit)), limit));
-        if (act->kind == SWIGLU) x = cut(x, limit), up = vadd(up, one);
+        up = vsub(zero, at_most(vsub(zero, at_most(up, limit)), limit));
+        if (act->kind == SWIGLU) x = at_most(x, limit), up = vadd(up, one);
     }
     vec inner = vmul(x, vall(act->alpha));
     if (act->kind == GELU) {
@@ -58,7 +58,7 @@ static inline vec opened(vec x, vec up, const Activation *act)
         inner = vmul(vfma(cube, vall(0.044715f), x), vall(1.5957691216f));
     }
     x = vdiv(x, vadd(one, exponential(vsub(zero, inner))));
-    return vmul(limited && act->kind == SILU ? cut(x, limit) : x, up);
+    return vmul(limited && act->kind == SILU ? at_most(x, limit) : x, up);
 }
 
 /* What becomes of sums [count][32] of a block of columns: rows `first` on of the result, `stride` apart. */
@@ -82,7 +82,7 @@ static void finish(const Ending *e, const float *sum, long block, long first, lo
             if (at >= columns) break;
             vec y = loadf(sum + side * SIDE, SIDE);
             if (e->bias) y = vadd(y, loadf(e->bias + at, columns - at));
-            if (e->act.kind == RELU2) y = vsub(vzero(), cut(vsub(vzero(), y), vzero())), y = vmul(y, y);
+            if (e->act.kind == RELU2) y = vsub(vzero(), at_most(vsub(vzero(), y), vzero())), y = vmul(y, y);
             if (e->residual) y = vadd(y, load(e->residual + place, columns - at));
             if (e->act.kind == TO_FLOAT) storef((float *)e->out + place, columns - at, y);
             else store((element *)e->out + place, columns - at, y);

@@ -312,6 +312,7 @@ class MoeLayout:
     """Scales of norms are stored as their distance from 1."""
     pre_norm: str = "post_attention_layernorm"
     act: Activation = SILU
+    """Of routed experts."""
     shared_act: Activation = SILU
     turned: bool = True
     """Experts with biases stand inputs before outputs, as `transformers` writes them."""
