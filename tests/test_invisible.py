@@ -256,7 +256,7 @@ def known(pairs: Pairs) -> Callable[[Cell], list[Run]]:
         pair = pairs.get(cell.name)
         key = str(cell) if cell.k else f"{pair.model} {cell.work} {cell.form}"
         if key not in found:
-            engine = cell.engine(pair) if cell.k else pair.plain(**FORMS[cell.form])
+            engine = cell.engine(pair) if cell.k else pair.plain(graphs=False, **FORMS[cell.form])
             found[key] = outputs(engine, WORKS[cell.work])
         return found[key]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from spd.kernels.linear.activation import GELU, RELU2, SILU, Activation
 from spd.kernels.native.build import DTYPE_FLAGS, FEATURES, fitting, obstacle, processor_features
+from spd.kernels.native.library import ROUND
 
 HERE = [
     f"{name} {dtype}"
@@ -117,3 +120,37 @@ def turning_tables(count: int, size: int, device: str, dtype: torch.dtype) -> tu
     angles = torch.rand(count, size // 2, generator=torch.Generator().manual_seed(1)) * 6
     cos, sin = angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), -1)
     return cos.to(device, dtype), sin.to(device, dtype)
+
+
+def round_form(request: pytest.FixtureRequest, stem: str) -> Any:
+    """The operations of a round in one form, whose state may lack what they do not read."""
+    if request.param == "torch":
+        return importlib.import_module(f"spd.kernels.{stem}")
+    if request.param == "triton":
+        pytest.importorskip("triton")
+        return importlib.import_module(f"spd.kernels.{stem}_triton")
+    if request.getfixturevalue("device") != "cpu":
+        pytest.skip("C kernels run on a CPU")
+    return WholeState(request.getfixturevalue("native_with")(HERE[0]))
+
+
+class WholeState:
+    """C's form of a round's operations, for states that lack what these do not read."""
+
+    __name__ = "native"
+
+    def __init__(self, library: Any) -> None:
+        self.library = library
+
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(self.library, name)
+        if name == "mark_time":
+            return operation
+
+        def with_all(state: Any, *given: Any, **more: Any) -> Any:
+            flat, given_times = torch.zeros(1, 1, dtype=torch.int64), vars(state).get("times")
+            depth = 1 if given_times is None else given_times.shape[0]
+            missing = {**dict.fromkeys(ROUND, flat), "ring": torch.zeros(depth, 1, 1, dtype=torch.int64)}
+            return operation(SimpleNamespace(**{**missing, **vars(state)}), *given, **more)
+
+        return with_all

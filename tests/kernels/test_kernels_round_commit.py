@@ -11,11 +11,15 @@ import torch
 
 from spd.kernels.round.commit import EMISSION_HEAD, FAILED, FULL, GOING_ON, STOPPED, emission_width
 from spd.kernels.round.window import NUM_TIMES
+from tests.kernels.forms import needs_compiled, round_form
 
 MAX_LEN, VOCAB, DEPTH, SPARE = 24, 6, 3, 2
 
 
-FORMS = "round.commit"
+@pytest.fixture(params=["torch", "triton", pytest.param("native", marks=needs_compiled)])
+def op(request: pytest.FixtureRequest) -> Any:
+    """Each form."""
+    return round_form(request, "round.commit")
 
 
 def make_state(

@@ -12,9 +12,15 @@ import pytest
 import torch
 
 from spd.kernels.round.window import BEGAN, ENDED, NUM_TIMES, Places, RoundWindow, Rows
+from tests.kernels.forms import needs_compiled, round_form
 
 PAGE, PAGES, MAX_LEN, VOCAB, TRASH = 4, 9, 30, 50, 3
-FORMS = "round.window"
+
+
+@pytest.fixture(params=["torch", "triton", pytest.param("native", marks=needs_compiled)])
+def op(request: pytest.FixtureRequest) -> Any:
+    """Each form."""
+    return round_form(request, "round.window")
 
 
 def make_state(seed: int, slots: int, k: int, device: str) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("linear.c", "attention.c", "experts.c", "sample.c", "lookup.c", "recurrent.c", "pool.c", "init.c")
+SOURCES = ("linear.c", "attention.c", "experts.c", "sample.c", "round.c", "recurrent.c", "pool.c", "init.c")
 COMPILERS = ("gcc", "cc")
 """The first that is found; else the one that the package ziglang holds."""
 LARGEST_HEAD = 576

@@ -6,9 +6,12 @@ import ctypes
 import math
 import mmap
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +25,7 @@ from spd.kernels.linear.few_bits import GroupedWeight
 from spd.kernels.native.build import NativeUnavailable, library_path
 from spd.kernels.recurrent.delta_rule import DeltaMemory, Rule
 from spd.kernels.recurrent.short_conv import Segments
-from spd.kernels.round.window import RoundTensors
+from spd.kernels.round.window import Places, RoundTensors, RoundWindow, Rows
 from spd.kernels.sampling.philox import STREAM_TARGET
 from spd.kernels.sampling.sampling import SamplingTensors, adjust_rows
 
@@ -30,11 +33,58 @@ SIDE, DEPTH = 16, 32
 """Rows or columns of a tile, and its depth."""
 TILE_BYTES, LARGE_PAGE = 2 * SIDE * DEPTH, 1 << 21
 POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
-SIGNATURES: dict[str, Sequence[type]] = {
+
+
+def address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def at(*tensors: Tensor | None) -> Iterator[int | None]:
+    """Where tensors lie. What every layer calls writes them out, which takes half the time."""
+    return map(address, tensors)
+
+
+ROUND = (
+    *("tokens", "length", "length_limit", "draft", "num_drafts", "match", "draft_limit", "draft_cap"),
+    *("page_table", "stop_ids", "active", "ring", "times", "counter"),
+)
+
+
+class RoundFields(ctypes.Structure):
+    """`RoundTensors` as the C files know them: round.c."""
+
+    _fields_ = (*((name, POINTER) for name in ROUND), ("sizes", LONG * 11))
+
+    @classmethod
+    def of(cls, state: RoundTensors) -> RoundFields:
+        wide = (state.page_table, state.stop_ids)
+        sizes = [state.length.shape[0], state.tokens.stride(0), state.draft.stride(0)]
+        sizes += [size for each in wide for size in (each.stride(0), each.shape[1])]
+        sizes += [*state.ring.shape, state.times.shape[1]]
+        return cls(*(getattr(state, name).data_ptr() for name in ROUND), (LONG * 11)(*sizes))
+
+
+class RowsFields(ctypes.Structure):
+    """`Rows` as the C files know them, and how positions become rows of the pools."""
+
+    _fields_ = (("tensors", POINTER * 4), ("sizes", LONG * 4))
+
+    @classmethod
+    def of(cls, rows: Rows, places: Places) -> RowsFields:
+        tensors = (rows.token_ids, rows.positions, rows.valid, rows.kv_slots)
+        return cls((POINTER * 4)(*at(*tensors)), (LONG * 4)(rows.token_ids.shape[1], *places))
+
+
+SIGNATURES: dict[str, Sequence[Any]] = {
     "spd_init": (),
     "spd_pack": (POINTER,) * 2 + (LONG,) * 2 + (INT,) * 2,
     "spd_pack_codes": (*(POINTER,) * 6, *(LONG,) * 3, *(INT,) * 4),
     "spd_linear": (POINTER, POINTER, FLOAT, *(POINTER,) * 4, *(LONG,) * 8, INT, FLOAT, FLOAT, POINTER, INT),
+    "spd_mark_time": (POINTER, POINTER, *(LONG,) * 3, INT),
+    "spd_round_window": (RoundFields, RowsFields, POINTER, POINTER, LONG, LONG),
+    "spd_committed_window": (RoundFields, RowsFields, POINTER, POINTER, LONG),
+    "spd_draft_step": (RoundFields, RowsFields, POINTER, LONG, LONG),
+    "spd_round_commit": (RoundFields, *(POINTER,) * 6, LONG, LONG),
     "spd_norm": (POINTER, POINTER, FLOAT, POINTER, POINTER, LONG, LONG, INT),
     "spd_rotary_store": (*(POINTER,) * 6, FLOAT, *(POINTER,) * 3, *(LONG,) * 5, INT),
     "spd_attend": (*(POINTER,) * 4, LONG, *(POINTER,) * 3, *(LONG,) * 7, FLOAT, FLOAT, LONG, LONG, INT),
@@ -104,13 +154,9 @@ class PackedWeight:
         return ctypes.addressof(self.described)
 
 
-def address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def at(*tensors: Tensor | None) -> Iterator[int | None]:
-    """Where tensors lie. What every layer calls writes them out, which takes half the time."""
-    return map(address, tensors)
+def _rows(slots: int, width: int) -> Rows:
+    ids, positions, places = (torch.empty(slots, width, dtype=torch.int64) for _ in range(3))
+    return Rows(ids, positions, torch.empty(slots, width, dtype=torch.bool), places)
 
 
 def in_large_pages(tensor: Tensor) -> Tensor:
@@ -154,9 +200,69 @@ class NativeLibrary:
             raise AmxRefused("the system does not grant AMX")
         self.instructions = ("AVX2", "AVX512", "AVX512-BF16", "AMX", "NEON")[chosen]
         self.dtype = dtype
-        self.library, self._scratch = library, torch.empty(0)
-        self._linear, self._attend = library.spd_linear, library.spd_attend
+        self.library: Any = library
+        self.scratch = torch.empty(0)
         self.threads = torch.get_num_threads()
+
+    @contextmanager
+    def noted(self, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> Iterator[None]:
+        """Have calls of C functions noted, with arguments that need no conversion, instead of made."""
+        library, plain = self.library, ctypes.CDLL(None, handle=self.library._handle)
+
+        def note(name: str, *given: Any) -> None:
+            kinds = zip(SIGNATURES[name], given, strict=True)
+            converted = (each if isinstance(each, kind) else kind(each) for kind, each in kinds)
+            calls.append((getattr(plain, name), tuple(converted)))
+
+        self.library = SimpleNamespace(**{name: partial(note, name) for name in SIGNATURES})
+        try:
+            yield
+        finally:
+            self.library = library
+
+    def mark_time(self, times: Tensor, counter: Tensor, column: int, advance: bool) -> None:
+        self.library.spd_mark_time(*at(times, counter), *times.shape, column, advance)
+
+    def round_window(self, state: RoundTensors, k: int, places: Places, usable_vocab: int) -> RoundWindow:
+        slots = state.length.shape[0]
+        rows, draft = _rows(slots, k + 1), torch.empty(slots, k, dtype=torch.int64)
+        num_drafts = torch.empty(slots, dtype=torch.int64)
+        given = (RoundFields.of(state), RowsFields.of(rows, places))
+        self.library.spd_round_window(*given, *at(draft, num_drafts), k, usable_vocab)
+        return RoundWindow(rows.token_ids, rows.positions, rows.valid, rows.kv_slots, draft, num_drafts)
+
+    def committed_window(
+        self,
+        state: RoundTensors,
+        width: int,
+        chosen: Tensor,
+        places: Places,
+        first: Tensor | None = None,
+        ahead: int = 0,
+    ) -> Rows:
+        rows, chosen = _rows(state.length.shape[0], width + ahead), chosen.contiguous()
+        given = (RoundFields.of(state), RowsFields.of(rows, places))
+        self.library.spd_committed_window(*given, *at(chosen, first), ahead)
+        return rows
+
+    def draft_step(self, state: RoundTensors, sampled: Tensor, step: int, k: int, places: Places) -> Rows:
+        rows, sampled = _rows(state.length.shape[0], 1), sampled.contiguous()
+        given = (RoundFields.of(state), RowsFields.of(rows, places))
+        self.library.spd_draft_step(*given, *at(sampled), step, k)
+        return rows
+
+    def round_commit(
+        self,
+        state: RoundTensors,
+        window: RoundWindow,
+        sampled: Tensor,
+        finite: Tensor,
+        accepted: Tensor | None = None,
+        generated: Tensor | None = None,
+    ) -> None:
+        drawn = (window.draft.contiguous(), window.num_drafts, sampled.contiguous(), finite.contiguous())
+        stride, k = 0 if generated is None else generated.stride(0), window.draft.shape[1]
+        self.library.spd_round_commit(RoundFields.of(state), *at(*drawn, accepted, generated), k, stride)
 
     def pack(self, weight: Tensor | GroupedWeight, *, gated: bool = False) -> PackedWeight:
         """A weight [N, K], or several [E, N, K], in tiles filled up with zeros."""
@@ -214,7 +320,7 @@ class NativeLibrary:
         y = torch.empty(rows, width, dtype=kind)
         scratch = self.room(ceil_div(rows, SIDE) * ceil_div(weight.depth, DEPTH))
         x = x.contiguous()
-        self._linear(
+        self.library.spd_linear(
             x.data_ptr(), address(norm), epsilon, weight.address, address(bias), address(residual),
             y.data_ptr(), rows, 1, weight.depth, weight.width, weight.depth, 0, width, 0, *ending, scratch,
             self.threads,
@@ -223,16 +329,16 @@ class NativeLibrary:
 
     def room(self, tiles: int) -> int:
         """The address of room for so many left-side tiles, of float32 where products are."""
-        if self._scratch.shape[0] < tiles * SIDE * DEPTH:
-            self._scratch = torch.empty(tiles * SIDE * DEPTH)
-        return self._scratch.data_ptr()
+        if self.scratch.shape[0] < tiles * SIDE * DEPTH:
+            self.scratch = torch.empty(tiles * SIDE * DEPTH)
+        return self.scratch.data_ptr()
 
     def head_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         """Weight packs the heads' own, transposed."""
         rows, heads, depth = x.shape
         assert x.stride(2) == 1 and heads == weight.count
         y = torch.empty(rows, heads, weight.width, dtype=self.dtype)
-        self._linear(
+        self.library.spd_linear(
             *at(x, None), 0.0, weight.address, *at(None, None, y), rows, heads, depth, weight.width,
             x.stride(0), x.stride(1), y.stride(0), y.stride(1), *ROUNDED,
             self.room(heads * ceil_div(rows, SIDE) * ceil_div(depth, DEPTH)), self.threads,
@@ -285,7 +391,7 @@ class NativeLibrary:
         assert isinstance(plan, NativePlan)
         (slots, width, heads, size), (keys, values) = query.shape, pools
         query, mixed = query.contiguous(), torch.empty(slots, width, heads, rank or size, dtype=self.dtype)
-        self._attend(
+        self.library.spd_attend(
             query.data_ptr(), keys.data_ptr(), values.data_ptr(), plan.page_table.data_ptr(),
             plan.page_table.shape[1], plan.positions.data_ptr(), address(scores.sinks), mixed.data_ptr(),
             slots, width, heads, keys.shape[2], size, rank or size, keys.shape[1], scores.scale,

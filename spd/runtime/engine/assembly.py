@@ -24,7 +24,7 @@ from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.proposers import build_proposer
 from spd.runtime.ranks.communicator import Ranks
 from spd.runtime.round.cpu_load import FollowedThreads, fewer_threads
-from spd.runtime.round.graphs import CapturedRounds
+from spd.runtime.round.graphs import CapturedRounds, RecordedRounds
 from spd.runtime.round.kv_cache import KvCache, StateStore
 from spd.runtime.round.limits import CATCH_UP, PAGE_SIZE, ring_depth
 from spd.runtime.round.model_runner import ModelRunner
@@ -146,6 +146,8 @@ def assemble(
     hand_out = share.broadcast if share is not None and drafters else None
     round_ = Round(state, runner, sampler, proposer, kernels, imposed, plan.wishes.verify, hand_out)
     captured = CapturedRounds(round_) if shape.graphs else None
+    if kernels.native is not None and own is kernels and ranks is None and plan.wishes.graphs is not False:
+        captured = RecordedRounds(round_, kernels.native)
     own_caches = [each for each in drafters if each.cache is not runner.cache]
     states = StateStore([runner, *own_caches], proposer)
     return RoundQueue(round_, captured, states, threads, shape.draft_ctx, alone=ranks is None)

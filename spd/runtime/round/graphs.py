@@ -1,4 +1,4 @@
-"""Rounds captured as CUDA graphs, one for each fixed shape that is asked for, and replayed.
+"""Rounds captured as CUDA graphs, or recorded on a CPU: one for each fixed shape that is asked for.
 
 A graph holds the whole round: verification, draw, commit, emission and the drafting loop. Its inputs
 and outputs are the state's tensors, whose addresses never change.
@@ -7,11 +7,13 @@ and outputs are the state's tensors, whose addresses never change.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from spd.kernels.native.library import NativeLibrary
+from spd.kernels.native.recording import POOL_BYTES, NotRecordable, record
 from spd.runtime.round.round import Logprobs, Round
 from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
@@ -28,6 +30,8 @@ class RoundShape:
     num_logprobs: int | None
     slots: int
     """The first so many run."""
+    threads: int = 0
+    """Of C functions."""
 
 
 def slot_counts(slots: int) -> tuple[int, ...]:
@@ -86,19 +90,19 @@ class CapturedRounds:
         written = [state.active, state.draft, state.num_drafts, state.counter]
         kept = [(t, t.clone()) for t in (*written, *([] if laws is None else [laws]))]
         state.active.fill_(False)
-
-        count = shape.slots
-        part = self.round if count == state.slots else narrowed(self.round, count)
-
-        def program() -> Logprobs | None:
-            return part.run(shape.k, views[:count], shape.needs, shape.num_logprobs, shape.next_k)
-
+        program = self.program(shape, views)
         try:
             program()
             self.captured[shape] = self._capture(program)
         finally:
             for tensor, value in kept:
                 tensor.copy_(value)
+
+    def program(self, shape: RoundShape, views: Sequence[SlotView]) -> Callable[[], Logprobs | None]:
+        """The round of a shape."""
+        count = shape.slots
+        part = self.round if count == self.round.state.slots else narrowed(self.round, count)
+        return lambda: part.run(shape.k, views[:count], shape.needs, shape.num_logprobs, shape.next_k)
 
     def capture_cuda(self, program: Any) -> tuple[Any, Any]:
         """Record the program's kernels; all graphs share one memory pool, since they run in turn."""
@@ -107,3 +111,42 @@ class CapturedRounds:
             result = program()
         self.pool = self.pool or graph.pool()
         return graph.replay, result
+
+
+MOST_RECORDED = 64
+"""Rounds that are recorded at most: each holds the arguments of some hundred calls."""
+
+
+class RecordedRounds(CapturedRounds):
+    """On a CPU: rounds of C functions and torch's operations, recorded when they come a second time.
+
+    A round runs as it is written where slots are empty, which C kernels pass over, and where it cannot be
+    recorded.
+    """
+
+    def __init__(self, round_: Round, library: NativeLibrary) -> None:
+        super().__init__(round_)
+        self.library, self.met, self.lazily = library, set[RoundShape](), True
+        self.pool = torch.empty(POOL_BYTES, dtype=torch.uint8)
+
+    def run(self, shape: RoundShape, views: Sequence[SlotView]) -> Logprobs | None:
+        """See `CapturedRounds.run`; the log-probabilities have their own memory."""
+        shape = replace(shape, threads=self.library.threads)
+        if not all(view.bound for view in views[: shape.slots]):
+            return self.round.run(shape.k, views, shape.needs, shape.num_logprobs, shape.next_k)
+        if shape in self.met and shape not in self.captured and len(self.captured) < MOST_RECORDED:
+            self.capture(shape, views)
+        self.met.add(shape)
+        replay, logprobs = self.captured.get(shape, (None, None))
+        if replay is None:
+            return self.round.run(shape.k, views, shape.needs, shape.num_logprobs, shape.next_k)
+        replay()
+        return logprobs and (logprobs[0].clone(), logprobs[1].clone(), logprobs[2].clone())
+
+    def capture(self, shape: RoundShape, views: Sequence[SlotView]) -> None:
+        """Record a shape, which changes nothing."""
+        self.round.sampler.make_tables(shape.needs)
+        try:
+            self.captured[shape] = record(self.program(shape, views), self.library, self.pool)
+        except NotRecordable:
+            self.captured[shape] = None, None

@@ -149,8 +149,8 @@ def test_prompts_of_the_same_tokens_are_drawn_apart(tiny: Callable[..., Path], l
 def test_a_verifier_that_lets_drafts_through_is_seen(
     tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, alike: bool
 ) -> None:
-    verify(first_is_free)(monkeypatch)
-    sweep = make_sweep(tiny(), SETTINGS, alike=alike)
+    verify(first_is_free)(monkeypatch)  # in torch's form
+    sweep = make_sweep(tiny(), SETTINGS, alike=alike, kernels="torch")
     sweep.run()
     assert sweep.differences and all(difference["config"] == 1 for difference in sweep.differences)
     first = sweep.differences[0]
@@ -250,8 +250,8 @@ def test_the_demo_across_a_quarter_of_a_thousand_positions() -> None:
 def test_a_planted_fault_changes_tokens(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, plant: planted.Mutation
 ) -> None:
-    plant(monkeypatch)
-    result = replay_requests(*pair, asked())
+    plant(monkeypatch)  # in torch's form
+    result = replay_requests(*(replace(each, kernels="torch") for each in pair), asked())
     assert result.differences
     first = result.differences[0]
     assert first["reference"] != first["candidate"]

@@ -1,0 +1,117 @@
+"""Programs of C functions and torch's operations, recorded and run again, against the programs as written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spd.kernels.native.library import NativeLibrary
+from spd.kernels.native.recording import NotRecordable, record
+from tests.kernels.forms import HERE, needs_compiled
+
+pytestmark = needs_compiled
+
+K, N = 40, 48
+
+
+@pytest.fixture
+def library(native_with: Callable[[str], NativeLibrary]) -> NativeLibrary:
+    return native_with(HERE[0])
+
+
+@pytest.fixture
+def pool() -> Tensor:
+    return torch.full((1 << 20,), 77, dtype=torch.uint8)
+
+
+class Machine:
+    """Static tensors, and a program over them that has a step of every kind."""
+
+    def __init__(self, library: NativeLibrary) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.library, self.dtype = library, library.dtype
+        self.x = torch.randn(3, K, generator=generator).to(self.dtype)
+        self.weight = library.pack(torch.randn(N, K, generator=generator))
+        self.table, self.sums = torch.randn(9, N, generator=generator), torch.zeros(3, N)
+        self.count = torch.zeros(3, dtype=torch.int64)
+
+    def program(self) -> tuple[Tensor, Tensor]:
+        y = self.library.linear(self.x.t().contiguous().t(), self.weight, None)  # copied, turned, viewed
+        places = torch.where(y.float().sum(-1) > 0, self.count + torch.arange(3), 7) % 9
+        picked = self.table[places].to(self.dtype) + y
+        parts = torch.cat((picked[:, : N // 2], y.narrow(1, N // 2, N // 2)), 1)
+        values, ids = parts.float().topk(2, dim=-1)
+        self.sums.view(-1).add_(parts.float().flatten())
+        self.count += ids.sum(-1).clamp(max=5)
+        return torch.stack((values[:, 0], values[:, 1])), places
+
+    def changed(self, seed: int) -> None:
+        self.x.copy_(torch.randn(3, K, generator=torch.Generator().manual_seed(seed)))
+
+
+def state(machine: Machine) -> list[Tensor]:
+    return [each.clone() for each in (machine.x, machine.table, machine.sums, machine.count)]
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_a_recording_does_what_the_program_does(library: NativeLibrary, pool: Tensor) -> None:
+    written, machine = Machine(library), Machine(library)
+    before = state(machine)
+    run, results = record(machine.program, library, pool)
+    assert all(map(torch.equal, state(machine), before)), "recording wrote"
+    other, _ = record(lambda: machine.library.linear(machine.x * 3, machine.weight, None), library, pool)
+    for seed in range(5):
+        for each in (written, machine):
+            each.changed(seed)
+        expected = written.program()
+        run()
+        assert all(map(torch.equal, results, expected))
+        assert all(map(torch.equal, state(machine), state(written)))
+        other()  # it writes where the first one has its results
+
+
+def test_room_that_grew_since_is_kept(library: NativeLibrary, pool: Tensor) -> None:
+    written, machine = Machine(library), Machine(library)
+    library.scratch = torch.empty(0)
+    run, results = record(machine.program, library, pool)
+    wide = library.pack(torch.ones(32, 64 * K))
+    library.linear(torch.ones(64, 64 * K, dtype=library.dtype), wide, None)
+    held = [torch.full((1 << 12,), float("nan")) for _ in range(64)]  # where freed memory would be used again
+    expected = written.program()
+    run()
+    assert all(map(torch.equal, results, expected)) and held
+
+
+ASKING: dict[str, Callable[[Machine], Any]] = {
+    "item": lambda m: m.count[0].item(),
+    "truth": lambda m: bool(m.count.any()),
+    "equal": lambda m: torch.equal(m.count, m.count),
+    "nonzero": lambda m: m.count.nonzero(),
+    "mask": lambda m: m.table[m.table[:, 0] > 0],
+    "selected": lambda m: m.table.masked_select(m.table > 0),
+    "host value": lambda m: m.count + torch.tensor([1, 2, 3]),
+}
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_what_depends_on_values_is_not_recorded(library: NativeLibrary, pool: Tensor, name: str) -> None:
+    machine = Machine(library)
+    with pytest.raises(NotRecordable):
+        record(lambda: ASKING[name](machine), library, pool)
+    plain = library.linear(machine.x, machine.weight, None)
+    assert plain.isfinite().all(), "the library's functions run again"
+
+
+def test_a_pool_that_is_too_small(library: NativeLibrary) -> None:
+    machine = Machine(library)
+    for size, fits in ((1 << 10, False), (1 << 16, True)):
+        small = torch.empty(size, dtype=torch.uint8)
+        if fits:
+            record(machine.program, library, small)
+        else:
+            with pytest.raises(NotRecordable, match="pool"):
+                record(machine.program, library, small)
