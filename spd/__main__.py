@@ -5,6 +5,7 @@ Owns the first milliseconds: the version is answered before anything is imported
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ def main() -> int:
         with suppress(OSError):  # which the command line says
             print(f"spd {__version__}", flush=True)
             return 0
+    gc.set_threshold(100_000)  # a short run ends before anything is worth collecting
     try:
         from spd.cli.app import main as run
 

@@ -69,6 +69,9 @@ def inspect(session: Session, options: InspectOptions) -> None:
         shown["speculation"] = speculation(choice, folder, draft)
         config = EngineConfig(model=folder, draft_model=draft, quantize=options.quantize, tp=options.tp)
         shown["needs"] = needs(config, choice)
+    target["template"] = template_state(folder)
+    if draft is not None:
+        shown["draft"]["template"] = template_state(draft)
     if refusal is None or not options.json:  # else the one object on standard output is the error's
         sink.answer(options.json, shown)
     if refusal is not None:
@@ -109,7 +112,7 @@ def describe(name: str, folder: ModelFolder) -> Facts:
             "used": None if tokenizer is None else tokenizer.vocab_size,
             "sha256": None if tokenizer is None else tokenizer.fingerprint,
         },
-        "template": template_state(folder),
+        "template": None,  # it is waited for last
         "notes": list(checkpoint.notes),
     }
 
