@@ -3,11 +3,11 @@
     python -m benchmarks.equality [-m MODEL] [--draft-model FOLDER] [--dtype bfloat16,float32] [--tp N]
                                   [--requests 48] [--tokens 64] [--only PATTERN] [--minutes M] [--out FILE]
 
-What is right is plain decoding of each request alone, without cached prefixes. A cell runs the same requests
-speculated with one drafter and k: at each lag 16 together in a cache that is too small for them, so that some
-are interrupted, and every sixth alone. Of three requests the second begins as the first, and the third is the
-next turn of its chat: prefixes are found. Where nothing interrupted a request, drafts and accepted counts are
-the same at every lag.
+What is right is plain decoding of each request alone, without cached prefixes and recorded rounds. A cell
+runs the same requests speculated with one drafter and k: at each lag 16 together in a cache that is too small
+for them, so that some are interrupted, and every sixth alone. Of three requests the second begins as the first,
+and the third is the next turn of its chat: prefixes are found. Where nothing interrupted a request, drafts and
+accepted counts are the same at every lag.
 
 FILE keeps finished cells, by commit, processor and model; a later call goes on with what is missing. Exits 0
 where nothing differs, 6 where something does, 7 where --minutes left cells.
@@ -202,7 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
         if (dtype := wishes["dtype"]) not in right:
             plain = {**wishes, "spec": "off", "draft_max": None, "draft_model": None}
             plain = {key: value for key, value in plain.items() if not key.startswith("ngram")}
-            engine = Engine(EngineConfig(ctx=CTX, slots=1, prefix_sharing=False, **plain))
+            engine = Engine(EngineConfig(ctx=CTX, slots=1, prefix_sharing=False, graphs=False, **plain))
             requests = make_requests(engine, asked.requests, asked.tokens)
             right[dtype] = requests, [run(engine, [one])[0] for one in requests]
             engine.close()
