@@ -4,10 +4,10 @@
                                   [--requests 48] [--tokens 64] [--only PATTERN] [--minutes M] [--out FILE]
 
 What is right is plain decoding of each request alone, without cached prefixes and recorded rounds. A cell
-runs the same requests speculated with one drafter and k: at each lag 16 together in a cache that is too small
-for them, so that some are interrupted, and every sixth alone. Of three requests the second begins as the first,
-and the third is the next turn of its chat: prefixes are found. Where nothing interrupted a request, drafts and
-accepted counts are the same at every lag.
+runs the same requests speculated with one drafter and k: at each lag 16 together in a cache that is too
+small for them, so that some are interrupted, and every sixth alone. Of three requests the second begins as
+the first, and the third is the next turn of its chat: prefixes are found. Where nothing interrupted a
+request, drafts and accepted counts are the same at every lag.
 
 FILE keeps finished cells, by commit, processor and model; a later call goes on with what is missing. Exits 0
 where nothing differs, 6 where something does, 7 where --minutes left cells.
