@@ -120,14 +120,15 @@ MOST_RECORDED = 64
 class RecordedRounds(CapturedRounds):
     """On a CPU: rounds of C functions and torch's operations, recorded when they come a second time.
 
-    A round runs as it is written where slots are empty, which C kernels pass over, and where it cannot be
-    recorded.
+    A round runs as it is written where slots before the last taken one are empty, which C kernels pass over,
+    and where it cannot be recorded.
     """
 
     def __init__(self, round_: Round, library: NativeLibrary) -> None:
         super().__init__(round_)
         self.library, self.met, self.lazily = library, set[RoundShape](), True
         self.pool = torch.empty(POOL_BYTES, dtype=torch.uint8)
+        self.sizes = tuple(range(1, round_.state.slots + 1))
 
     def run(self, shape: RoundShape, views: Sequence[SlotView]) -> Logprobs | None:
         """See `CapturedRounds.run`; the log-probabilities have their own memory."""
