@@ -46,7 +46,7 @@ class Machine:
         parts = torch.cat((picked[:, : N // 2], y.narrow(1, N // 2, N // 2)), 1)
         values, ids = parts.float().topk(2, dim=-1)
         self.sums.view(-1).add_(parts.float().flatten())
-        self.count += ids.sum(-1).clamp(max=5)
+        self.count += ids.sum(-1).clamp(max=5) + 1
         return torch.stack((values[:, 0], values[:, 1])), places
 
     def changed(self, seed: int) -> None:
@@ -63,7 +63,7 @@ def test_a_recording_does_what_the_program_does(library: NativeLibrary, pool: Te
     before = state(machine)
     run, results = record(machine.program, library, pool)
     assert all(map(torch.equal, state(machine), before)), "recording wrote"
-    other, _ = record(lambda: machine.library.linear(machine.x * 3, machine.weight, None), library, pool)
+    other, _ = record(lambda: machine.x.new_zeros(1 << 18) + 1, library, pool)
     for seed in range(5):
         for each in (written, machine):
             each.changed(seed)
@@ -74,9 +74,11 @@ def test_a_recording_does_what_the_program_does(library: NativeLibrary, pool: Te
         other()  # it writes where the first one has its results
 
 
-def test_room_that_grew_since_is_kept(library: NativeLibrary, pool: Tensor) -> None:
+def test_a_product_s_room_is_no_part_of_the_pool(library: NativeLibrary, pool: Tensor) -> None:
+    """It grows while the first program is recorded, and again behind it."""
+    library.rooms[:] = [torch.UntypedStorage(0)]
     written, machine = Machine(library), Machine(library)
-    library.scratch = torch.empty(0)
+    first = record(lambda: library.linear(machine.x, machine.weight, None), library, pool)
     run, results = record(machine.program, library, pool)
     wide = library.pack(torch.ones(32, 64 * K))
     library.linear(torch.ones(64, 64 * K, dtype=library.dtype), wide, None)
@@ -84,6 +86,8 @@ def test_room_that_grew_since_is_kept(library: NativeLibrary, pool: Tensor) -> N
     expected = written.program()
     run()
     assert all(map(torch.equal, results, expected)) and held
+    first[0]()
+    assert torch.equal(first[1], library.linear(written.x, written.weight, None))
 
 
 ASKING: dict[str, Callable[[Machine], Any]] = {

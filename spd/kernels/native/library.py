@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-call"
 """The compiled C kernels as operations on tensors: bfloat16 or float32 on CPU, any number of rows alike."""
 
 from __future__ import annotations
@@ -201,7 +202,8 @@ class NativeLibrary:
         self.instructions = ("AVX2", "AVX512", "AVX512-BF16", "AMX", "NEON")[chosen]
         self.dtype = dtype
         self.library: Any = library
-        self.scratch = torch.empty(0)
+        self.rooms = [torch.UntypedStorage(0)]
+        """For a product's rows: the last one is used, recordings go on with those that they began with."""
         self.threads = torch.get_num_threads()
 
     @contextmanager
@@ -329,9 +331,10 @@ class NativeLibrary:
 
     def room(self, tiles: int) -> int:
         """The address of room for so many left-side tiles, of float32 where products are."""
-        if self.scratch.shape[0] < tiles * SIDE * DEPTH:
-            self.scratch = torch.empty(tiles * SIDE * DEPTH)
-        return self.scratch.data_ptr()
+        size = 2 * tiles * TILE_BYTES
+        if self.rooms[-1].nbytes() < size:
+            self.rooms.append(torch.UntypedStorage(max(size, 2 * self.rooms[-1].nbytes())))
+        return self.rooms[-1].data_ptr()
 
     def head_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         """Weight packs the heads' own, transposed."""

@@ -125,14 +125,12 @@ def record(
 
     pool: uint8 [N], which any number of recordings may share that run in turn.
     """
-    recording, kept = Recording(pool), [library.scratch]
+    recording = Recording(pool)
     with torch.inference_mode(), library.noted(recording.steps), recording:
         result = program()
-    kept += [library.scratch, *recording.constants]
 
     @torch.inference_mode()
-    def run(kept: list[Tensor] = kept) -> None:
-        """Holds what no other than C knows of."""
+    def run() -> None:
         for function, args in recording.steps:
             function(*args)
 
