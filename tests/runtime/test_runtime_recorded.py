@@ -101,6 +101,12 @@ def test_a_shape_is_recorded_when_it_comes_again_and_no_more_than_so_many(
     assert len(rounds.captured) == 1 and len(rounds.met) > 2
 
 
+def test_a_shape_that_comes_once_is_not_recorded(pairs: Pairs) -> None:
+    engine = pairs.get("ngram").engine(3)
+    run_all(engine, PROMPTS[:1], [SamplingParams(max_tokens=1)])
+    assert len(recorded(engine).met) == 1 and not recorded(engine).captured
+
+
 def test_torch_s_kernels_are_not_recorded(tiny: Any) -> None:
     folder: Path = tiny("qwen3")
     assert make_engine(folder, kernels="torch")._device.captured is None
