@@ -123,9 +123,7 @@ class ModelArgument:
 class ModelOptions(CommonOptions):
     """Which model, and where it runs."""
 
-    model: str = first(
-        "demo", "MODEL", "A folder, cached org/name, demo or demo-hybrid.", "-m", envvar="SPD_MODEL"
-    )
+    model: str = first("demo", "MODEL", "A folder, org/name, demo or demo-hybrid.", "-m", envvar="SPD_MODEL")
     device: str = _model("auto", "DEVICE", "auto, cpu, cuda or cuda:N.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = _model(
         "auto", "TYPE", "auto, bfloat16, float16 or float32."
@@ -157,16 +155,12 @@ class EngineOptions(ModelOptions):
     )
     draft_max: int | None = first(None, "K", "Most draft tokens in a round.")
     mtp: str | None = _model(None, "HEAD", "A folder with an MTP head.")
-    adaptive: bool | None = _model(
-        None, None, "Adapt K to what is accepted, down to 0.", "--adaptive/--no-adaptive"
-    )
+    adaptive: bool | None = _model(None, None, "Adapt K to what is accepted.", "--adaptive/--no-adaptive")
     verify: Literal["coupled", "rejection", "block"] = _model(
         "coupled", "RULE", "coupled: the same text; rejection, block: a text as likely."
     )
     graphs: Literal["auto", "on", "off"] = advanced("auto", "MODE", "CUDA graphs: auto, on or off.")
-    lag: Literal["auto", "0", "1", "2"] = advanced(
-        "auto", "N", "Rounds the host may run behind: auto, 0, 1 or 2."
-    )
+    lag: Literal["auto", "0", "1", "2"] = advanced("auto", "N", "Rounds the host may lag: auto, 0, 1 or 2.")
     tp: int = advanced(1, "N", "Tensor parallel ranks. Default: 1.")
     draft_tp: int | None = advanced(None, "N", "Ranks that share the drafter.")
 
@@ -175,9 +169,7 @@ class EngineOptions(ModelOptions):
 class RunOptions(EngineOptions):
     """What `generate`, `chat` and `serve` share."""
 
-    ctx: int | None = _model(
-        None, "N", "Context in tokens, such as 8k. Default: the model's.", parser=parse_size
-    )
+    ctx: int | None = _model(None, "N", "Context in tokens: 8k. Default: the model's.", parser=parse_size)
     pull: bool = _model(False, None, "Download org/name if it is not in the cache.")
     memory_fraction: float = advanced(0.9, "F", "Share of device memory to use, above 0 to 1. Default: 0.9.")
 
@@ -247,34 +239,27 @@ class GenerateOptions(ReplyOptions):
     logprobs: int | None = printed(None, "N", "With --json: log-probabilities, the N likeliest tokens.")
     trace: Path | None = printed(None, "FILE", "One JSON line for each round, for spd explain.")
     resume: bool = printed(False, None, "With --jsonl -o FILE: continue after the answers in FILE.")
-    concurrency: int | None = advanced(
-        None, "N", "Lines of --jsonl that decode together. Default: 8.", min=1, max=1024
-    )
+    concurrency: int | None = advanced(None, "N", "Lines of --jsonl at a time. Default: 8.", min=1, max=1024)
 
 
 def read_settings(words: Sequence[str], flag: str = "--set") -> dict[str, Any]:
     """`name=value` words as fields of SamplingOptions, by their types; lists grow. Raises UsageError."""
+    kinds = {each.name: str(each.type) for each in dataclasses.fields(SamplingOptions) if each.name != "set"}
     changes: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")
         name = name.strip().replace("-", "_")
         if not equals:
             raise UsageError(f"{flag} {word} is not NAME=VALUE", fix=[f"{flag} temperature=0.5"])
-        found = _setting(name, value, flag)
-        changes[name] = [*changes.get(name, ()), *found] if isinstance(found, list) else found
+        if name not in kinds:
+            fix = [f"one of {', '.join(sorted(kinds))}"]
+            raise UsageError(f"{flag} {name}: there is no such parameter", fix=fix)
+        if value in ("", "auto", "default"):
+            changes[name] = getattr(SamplingOptions, name)
+            continue
+        found = parse_as(f"{flag} {name}", kinds[name], value)
+        changes[name] = [*(changes.get(name) or ()), found] if "list" in kinds[name] else found
     return changes
-
-
-def _setting(name: str, text: str, flag: str) -> Any:
-    """A sampling option's value from text. Raises UsageError."""
-    kinds = {each.name: str(each.type) for each in dataclasses.fields(SamplingOptions) if each.name != "set"}
-    if name not in kinds:
-        fix = [f"one of {', '.join(sorted(kinds))}"]
-        raise UsageError(f"{flag} {name}: there is no such parameter", fix=fix)
-    if text in ("", "auto", "default"):
-        return getattr(SamplingOptions, name)
-    value = parse_as(f"{flag} {name}", kinds[name], text)
-    return [value] if "list" in kinds[name] else value
 
 
 def parse_as(what: str, kind: str, text: str) -> Any:

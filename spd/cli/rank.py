@@ -14,8 +14,14 @@ import threading
 from contextlib import suppress
 from typing import Any
 
+from spd.cli.text.output import write_stderr
+from spd.errors import EngineError
+from spd.runtime.ranks.follower import LEADERLESS, SILENCE, serve
+from spd.runtime.ranks.rendezvous import END, meet, next_crew
+
 COMMANDS = ("generate", "chat", "serve", "bench", "verify")
 """What runs engines."""
+LOST = f"error: rank 0: {SILENCE}\n"
 
 
 def main() -> None:
@@ -26,8 +32,6 @@ def main() -> None:
     threading.Thread(target=_watch_parent, daemon=True).start()
     status = 1
     try:
-        from spd.runtime.ranks.follower import serve
-
         status = serve(spec, lambda status: _leave(spec, status))
     finally:
         os._exit(status)  # threads inside a library would keep the process alive
@@ -42,29 +46,17 @@ def _watch_parent() -> None:
 
 def _leave(spec: dict[str, Any], status: int) -> None:
     """End this process, and before it a rank 0 that is its parent and hangs: with its error."""
-    from spd.runtime.ranks.follower import LEADERLESS
-
     if status == LEADERLESS and os.getppid() == spec.get("leader"):
         with suppress(OSError):
             os.kill(spec["leader"], signal.SIGKILL)
             if spec["rank"] == 1:
-                os.write(spec["stderr"], _lost_leader().encode())
+                os.write(spec["stderr"], LOST.encode())
     os._exit(status)
-
-
-def _lost_leader() -> str:
-    from spd.runtime.ranks.follower import SILENCE
-
-    return f"error: rank 0: {SILENCE}\n"
 
 
 def stand_by(rank: int, argv: list[str], local: str) -> int:
     """Serve rank 0's engines under torchrun until it has ended; returns the exit status."""
-    from spd.cli.text.output import write_stderr
-    from spd.errors import EngineError
-    from spd.runtime import start_rank
-    from spd.runtime.ranks.follower import LEADERLESS
-    from spd.runtime.ranks.rendezvous import END, meet, next_crew
+    from spd.runtime import start_rank  # which imports torch
 
     if not any(word in COMMANDS for word in argv):
         return 0
@@ -73,7 +65,7 @@ def stand_by(rank: int, argv: list[str], local: str) -> int:
     try:
         while not store.check([END]):
             if any(process.poll() == LEADERLESS for process in processes):
-                write_stderr(_lost_leader())
+                write_stderr(LOST)
                 return EngineError.exit_code
             told = next_crew(store, number)
             if told is not None:
@@ -93,8 +85,5 @@ def stand_by(rank: int, argv: list[str], local: str) -> int:
 
 def dismiss() -> None:
     """Let the other ranks go, once rank 0 is done."""
-    from spd.errors import EngineError
-    from spd.runtime.ranks.rendezvous import END, meet
-
     with suppress(EngineError, RuntimeError):
         meet().set(END, "")

@@ -93,15 +93,9 @@ class BenchOptions(ModelArgument, ModelOptions):
         None, None, "Adapt K to what is accepted, or hold it.", "--adaptive/--no-adaptive"
     )
     verify: str = _sweep("coupled", "RULES", "coupled, rejection, block.")
-    synthetic_acceptance: float | None = _sweep(
-        None, "LENGTH", "Impose this many tokens a round: speed only."
-    )
-    load: Literal["auto", "dummy"] = _sweep(
-        "auto", "HOW", "dummy: random weights of the configured shapes, speed only."
-    )
-    category: str | None = _work(
-        None, "NAMES", "code, edit, summarise, reasoning, creative. Default: all of them."
-    )
+    synthetic_acceptance: float | None = _sweep(None, "LENGTH", "Impose so many tokens a round: speed only.")
+    load: Literal["auto", "dummy"] = _sweep("auto", "HOW", "dummy: random weights, speed only.")
+    category: str | None = _work(None, "NAMES", "code, edit, summarise, reasoning, creative. Default: all.")
     prompts: Path | None = _work(None, "FILE", 'Your own: lines of text, or {"prompt": …} in a .jsonl.')
     prompt_tokens: str | None = _work(None, "N,…", "Lengthen or cut prompts to N tokens, such as 1k.")
     ignore_eos: bool = _work(False, None, "Do not stop at the end of the text.")

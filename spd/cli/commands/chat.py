@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from spd.cli.options import ModelArgument, ReplyOptions, first, option
@@ -13,7 +14,7 @@ from spd.errors import NotFoundError, UsageError
 if TYPE_CHECKING:
     from spd.cli.chat.conversation import Conversation, SessionStore
 
-PANEL = "Chat"
+_chat = partial(option, "Chat")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -21,17 +22,15 @@ class ChatOptions(ModelArgument, ReplyOptions):
     """Everything `spd chat` takes."""
 
     file: list[str] | None = first(None, "FILE", "Goes with the first message. Repeatable.", "-f")
-    continue_: str | None = first(
-        None, "[NAME]", "Continue the latest chat, or the one called NAME.", "-c", "--continue"
+    continue_: str | None = first(None, "[NAME]", "Continue the latest chat, or NAME.", "-c", "--continue")
+    tools: str | None = _chat(
+        None, "FILE", "Commands that the model may call; each runs only after your yes."
     )
-    tools: str | None = option(
-        PANEL, None, "FILE", "Commands that the model may call; each runs only after your yes."
-    )
-    no_save: bool = option(PANEL, False, None, "Keep this chat in memory only.")
-    markdown: Literal["on", "off"] = option(PANEL, "on", "MODE", "on, or off: the text as it is.")
-    show_drafts: bool = option(PANEL, False, None, "Colour accepted draft tokens.")
-    stats: bool | None = option(
-        PANEL, None, None, "Figures after each reply. Default: on a terminal.", "--stats/--no-stats"
+    no_save: bool = _chat(False, None, "Keep this chat in memory only.")
+    markdown: Literal["on", "off"] = _chat("on", "MODE", "on, or off: the text as it is.")
+    show_drafts: bool = _chat(False, None, "Colour accepted draft tokens.")
+    stats: bool | None = _chat(
+        None, None, "Figures after each reply. Default: on a terminal.", "--stats/--no-stats"
     )
     typed: frozenset[str] = frozenset()
     """Names of these fields that stood on the command line, not in a file or the environment."""

@@ -36,9 +36,7 @@ class InspectOptions(ModelArgument, JsonOptions):
 
     model: str = printed("demo", "MODEL", "The same as the argument.", "-m", envvar="SPD_MODEL")
     draft: str | None = printed(None, "MODEL", "Check it as a draft model.", "--draft", "--draft-model")
-    quantize: Literal["none", "int8", "int4"] = printed(
-        "none", "FORM", "Count what it needs with --quantize int8 or int4."
-    )
+    quantize: Literal["none", "int8", "int4"] = printed("none", "FORM", "Count with --quantize int8 or int4.")
     tp: int = printed(1, "N", "Show the memory of one of N ranks.")
 
 

@@ -30,15 +30,11 @@ class ServeOptions(ModelArgument, RunOptions):
 
     host: str = first("127.0.0.1", "HOST", "Address to listen on; beyond this machine only with a key.")
     port: int = first(PORT, "PORT", f"Default: {PORT}. 0: a free one.")
-    api_key: str | None = first(
-        None, "KEY", "Clients have to send it. Better in SPD_API_KEY.", envvar="SPD_API_KEY"
-    )
-    concurrency: int | None = _server(
-        None, "N", "Requests that decode together. Default: 8.", min=1, max=1024
-    )
+    api_key: str | None = first(None, "KEY", "Clients send it. Better in SPD_API_KEY.", envvar="SPD_API_KEY")
+    concurrency: int | None = _server(None, "N", "Requests decoded together. Default: 8.", min=1, max=1024)
     detach: bool = _server(False, None, "Serve in the background; return when ready.")
     idle: float | None = _server(
-        None, "TIME", "Exit after this time without requests: 15m.", parser=parse_seconds
+        None, "TIME", "Exit after such a time without requests.", parser=parse_seconds
     )
     status: bool = _server(False, None, "List the servers that run, and exit.")
     stop: bool = _server(False, None, "Stop servers: of MODEL, or all of yours.")

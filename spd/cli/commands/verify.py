@@ -35,12 +35,8 @@ DIFFERENCES = 10
 class VerifyOptions(EngineOptions):
     """Everything `spd verify` takes."""
 
-    adaptive: bool = option(
-        MODEL, False, None, "Adapt K to what is accepted. Default: fixed.", "--adaptive/--no-adaptive"
-    )
-    against: str = first(
-        "spec=off", "SETTING=…", "Compare with this: spec=off, lag=0, kernels=torch, slots=1 …"
-    )
+    adaptive: bool = option(MODEL, False, None, "Adapt K. Default: it is fixed.", "--adaptive/--no-adaptive")
+    against: str = first("spec=off", "SETTING=…", "Compare with spec=off, lag=0, kernels=torch, slots=1 …")
     temperature: str = first("0,0.8", "T,…", "Sampling temperatures. Default: 0,0.8.")
     max_tokens: int = first(64, "N", "Most tokens in a reply. Default: 64.", "-n", min=2)
     tokens: int = first(0, "N", "Repeat with new seeds until replies could hold N tokens.", min=0)

@@ -16,20 +16,12 @@ import textwrap
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
-from spd.errors import (
-    CheckFailedError,
-    CheckpointError,
-    EngineError,
-    NotFoundError,
-    ResourceError,
-    SpdError,
-    UsageError,
-)
+from spd.errors import CheckFailedError, ResourceError, SpdError, UsageError
 from spd.formats.files import open_output
 from spd.runtime.plan.config import show_size
 
@@ -42,6 +34,15 @@ CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
 """Control characters except tab and line ends: on a terminal they could move the cursor or worse."""
 MISLEADING = re.compile(CONTROL.pattern + r"|[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """Those, other line ends, and marks of direction: what follows them is shown in another order."""
+REPORT = "run it again with -vv, and report what it prints"
+USUAL_FIXES = {
+    "internal": REPORT,
+    "engine": REPORT,
+    "checkpoint": "give another model folder, or download this one again",
+    "not_found": "check the name or the path",
+    "resources": "ask for less (--ctx, --draft-max), or free memory",
+}
+"""What helps against an error of such a kind that says nothing itself; against others, the help."""
 
 
 class OutputClosed(Exception):
@@ -185,7 +186,7 @@ class PrintableStderr:
 
 def write_error(error: SpdError, console: Console, as_json: bool = False) -> None:
     """Show what is wrong, why, and what to type instead: as lines, or as one JSON object on stdout."""
-    fixes = list(error.fix or [_usual_fix(error, console.help)])
+    fixes = list(error.fix or [USUAL_FIXES.get(error.default_code, console.help)])
     if as_json and not isinstance(error, CheckFailedError):  # whose object is on standard output already
         shown = {
             "code": error.code,
@@ -203,19 +204,6 @@ def write_error(error: SpdError, console: Console, as_json: bool = False) -> Non
     words = words.replace("error:", paint("error:", "1;31", console.color), 1)
     words = words.replace("\n  fix:", f"\n  {paint('fix:', '32', console.color)}", 1)
     write_stderr(words + "\n", styled=True)
-
-
-def _usual_fix(error: SpdError, help_words: str) -> str:
-    """What helps against an error of this kind, where the error itself does not say."""
-    report = "run it again with -vv, and report what it prints"
-    fixes: dict[type[SpdError], str] = {
-        CheckpointError: "give another model folder, or download this one again",
-        NotFoundError: "check the name or the path",
-        ResourceError: "ask for less (--ctx, --draft-max), or free memory",
-        EngineError: report,
-    }
-    known = (fix for kind, fix in fixes.items() if isinstance(error, kind))
-    return next(known, report if type(error) is SpdError else help_words)
 
 
 def to_json(value: object) -> str:
@@ -476,7 +464,7 @@ BAR = 20
 WORDS = {"read": "reading weights", "pack": "packing weights", "download": "downloading"}
 
 
-class Ticker:
+class Ticker(AbstractContextManager["Ticker"]):
     """Rewrites its line at most five times a second, and takes it away at the end."""
 
     def __init__(self, console: Console) -> None:
@@ -484,10 +472,7 @@ class Ticker:
         self._drawn, self._width = float("-inf"), 0
         self._counted, self._began, self._first = "", 0.0, 0
 
-    def __enter__(self) -> Ticker:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.write("")
 
     def count(self, what: str, done: int, total: int, amount: Callable[[int], str]) -> None:
