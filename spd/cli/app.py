@@ -1,8 +1,4 @@
-"""The application: commands, the one error boundary, and the end of the process.
-
-The only file of the command line that reads environment variables. Imports stay thin: a command's
-body loads what it needs when it runs.
-"""
+"""The application: commands, the one error boundary, the environment, and the end of the process."""
 
 from __future__ import annotations
 

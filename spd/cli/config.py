@@ -1,8 +1,4 @@
-"""Options from a file: defaults of those that are neither typed nor in the environment.
-
-It holds long names of options without their dashes, for every command that has them or, in a table of its
-name, for one. What a single run is about, and every consent, has to be typed.
-"""
+"""Options from a file: defaults, for all commands or one, of what is neither typed nor in the environment."""
 
 from __future__ import annotations
 
@@ -26,15 +22,12 @@ TYPED = frozenset(
     {"continue", "dry-run", "file", "help", "json", "jsonl", "messages", "output", "prompt-ids"}
     | {"pull", "resume", "version", "yes", "host", "detach", "status", "no-server", "tools"}
 )
-"""Options that no file may set."""
+"""What a single run is about, and every consent: no file may set it."""
 LIMIT = 65_536  # bytes: a system message or two
 
 
 def read_defaults(command: str, path: Path) -> dict[str, Any]:
-    """Values by parameter that a file holds for a command, its table before the rest.
-
-    Raises UsageError naming file and key.
-    """
+    """What a file holds for a command, its table before the rest. Raises UsageError naming file and key."""
     params, loaded = _options_of(command), _load(path)
     found = loaded.get(command)
     own = found if isinstance(found, dict) else {}  # `verify` is a command and an option

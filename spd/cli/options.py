@@ -176,11 +176,7 @@ class RunOptions(EngineOptions):
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
 class SamplingOptions:
-    """How tokens are drawn; what is not given comes from the model's generation_config.json.
-
-    The most used have flags; every one is also a name for --set and, in a chat, /set. A flag of one command
-    stands in that command's class.
-    """
+    """How tokens are drawn: by flags, --set and /set, else by the model's generation_config.json."""
 
     temperature: float | None = first(None, "T", "0 is greedy. Default: the model's, else 0.7.")
     max_tokens: int | None = first(None, "N", "Stop after N tokens. Default: the context.", "-n")

@@ -106,10 +106,7 @@ def die_by(signum: int) -> int:
 
 
 def end_when_lost(show: Callable[[Exception], object]) -> None:
-    """From now on an EngineError that ends a thread ends the program: shown, with the terminal put back.
-
-    The main thread may hang, or wait, and cannot be told.
-    """
+    """Let an EngineError that ends a thread be shown and end the program: the main thread may hang."""
     usual, terminal = threading.excepthook, None
     with suppress(OSError, ValueError, termios.error):
         terminal = termios.tcgetattr(0)

@@ -1,7 +1,4 @@
-"""Line editing for chats on a terminal; the only module that imports prompt_toolkit.
-
-Enter sends; Alt-Enter and Ctrl-J begin a line. A long paste stands as one word until it is sent.
-"""
+"""Line editing for chats on a terminal; the only module that imports prompt_toolkit."""
 
 from __future__ import annotations
 

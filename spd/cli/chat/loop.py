@@ -1,7 +1,4 @@
-"""A conversation, saved as it goes, each turn continuing the cache of the one before.
-
-On a terminal with line editing, Markdown and a line of figures; elsewhere plain lines in, plain text out.
-"""
+"""A conversation, saved as it goes: drawn on a terminal, elsewhere plain lines in and plain text out."""
 
 from __future__ import annotations
 
@@ -316,10 +313,7 @@ class Chat:
             self.attached = []
 
     def reply(self, conversation: Conversation, draft: str = "") -> bool:
-        """Let the model reply to the last turn of a changed conversation, or go on with its reply.
-
-        Without a reply, False: all is as before, and `draft` waits to be sent again.
-        """
+        """Let the model reply to the last turn, or go on with its reply. False: none came, `draft` waits."""
         before = self.conversation
         self.change(conversation)  # saved now: whatever happens, the message is not lost
         try:

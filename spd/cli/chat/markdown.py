@@ -1,7 +1,4 @@
-"""Markdown on a terminal while it streams: finished blocks stay, the last one is drawn anew as it grows.
-
-Rows above the top of the screen cannot be drawn again; they stay as they were.
-"""
+"""Markdown on a terminal while it streams: finished blocks stay, the last one is drawn anew as it grows."""
 
 from __future__ import annotations
 
@@ -62,10 +59,7 @@ class _Reply(Markdown):
 
 
 class MarkdownStream:
-    """Takes text piece by piece and returns what is to be written to a terminal.
-
-    The text holds no control characters but tabs and newlines. `size` is that of the terminal now.
-    """
+    """Takes text without control characters but tabs and newlines; returns what a terminal is to get."""
 
     def __init__(self, size: Callable[[], os.terminal_size], *, color: bool) -> None:
         self._size, self._color = size, color

@@ -1,7 +1,4 @@
-"""Slash commands, which go to the chat and not to the model.
-
-Each is a method of `Commands`, found by its name; its docstring is what /help shows.
-"""
+"""Slash commands, which go to the chat and not to the model; /help shows the docstrings of `Commands`."""
 
 from __future__ import annotations
 

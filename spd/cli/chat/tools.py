@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,22 +126,13 @@ def consents(words: Sequence[str], guard: SignalGuard) -> bool:
     if len(shown := "".join(visible)) > SHOWN:
         write_stderr(f"not run: a command of {len(shown):,} characters, more than {SHOWN:,}\n")
         return False
-    with suppress(KeyboardInterrupt), guard.soften(_interrupt):
+    interrupt = partial(signal.default_int_handler, signal.SIGINT, None)
+    with suppress(KeyboardInterrupt), guard.soften(interrupt):
         termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
         write_stderr(f"run  {shown}\nrun it? [y/N] ")
         return sys.stdin.buffer.readline().strip().lower() in (b"y", b"yes")
     write_stderr("\n")
     return False
-
-
-def _interrupt() -> None:
-    raise KeyboardInterrupt
-
-
-def _without_middle(text: str, most: int) -> str:
-    """A text's beginning and end where it is longer, with how much is missing."""
-    cut = f"\n… {len(text) - most:,} characters are left out …\n"
-    return text if len(text) <= most else text[: most // 2] + cut + text[-(most // 2) :]
 
 
 def _started_by(process: int) -> set[int]:
@@ -186,5 +178,8 @@ def run(words: Sequence[str], guard: SignalGuard) -> str:
                     end(one, signal.SIGKILL)
     if not note and process.returncode:
         note = f"exit status {process.returncode}"
-    text = _without_middle(output.decode("utf-8", "replace"), OUTPUT_LIMIT)
+    text = output.decode("utf-8", "replace")
+    if (lost := len(text) - OUTPUT_LIMIT) > 0:
+        half = OUTPUT_LIMIT // 2
+        text = f"{text[:half]}\n… {lost:,} characters are left out …\n{text[-half:]}"
     return f"{text}\n({note})" if note else text

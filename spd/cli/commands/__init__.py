@@ -1,7 +1,4 @@
-"""The commands: where each is, what it is for, and the application built of them.
-
-A command is imported only when it is named: help of all of them, and TAB, need no more than this table.
-"""
+"""The commands: where each is, and what it is for; one is imported only when it is named."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`spd convert-mtp`: cut an MTP head out of a checkpoint into a small folder.
-
-Reads headers, then the head's own bytes a piece at a time, without torch.
-"""
+"""`spd convert-mtp`, which cuts an MTP head out of a checkpoint without torch, and `spd quantize`."""
 
 from __future__ import annotations
 
@@ -60,16 +57,11 @@ def _write(session: Session, plan: HeadPlan, destination: Path) -> list[str]:
     own, head = differing_copies(plan), plan.head
     with Ticker(session.console) as ticker, open_stage(destination) as stage:
         tensors = outputs(plan.checkpoint, [*plan.tensors, *own])
-        write_tensors(stage / "model.safetensors", tensors, partial(_report, ticker))
+        write_tensors(stage / WEIGHTS, tensors, partial(ticker.count, "writing", amount=show_size))
         plan.checkpoint.check_unchanged()
         told = (head.folder.fields.values, head.verifier, head.verifier_sha256, head.layout.modules)
-        write_json(stage / "config.json", head_config(*told, quantized=plan.quantized))
+        write_json(stage / CONFIG, head_config(*told, quantized=plan.quantized))
     return [tensor.name for tensor in own]
-
-
-def _report(ticker: Ticker, done: int, total: int) -> None:
-    """Show how many bytes of a file of tensors are written."""
-    ticker.count("writing", done, total, show_size)
 
 
 def _facts(plan: HeadPlan, source: str, destination: Path, own: list[str] | None) -> dict[str, Any]:
@@ -129,7 +121,7 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
         outputs = rounded_outputs(checkpoint, rounded)
         if not options.dry_run:
             with Ticker(session.console) as ticker, open_stage(destination) as stage:
-                write_tensors(stage / WEIGHTS, outputs, partial(_report, ticker))
+                write_tensors(stage / WEIGHTS, outputs, partial(ticker.count, "writing", amount=show_size))
                 checkpoint.check_unchanged()
                 config = json.loads((source.path / CONFIG).read_text(encoding="utf-8"))
                 config["quantization_config"] = quantization_config(checkpoint, rounded)

@@ -1,7 +1,4 @@
-"""`spd generate`: one prompt in, one reply out, made for pipes and scripts.
-
-Whatever can be refused is refused before torch is imported and weights are read.
-"""
+"""`spd generate`: one prompt in, one reply out; what can be refused is refused before torch is imported."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`spd inspect`: what a model folder holds, whether a draft model fits it, and what a run would do and need.
-
-Reads headers and JSON only, by the rules and sums of the plan: torch is never imported, weights are never
-touched.
-"""
+"""`spd inspect`: what a model folder holds and what a run would need, by headers and JSON, without torch."""
 
 from __future__ import annotations
 
@@ -182,8 +178,7 @@ def _choose(folder: ModelFolder, draft: ModelFolder | None, method: str = "auto"
     from spd.runtime import choose_drafter
 
     try:
-        drafter: Drafter = choose_drafter(EngineConfig(model=folder, draft_model=draft, spec=method), folder)
-        return drafter
+        return choose_drafter(EngineConfig(model=folder, draft_model=draft, spec=method), folder)
     except SpdError as error:
         return error
 
@@ -225,10 +220,7 @@ def forms(config: EngineConfig, plan: EnginePlan) -> list[Facts]:
 
 
 def needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
-    """Bytes that a run with one request and no flags takes here, part by part, and at other contexts.
-
-    Where a pair cannot run, of the target with whatever it would choose alone.
-    """
+    """What one request takes here and at other contexts; of a pair that cannot run, its target alone."""
     from spd.runtime import drafts_up_to, foreseen_machine, outline
     from spd.runtime.plan.memory import at_context, checkpoint_bytes, fitted, measure
 

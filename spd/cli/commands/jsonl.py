@@ -1,8 +1,4 @@
-"""`spd generate --jsonl`: a prompt a line in, a reply a line out, in the same order.
-
-A line is `{"id", "prompt" | "messages" | "prompt_ids", "system", "params"}`. What is wrong with a line is
-said in its place, and the others go on.
-"""
+"""`spd generate --jsonl`: a prompt a line in, a reply a line out or what is wrong, in the same order."""
 
 from __future__ import annotations
 
@@ -111,10 +107,7 @@ def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> in
 
 @dataclass
 class Line:
-    """One line of the input: its number in the file, and its JSON value or what is wrong with it.
-
-    What is asked and what came follow once it is begun, and then its answer.
-    """
+    """One line of the input: its number, its JSON value or what is wrong with it, and what came of it."""
 
     number: int
     value: Mapping[str, Any]

@@ -1,7 +1,4 @@
-"""`spd pull`, `spd ls`, `spd rm`: models in the Hugging Face cache, which other tools share.
-
-Downloads happen here only, and only on request.
-"""
+"""`spd pull`, `spd ls`, `spd rm`: models in the Hugging Face cache, downloaded here and on request only."""
 
 from __future__ import annotations
 
@@ -61,10 +58,7 @@ def pull(session: Session, options: PullOptions) -> None:
 
 
 def ensure_models(session: Session, options: RunOptions) -> None:
-    """Download the model and the draft model that are named and not there, with consent.
-
-    Consent is --pull, or the answer of a person at a terminal; without it resolving raises as ever.
-    """
+    """Download models that are named and not there, after --pull or a yes at a terminal; else raise."""
     from spd.formats.hub import is_offline, is_repository_name, resolve_model
 
     can_ask = is_terminal(sys.stdin) and is_terminal(sys.stderr)

@@ -1,7 +1,4 @@
-"""Everything about a run but its prompts, checked, and prompts as token ids that fit the context.
-
-A prompt that does not fit is refused, never cut. No torch here.
-"""
+"""Everything about a run but its prompts, checked, and prompts as token ids that fit. No torch here."""
 
 from __future__ import annotations
 
@@ -93,10 +90,8 @@ def resolve_sampling(
 
 def parse_logit_bias(text: str) -> tuple[int, float]:
     """`ID=VALUE` as a token id and a bias. Raises UsageError."""
-    left, equals, right = text.partition("=")
+    left, _, right = text.partition("=")
     try:
-        if not equals:
-            raise ValueError
         return int(left), float(right)
     except ValueError:
         raise UsageError(f"logit_bias {text} is not ID=VALUE", fix=["--set logit_bias=42=-5"]) from None
@@ -293,13 +288,11 @@ def open_vocabulary(name: str, folder: ModelFolder) -> Vocabulary:
 
 def engine_config(options: EngineOptions, folder: Path | ModelFolder) -> EngineConfig:
     """The options as wishes for the engine. Raises what EngineConfig refuses."""
+    from spd.formats.folder import ModelFolder
     from spd.runtime import EngineConfig
 
     heads: dict[str, Any] = {name: getattr(options, name) for name in ("draft_model", "mtp")}
-    if heads := {name: reference for name, reference in heads.items() if reference is not None}:
-        from spd.formats.folder import ModelFolder
-
-        heads = {name: ModelFolder.named(reference) for name, reference in heads.items()}
+    heads = {name: ModelFolder.named(given) for name, given in heads.items() if given is not None}
     return EngineConfig(
         model=folder,
         **heads,

@@ -1,8 +1,4 @@
-"""Where words go: the answer to standard output, everything else to standard error.
-
-Owns the encodings, colour, closed and full pipes, the shape of an error, and lines that fit. Decides by
-each stream's own terminal state; what is not a terminal gets no escape byte from here.
-"""
+"""Where words go: the answer to standard output, the rest to standard error; escapes to terminals only."""
 
 from __future__ import annotations
 
@@ -102,11 +98,7 @@ class Session:
 
 
 def printable(text: str, misleading: re.Pattern[str] = MISLEADING) -> str:
-    """Text from outside (names in a checkpoint, messages of a library or the hub) as a terminal may have it.
-
-    What is misleading is spelled out, lone surrogates too. A model's own reply may turn its direction:
-    CONTROL is enough for it.
-    """
+    """Text from outside, with what is misleading spelled out; for a model's own reply CONTROL is enough."""
     spelled = misleading.sub(lambda match: ascii(match.group())[1:-1], text)
     return spelled.encode("utf-8", "backslashreplace").decode("utf-8")
 
@@ -522,10 +514,7 @@ def compiling(say: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def loading(text: str, console: Console) -> Iterator[Callable[[LoadProgress], None]]:
-    """Say on a terminal what takes its time, and take it back when it is done.
-
-    Yields what is to be told of the progress.
-    """
+    """Say on a terminal what takes its time, until it is done; yields what is to be told of the progress."""
     with Ticker(console) as ticker, compiling(lambda words: ticker.write(f"{words} …")):
         ticker.write(f"{text} …")
         yield lambda progress: ticker.count(WORDS[progress.phase], progress.done, progress.total, show_size)

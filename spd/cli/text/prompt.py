@@ -1,7 +1,4 @@
-"""What is asked, gathered: argument, files, stdin, chat files; checked as text, not yet as tokens.
-
-Text is passed on as it is (NUL bytes and CRLF included); what is not UTF-8 is refused.
-"""
+"""What is asked, from arguments, files, stdin and chats: UTF-8 text passed on as it is, not yet tokens."""
 
 from __future__ import annotations
 
@@ -56,10 +53,7 @@ def gather(options: GenerateOptions) -> Asked:
 
 
 def _gather_text(options: GenerateOptions) -> str:
-    """Stdin and files first, without the newline at their ends, then the argument; blank lines between.
-
-    What --raw continues is left as it is.
-    """
+    """Stdin, files, the argument, with blank lines between; only what --raw continues keeps its newline."""
     files, stdin = options.file or [], sys.stdin
     parts = [read_text(name) for name in files]
     is_piped = stdin is not None and not stdin.closed and not is_terminal(stdin)
@@ -207,10 +201,7 @@ def opens_thinking(prompt: str) -> bool:
 def thinking_budget(
     think: str, vocabulary: Vocabulary, inside: bool, spent: Sequence[int] = ()
 ) -> ThinkingBudget | None:
-    """What --think N leaves for a reply of which `spent` has come; None where there is no limit.
-
-    Raises IncompatibleError for a model whose thinking no single token ends.
-    """
+    """What --think N leaves behind `spent` tokens. Raises IncompatibleError where no token ends thinking."""
     if not think.isdigit() or (spent and not inside):
         return None
     begin, end = map(vocabulary.need_tokenizer().token_to_id, (OPENING, CLOSING))

@@ -1,8 +1,4 @@
-"""The reply while it grows: events in, text out, and what is left when a signal cuts it short.
-
-Thinking is shown apart, the answer as Markdown, with coloured drafts, or plain. Control characters of the
-reply never reach a terminal.
-"""
+"""The reply while it grows: thinking apart, the answer drawn or plain, and what a signal leaves of it."""
 
 from __future__ import annotations
 
@@ -140,10 +136,7 @@ def _styled_lines(text: str, style: str) -> str:
 
 
 class Delivery:
-    """Runs the request of `spd generate` and writes its answer, as it comes or at the end.
-
-    A model without a tokenizer has no text: its token ids are written instead, separated by commas.
-    """
+    """Runs the request of `spd generate`; writes its text, or its token ids where there is no tokenizer."""
 
     def __init__(
         self,
@@ -326,11 +319,7 @@ def logprob_entry(entry: TokenLogprob, tokenizer: Tokenizer | None) -> dict[str,
 
 
 def stats_line(metrics: RequestMetrics) -> str:
-    """`318 tok · 64.8 tok/s · load 3.2 s · first 0.21 s · 3.05 tok/round · drafts 213/416 (51%)`.
-
-    The first token takes `first` when the model is loaded, and `load` more when it is not. A chat shows the
-    same and how much of the context is used.
-    """
+    """`318 tok · 64.8 tok/s · load 3.2 s · first 0.21 s · 3.05 tok/round · drafts 213/416 (51%)`."""
     facts = (
         (metrics.decode_tokens_per_second, "{:.1f} tok/s"),
         (metrics.load_ms / 1000, "load {:.2f} s"),

@@ -1,7 +1,4 @@
-"""What this machine offers `spd`, one finding a question; heavy libraries are imported by the question.
-
-A step that raises is a finding too, so that a broken library is reported and not run into.
-"""
+"""What this machine offers `spd`: a question imports what it needs, and is a finding where it fails."""
 
 from __future__ import annotations
 
@@ -238,10 +235,7 @@ def token_tiles() -> Finding:
 
 
 def equal_texts() -> Finding:
-    """Let the demo answer by torch's kernels and by the plan's, and by these with drafts, too.
-
-    Drafts must change no token; another kernel set may turn a near-tie around, and no more.
-    """
+    """Let the demo answer with drafts, which change no token, and by torch, which may turn near-ties."""
     from spd.formats.demo import demo_folder
     from spd.runtime.lab.prompt_set import choose, encode_questions, read_prompts
     from spd.runtime.lab.replay import make_requests, replay_requests

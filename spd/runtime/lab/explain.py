@@ -133,7 +133,7 @@ def fit_costs(records: Sequence[RoundRecord]) -> CostModel:
         _medians(verify),
         _medians(draft),
         median(record.ms["rest"] for record in records),
-        median(record.ms.get("host", 0.0) for record in records),
+        median(record.ms["host"] for record in records),
     )
 
 
@@ -277,8 +277,7 @@ class Explanation:
 
 
 def explain_traces(traces: Sequence[Trace]) -> Explanation:
-    """Weigh the rounds of one or more traces of one model; costs come from all, acceptance from those
-    that drafted."""
+    """Weigh the rounds of traces of one model: costs come from all, acceptance from those that drafted."""
     records = [record for trace in traces for record in trace.rounds]
     costs = fit_costs(records)
     drafting = [trace for trace in traces if any(record.k for record in trace.rounds)]

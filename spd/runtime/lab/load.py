@@ -77,10 +77,7 @@ def run_pass(
     arrivals: Sequence[float] | None = None,
     watch: Callable[[int], None] = lambda ended: None,
 ) -> Pass:
-    """Run requests to their end: `concurrency` at a time, or each at its second in `arrivals`.
-
-    watch: called between steps with how many requests have ended; whatever it raises ends the pass.
-    """
+    """Run requests, `concurrency` at a time or at their `arrivals`; `watch` hears how many have ended."""
     timelines = [Timeline(request=request, arrived=0.0) for request in requests]
     lines = {line.request.id: line for line in timelines}
     records: list[RoundRecord] = []

@@ -1,7 +1,4 @@
-"""The prompts that spd is measured with, its own by category or a file's, and their token ids. No torch here.
-
-Ids are as the model's chat template wants them; random ones where it has no tokenizer.
-"""
+"""The prompts that spd is measured with, and their token ids: random ones where there is no tokenizer."""
 
 from __future__ import annotations
 
@@ -53,10 +50,7 @@ class Question:
 
 
 def read_prompts(path: Path = OWN) -> tuple[Prompt, ...]:
-    """Prompts from JSON lines of `prompt` (or `text`) and, where given, `category`, or from plain lines.
-
-    Raises NotFoundError, and UsageError naming the line that cannot be used.
-    """
+    """Prompts from lines: JSON with `prompt` (or `text`) and `category`, or plain. Raises UsageError."""
     lines = read_input_text(path, "name a file of prompts").splitlines()
     counts: dict[str, int] = {}
     prompts = []
@@ -115,11 +109,7 @@ def encode_questions(
     max_tokens: int,
     context: int | None = None,
 ) -> list[Question]:
-    """Every prompt at every length (None: its own). Longer ones get text of their category in front.
-
-    Raises UsageError where a prompt and `max_tokens` do not fit the context (the model's if None), or a
-    length is none.
-    """
+    """Prompts at every length (None: their own), filled up in front. Raises UsageError for one too long."""
     if 0 in lengths:
         raise UsageError("--prompt-tokens 0 is out of range", reason=["valid: 1 or more"])
     files = ModelFolder.of(folder)

@@ -19,10 +19,7 @@ IDENTITY = (*KEYS, "method", "draft_max", "adaptive", "verify", "draft_tp", *MAC
 
 
 def make_rows(samples: Sequence[Sample], plans: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows in the order measured, those over all categories last. Takes whole repetitions only.
-
-    plans: by the index of their configuration.
-    """
+    """Rows of whole repetitions in the order measured, those over all last; plans by configuration."""
     grouped: dict[tuple[Any, ...], dict[int, dict[int, list[Sample]]]] = {}
     for sample in samples:
         work = sample.work

@@ -1,8 +1,4 @@
-"""A sweep: every way of decoding on every kind of work, interleaved, so that a slow minute hits all alike.
-
-One engine a way of decoding lives for as long as its load is measured. Plain decoding is always among
-them; the same request has the same seed everywhere, so its tokens must be the same everywhere.
-"""
+"""A sweep: every way of decoding on every kind of work, interleaved, so that a slow minute hits all alike."""
 
 from __future__ import annotations
 

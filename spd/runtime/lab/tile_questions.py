@@ -41,10 +41,7 @@ def ask(
     kinds: Sequence[str] = KINDS,
     shapes: Sequence[tuple[int, int]] = SHAPES,
 ) -> Widest:
-    """The widest tile of each kind of weights up to which every bit is that of narrow tiles, replayed too.
-
-    load: the kernels with such tiles.
-    """
+    """The widest tile of each kind that leaves every bit as narrow ones have it; `load` makes kernels."""
     widest = dict.fromkeys(kinds, TILES[0])
     for kind in kinds:
         products = list(_products(kind, device, shapes))
