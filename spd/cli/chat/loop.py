@@ -13,6 +13,7 @@ from spd import __version__
 from spd.cli.chat.conversation import ChatEncoder, Conversation, SessionStore, Turn
 from spd.cli.chat.slash import Commands
 from spd.cli.commands.models import ensure_models
+from spd.cli.serve.local import served_engine
 from spd.cli.text.job import plan_settings
 from spd.cli.text.output import (
     WORDS,
@@ -46,15 +47,15 @@ from spd.cli.text.reply import DIM, DraftedText, ReplyView, stats_line
 from spd.errors import EngineError, IncompatibleError, SpdError, UsageError
 from spd.formats.demo import DEMOS
 from spd.formats.files import INPUT_LIMIT
+from spd.formats.folder import ModelFolder
 from spd.runtime.engine.driver import EngineThread
-from spd.runtime.engine.request import Gathered, derived_seed
+from spd.runtime.engine.request import Gathered, Request, derived_seed
 from spd.runtime.plan.config import METHODS, WEIGHT_WISHES, split_spec
 
 if TYPE_CHECKING:
     from spd.cli.chat.editor import Editor
     from spd.cli.commands.chat import ChatOptions
-    from spd.formats.folder import ModelFolder
-    from spd.runtime import EnginePlan, Progress, Request, RequestMetrics, SamplingParams
+    from spd.runtime import EnginePlan, Progress, RequestMetrics, SamplingParams
 
 LEAVE_SECONDS = 5.0
 """For which the engine's thread is waited for at the end."""
@@ -64,8 +65,6 @@ class ChatModel:
     """Everything that changes when a chat loads another model, or changes how it draws."""
 
     def __init__(self, options: ChatOptions, session: Session) -> None:
-        from spd.formats.folder import ModelFolder
-
         self._session, self._console, self._first = session, session.console, options
         self.metrics: RequestMetrics | None = None
         """Of the last reply."""
@@ -102,8 +101,6 @@ class ChatModel:
 
     def start(self) -> None:
         """Begin to load in the background, unless a server has the engine."""
-        from spd.cli.serve.local import served_engine
-
         config, served = self.settings.config, served_engine(self._session, self.options)
 
         def build(progress: Progress) -> Any:
@@ -124,8 +121,6 @@ class ChatModel:
 
     def reload(self, **changes: Any) -> None:
         """Load with changed options, or go back to the old ones if that fails."""
-        from spd.formats.folder import ModelFolder
-
         before, options = self.options, self._with_drafter(dataclasses.replace(self.options, **changes))
         folder = self.folder
         self._use(options, folder if options.model == before.model else ModelFolder.named(options.model))
@@ -469,8 +464,6 @@ def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
 
 def _request(model: ChatModel, conversation: Conversation, inside: bool) -> Request:
     """The order for the engine; `inside` says whether what comes next is thinking."""
-    from spd.runtime import Request
-
     turn, encoded, context = conversation.turns[-1], model.encoder.encode(conversation), model.plan.shape.ctx
     ids, spans = (*encoded.ids, *turn.reply_ids), encoded.spans
     if turn.reply_ids:

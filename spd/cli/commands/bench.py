@@ -29,10 +29,10 @@ from spd.cli.signals import Interrupted
 from spd.cli.text.output import Session, Sink, Ticker, check_writable, fact_lines, table_lines, to_json
 from spd.errors import CheckFailedError, UsageError
 from spd.formats.files import read_input
-from spd.runtime.plan.config import METHODS, split_spec
+from spd.runtime.lab import compare_results, verdict
+from spd.runtime.plan.config import METHODS, EngineConfig, split_spec
 
 if TYPE_CHECKING:
-    from spd.runtime import EngineConfig
     from spd.runtime.lab import Prompt, Settings, Sweep
 
 EACH = 2
@@ -166,7 +166,6 @@ def _settings(options: BenchOptions) -> Settings:
 def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
     """One configuration a way of decoding; plain ones first, one for each setting of the machine."""
     from spd.formats.folder import ModelFolder
-    from spd.runtime import EngineConfig
 
     base = EngineConfig(
         model=ModelFolder.named(options.model),
@@ -210,8 +209,6 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
 
 def _combinations(options: BenchOptions, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Every combination of the members of some options that take a list."""
-    from spd.runtime import EngineConfig
-
     kinds = {field.name: str(field.type) for field in fields(EngineConfig)}
     axes = []
     for name in names:
@@ -288,8 +285,6 @@ def _facts(result: Mapping[str, Any]) -> dict[str, str]:
 
 def _best(rows: Sequence[Row]) -> str:
     """The speculating row with the highest ratio to plain, those first that are faster beyond noise."""
-    from spd.runtime.lab import verdict
-
     paired = [(verdict(row["speed_up"]), row["speed_up"]["median"], row) for row in rows if row["speed_up"]]
     if not paired:
         return ""
@@ -362,8 +357,6 @@ def _positions(row: Row) -> str:
 
 
 def _ratio(ratio: Mapping[str, Any] | None) -> str:
-    from spd.runtime.lab import verdict
-
     mark = SLOWER if verdict(ratio) == "slower" else ""
     return "" if ratio is None else f"{ratio['median']:.2f}{mark}"
 
@@ -404,8 +397,6 @@ def compare(session: Session, options: CompareOptions) -> None:
     Examples:
       spd compare yesterday.json today.json
     """
-    from spd.runtime.lab import compare_results
-
     if len(options.files) < 2:
         raise UsageError("a comparison needs two results or more", fix=["spd compare A.json B.json"])
     if not 0 <= options.threshold < 1:
@@ -450,8 +441,6 @@ def _lines(comparison: dict[str, Any]) -> list[str]:
 
 def read_result(path: Path) -> dict[str, Any]:
     """The object that `spd bench -o FILE` wrote. Raises NotFoundError and UsageError naming the file."""
-    from spd.runtime.lab import compare_results
-
     fix = ["spd bench -o FILE writes one"]
     try:
         value = json.loads(read_input(path, fix[0]))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from spd.cli.options import JsonOptions, argument, printed
 from spd.cli.text.output import Session, Sink, Size, Ticker, check_new_folder, fact_lines
 from spd.errors import UsageError
+from spd.formats.writer import open_stage, outputs, write_json, write_tensors
 from spd.runtime.plan.config import show_size
 
 if TYPE_CHECKING:
@@ -52,7 +53,6 @@ def convert_mtp(session: Session, options: ConvertOptions) -> None:
 def _write(session: Session, plan: HeadPlan, destination: Path) -> list[str]:
     """Write the folder, which gets its name once it is whole. Returns the head's own tables."""
     from spd.formats.mtp import differing_copies, head_config
-    from spd.formats.writer import open_stage, outputs, write_json, write_tensors
 
     own, head = differing_copies(plan), plan.head
     with Ticker(session.console) as ticker, open_stage(destination) as stage:
@@ -109,7 +109,6 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
       spd quantize Qwen/Qwen3-8B qwen3-8b-int4
     """
     from spd.formats.folder import ModelFolder
-    from spd.formats.writer import open_stage, write_json, write_tensors
     from spd.runtime import quantization_config, rounded_names, rounded_outputs
 
     source, destination = ModelFolder.named(options.model), options.destination.expanduser()

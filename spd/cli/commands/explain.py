@@ -5,14 +5,11 @@ from __future__ import annotations
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from spd.cli.options import JsonOptions, argument
 from spd.cli.text.output import WIDTH, Session, Sink, table_lines
 from spd.errors import IncompatibleError
-
-if TYPE_CHECKING:
-    from spd.runtime.lab import Explanation, Trace
+from spd.runtime.lab import Explanation, Trace, explain_traces, paragraph, read_trace
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -29,8 +26,6 @@ def explain(session: Session, options: ExplainOptions) -> None:
       spd generate -n 256 --trace run.jsonl "Write a poem"
       spd explain run.jsonl
     """
-    from spd.runtime.lab import explain_traces, read_trace
-
     sink = Sink.stdout()
     traces = [read_trace(path) for path in options.files]
     models = {trace.header.model for trace in traces if trace.header is not None}
@@ -57,8 +52,6 @@ def _way(trace: Trace) -> str:
 
 def explanation_lines(found: Explanation) -> list[str]:
     """The table of prospects, acceptance by position, and the paragraph."""
-    from spd.runtime.lab import paragraph
-
     best, now = ((each.method, each.k) for each in (found.best, found.now))
     rows = [
         [

@@ -24,7 +24,8 @@ def generate(session: Session, options: GenerateOptions) -> int:
       spd generate --stats "What does os.path.join do?"
       cat notes.md | spd generate -s "Be terse" "Summarise"
     """
-    from spd.cli.text.job import check_conflicts
+    from spd.cli.text.job import check_conflicts, plan_settings
+    from spd.cli.text.reply import Delivery
 
     check_conflicts(options)  # and options are final from here on: a server gets them as they are
     for path in (options.output, options.trace):
@@ -36,8 +37,6 @@ def generate(session: Session, options: GenerateOptions) -> int:
             from spd.cli.serve.local import served_engine
 
             if (served := served_engine(session, options)) is not None:
-                from spd.cli.text.reply import Delivery
-
                 request, inside = served.prepare(session.console, options)
                 return Delivery(session, options, sink, served, request, inside).run()
         from spd.cli.commands.models import ensure_models
@@ -47,9 +46,7 @@ def generate(session: Session, options: GenerateOptions) -> int:
             from spd.cli.commands.jsonl import generate_lines
 
             return generate_lines(session, options, sink)
-        from spd.cli.text.job import plan_settings
         from spd.cli.text.prompt import gather
-        from spd.cli.text.reply import Delivery
 
         settings, asked = plan_settings(options), gather(options)
         request, inside = settings.request(REQUEST_ID, asked)

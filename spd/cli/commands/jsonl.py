@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from spd.cli.commands.generate import load, say_before
 from spd.cli.options import GenerateOptions
 from spd.cli.serve.body import TEXT, ApiError, anything, fields, listed, whole
+from spd.cli.serve.local import served_engine
 from spd.cli.serve.wishes import SAMPLING
 from spd.cli.signals import Interrupted
-from spd.cli.text.job import check_ids
+from spd.cli.text.job import Settings, check_ids, plan_settings
 from spd.cli.text.output import Session, Sink, Ticker, cannot_write, clock, tell, to_json
 from spd.cli.text.prompt import (
     Asked,
@@ -27,15 +28,15 @@ from spd.cli.text.prompt import (
     system_text,
     template_variables,
 )
+from spd.cli.text.reply import reply_fields
 from spd.errors import EngineError, PartialError, SpdError, UsageError
 from spd.formats.files import INPUT_LIMIT, LINES_LIMIT, read_input
 from spd.runtime.engine.driver import drive
-from spd.runtime.engine.request import Gathered, GrammarText, derived_seed
+from spd.runtime.engine.request import Event, Gathered, GrammarText, Request, derived_seed
 from spd.runtime.round.sampling_params import MAX_LOGPROBS
 
 if TYPE_CHECKING:
-    from spd.cli.text.job import Settings
-    from spd.runtime import Engine, Event, Request
+    from spd.runtime import Engine
 
 SCHEMA = "spd.generate.line/1"
 BEGINNINGS = (f'{{"schema": "{SCHEMA}"'.encode(), b'{"id": ')
@@ -62,9 +63,6 @@ LINE = fields(
 
 def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> int:
     """Answer every line of the input; returns the exit status. Raises PartialError if a line failed."""
-    from spd.cli.serve.local import served_engine
-    from spd.cli.text.job import plan_settings
-
     settings, messages = plan_settings(options), read_messages(options.messages) if options.messages else ()
     if (system := system_text(options.system)) is not None:
         messages = ({"role": "system", "content": system},)
@@ -295,8 +293,6 @@ class Batch:
             line.answer = _refusal(line, error)
 
     def _take(self, event: Event) -> None:
-        from spd.cli.text.reply import reply_fields
-
         line = self.open[event.request_id]
         request, parts = line.request, line.parts
         assert request is not None and parts is not None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from spd.cli.options import CommonOptions, JsonOptions, RunOptions, argument, printed
 from spd.cli.text.output import Session, Sink, as_line, is_terminal, loading, table_lines, tell, write_stderr
 from spd.errors import NotFoundError, ResourceError, SpdError, UsageError
+from spd.formats import hub
 from spd.runtime.plan.config import show_size
 
 if TYPE_CHECKING:
@@ -59,25 +60,21 @@ def pull(session: Session, options: PullOptions) -> None:
 
 def ensure_models(session: Session, options: RunOptions) -> None:
     """Download models that are named and not there, after --pull or a yes at a terminal; else raise."""
-    from spd.formats.hub import is_offline, is_repository_name, resolve_model
-
     can_ask = is_terminal(sys.stdin) and is_terminal(sys.stderr)
     for reference in (options.model, options.draft_model):
-        if reference is None or not is_repository_name(reference):
+        if reference is None or not hub.is_repository_name(reference):
             continue
         try:
-            resolve_model(reference)
+            hub.resolve_model(reference)
         except NotFoundError:
             asked = f"download {reference} from the hub?"  # which hears of it after the yes
-            if is_offline() or not (options.pull or (can_ask and _agrees(asked))):
+            if hub.is_offline() or not (options.pull or (can_ask and _agrees(asked))):
                 raise
             _download(session, _look_up(session, reference, None))
 
 
 def _look_up(session: Session, name: str, revision: str | None) -> RemoteModel:
-    from spd.formats.hub import check_repository_name
-
-    check_repository_name(name, revision)  # before anything says that the hub is asked
+    hub.check_repository_name(name, revision)  # before anything says that the hub is asked
     with loading(f"asking the hub for {name}", session.console):
         from spd.formats.hub_download import look_up
 
@@ -108,10 +105,8 @@ def ls(session: Session, options: JsonOptions) -> None:
     Examples:
       spd ls
     """
-    from spd.formats.hub import list_cached_models
-
     sink = Sink.stdout()
-    names = list_cached_models()
+    names = hub.list_cached_models()
     if session.console.quiet:
         sink.write("".join(f"{as_line(name)}\n" for name in names))
         return
@@ -133,10 +128,9 @@ def cached_facts(name: str) -> dict[str, Any]:
     """What the cache holds of one model, from headers only; a fault is its `reason`, never an error."""
     from spd.cli.commands.inspect import check_names
     from spd.formats.folder import ModelFolder
-    from spd.formats.hub import cached_folder
     from spd.formats.mtp import is_mtp_tensor
 
-    facts: dict[str, Any] = {"model": name, "bytes": _bytes_below(cached_folder(name))}
+    facts: dict[str, Any] = {"model": name, "bytes": _bytes_below(hub.cached_folder(name))}
     facts |= dict.fromkeys(("folder", "dtype", "architecture", "reason"))
     facts |= dict.fromkeys(("mtp", "head", "supported"), False)
     try:
@@ -158,12 +152,10 @@ def rm(session: Session, options: RemoveOptions) -> None:
     Examples:
       spd rm -y org/one org/two
     """
-    from spd.formats.hub import cache_folder, cached_folder, check_repository_name
-
     folders: dict[str, Path] = {}
     for name in dict.fromkeys(options.names):
-        check_repository_name(name)
-        folder = folders[name] = cached_folder(name)
+        hub.check_repository_name(name)
+        folder = folders[name] = hub.cached_folder(name)
         if not folder.is_dir():
             raise NotFoundError(f"{name} is not in the local cache", fix=["spd ls"], code="not_cached")
     for name, folder in folders.items():
@@ -171,11 +163,11 @@ def rm(session: Session, options: RemoveOptions) -> None:
     if not options.yes:
         if not is_terminal(sys.stdin):
             raise UsageError("spd cannot ask: standard input is not a terminal", fix=["spd rm -y NAME"])
-        if not _agrees(f"remove {len(folders)} from {cache_folder()}?"):
+        if not _agrees(f"remove {len(folders)} from {hub.cache_folder()}?"):
             tell("nothing was removed")
             return
     for name, folder in folders.items():
-        locks = cache_folder() / ".locks" / folder.name
+        locks = hub.cache_folder() / ".locks" / folder.name
         try:
             shutil.rmtree(folder)  # follows no link
             if locks.is_dir() and not locks.is_symlink():

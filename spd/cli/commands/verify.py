@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +14,10 @@ from spd.cli.options import MODEL, EngineOptions, first, option, parse_as
 from spd.cli.text.job import engine_config
 from spd.cli.text.output import Session, Sink, Ticker, fact_lines
 from spd.errors import CheckFailedError, UsageError
-from spd.runtime.plan.config import METHODS, WEIGHT_WISHES
+from spd.runtime.plan.config import METHODS, WEIGHT_WISHES, EngineConfig
 
 if TYPE_CHECKING:
     from spd.formats.folder import ModelFolder
-    from spd.runtime import EngineConfig
-    from spd.runtime.lab import Watch
 
 SCHEMA = "spd.verify/1"
 SETTINGS = (
@@ -110,7 +108,7 @@ def _examine(
     reference: EngineConfig,
     candidate: EngineConfig,
     temperatures: Sequence[float],
-    watch: Watch,
+    watch: Callable[[str, int, int], None],
 ) -> dict[str, Any]:
     """Compare the texts that must be the same, and write down what came of it.
 

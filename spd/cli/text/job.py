@@ -15,6 +15,9 @@ from spd.cli.text.channels import channels_of
 from spd.cli.text.prompt import TAIL, Asked, end_of_thinking, opens_thinking, read_grammar, thinking_budget
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.hub import is_repository_name
+from spd.runtime.engine.request import SEED_BITS, GrammarText, Request
+from spd.runtime.plan.config import EngineConfig
+from spd.runtime.round.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,8 +27,6 @@ if TYPE_CHECKING:
     from spd.formats.folder import ModelFolder
     from spd.formats.model_config import GenerationConfig, ModelConfig
     from spd.formats.tokenizer import Tokenizer
-    from spd.runtime import EngineConfig, Request, SamplingParams
-    from spd.runtime.engine.request import GrammarText
 
 BUILT_IN = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """What holds where neither an option nor the model says anything."""
@@ -54,9 +55,6 @@ def resolve_sampling(
 ) -> Resolved:
     """Flags, then generation_config.json, then built-in values. Raises UsageError."""
     import secrets
-
-    from spd.runtime import SamplingParams
-    from spd.runtime.engine.request import SEED_BITS
 
     suggested = {name: getattr(model, name) for name in BUILT_IN}
     if model.do_sample is False:
@@ -196,8 +194,6 @@ class Settings:
 
         Without `params` those of the run hold, and its grammar. Raises what `fit` raises.
         """
-        from spd.runtime import Request
-
         if params is None:
             params, shape = self.sampling.params, self.grammar
         ids = self.fit(asked) if ids is None else ids
@@ -288,11 +284,11 @@ def open_vocabulary(name: str, folder: ModelFolder) -> Vocabulary:
 
 def engine_config(options: EngineOptions, folder: Path | ModelFolder) -> EngineConfig:
     """The options as wishes for the engine. Raises what EngineConfig refuses."""
-    from spd.formats.folder import ModelFolder
-    from spd.runtime import EngineConfig
-
     heads: dict[str, Any] = {name: getattr(options, name) for name in ("draft_model", "mtp")}
-    heads = {name: ModelFolder.named(given) for name, given in heads.items() if given is not None}
+    if heads := {name: given for name, given in heads.items() if given is not None}:
+        from spd.formats.folder import ModelFolder
+
+        heads = {name: ModelFolder.named(given) for name, given in heads.items()}
     return EngineConfig(
         model=folder,
         **heads,

@@ -11,6 +11,7 @@ from contextlib import closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from spd import __version__
 from spd.cli.signals import Interrupted
 from spd.cli.text.output import (
     CONTROL,
@@ -28,15 +29,15 @@ from spd.cli.text.output import (
 )
 from spd.cli.text.prompt import ThinkingSplitter, parted
 from spd.errors import EngineError
+from spd.runtime import RequestMetrics
 from spd.runtime.engine.driver import drive
-from spd.runtime.engine.request import Gathered
+from spd.runtime.engine.request import Event, Gathered, Request, TokenLogprob
 
 if TYPE_CHECKING:
     from spd.cli.chat.markdown import MarkdownStream
     from spd.cli.options import GenerateOptions
     from spd.formats.tokenizer import Tokenizer
-    from spd.runtime import Engine, Event, Request, RequestMetrics
-    from spd.runtime.engine.request import TokenLogprob
+    from spd.runtime import Engine
 
 DIM, GREEN, UNDERLINE = "2", "32", "4"
 
@@ -221,8 +222,6 @@ class Delivery:
 
     def _finish(self) -> None:
         """Print what remains to be printed: the end of the text or the object, and what is said about it."""
-        from spd.runtime import RequestMetrics
-
         metrics, options, request = RequestMetrics(), self.options, self.request
         with suppress(KeyError):  # it never began
             metrics = self.engine.metrics(request.id)
@@ -293,8 +292,6 @@ def early_end(fields: Mapping[str, Any], lacks: str | None, request: Request) ->
 def versions() -> dict[str, str]:
     """Versions of what takes part, here or in a server."""
     import importlib.metadata  # here, for it takes a tenth of a start
-
-    from spd import __version__
 
     found = {"spd": __version__, "python": sys.version.partition(" ")[0]}
     for name in ("torch", "tokenizers", "triton"):

@@ -16,7 +16,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from spd import __version__
+from spd.formats.hub import cache_folder, list_cached_models, own_cache
 from spd.kernels.native.build import processor_features
+from spd.runtime.plan.config import EngineConfig
 from spd.runtime.round.cpu_load import SLIGHT, OtherLoad
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
@@ -84,8 +87,6 @@ ASKED = re.compile(r"([\w-]+)([^;]*)(; platform_system .*)?")
 
 def package_versions() -> Finding:
     """The interpreter and versions of what `spd` imports, against what it asks for."""
-    from spd import __version__
-
     found: dict[str, str] = {"spd": __version__, "python": platform.python_version()}
     missing, odd = [], []
     for wanted in filter(None, map(ASKED.fullmatch, importlib.metadata.requires("spd") or ())):
@@ -118,8 +119,6 @@ def _existing(folder: Path) -> Path:
 
 def storage() -> Finding:
     """Models that were downloaded, and room for more and for temporary files."""
-    from spd.formats.hub import cache_folder, list_cached_models
-
     cache, models = cache_folder(), list_cached_models()
     if cache.exists() and not (cache.is_dir() and os.access(cache, os.R_OK | os.X_OK)):
         return Finding(FAILED, f"{cache} cannot be read", (f"make {cache} a folder you can read",))
@@ -135,7 +134,6 @@ def storage() -> Finding:
 def demo() -> Finding:
     """The plan for the embedded demo with default options."""
     from spd.formats.demo import demo_folder
-    from spd.runtime.plan.config import EngineConfig
     from spd.runtime.plan.plan import make_plan
 
     plan = make_plan(EngineConfig(model=demo_folder()))
@@ -220,7 +218,6 @@ def token_tiles() -> Finding:
     """Ask each GPU how wide its tiles of tokens may be, and keep what it answers for engines."""
     from triton import knobs
 
-    from spd.formats.hub import own_cache
     from spd.runtime.lab.tile_questions import ask_gpus
 
     answers = [] if knobs.runtime.interpret else ask_gpus(own_cache)
@@ -239,7 +236,6 @@ def equal_texts() -> Finding:
     from spd.formats.demo import demo_folder
     from spd.runtime.lab.prompt_set import choose, encode_questions, read_prompts
     from spd.runtime.lab.replay import make_requests, replay_requests
-    from spd.runtime.plan.config import EngineConfig
 
     # One thread: more gain a model of this size nothing, and lose much on a busy machine.
     plain = EngineConfig(model=demo_folder(), spec="off", ctx=512, threads=1)
