@@ -80,7 +80,12 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
     argv = [*argv[before : before + 1], *argv[:before], *argv[before + 1 :]] or ["--help"]
     as_json = "--json" in argv[: argv.index("--") if "--" in argv else None]
     rank, started = found(os.environ) or (0, None)
-    session = _session(argv[0], guard, started)
+    words = f"spd {argv[0]} --help" if argv[0] in COMMANDS else "spd --help"
+    console = Console(wants_color(sys.stderr, os.environ), help=words)
+    state = _folder("XDG_STATE_HOME", "~/.local/state/spd")
+    sockets = _folder("XDG_RUNTIME_DIR", f"/tmp/spd-{os.getuid()}")
+    dumb = os.environ.get("TERM") in ("dumb", None)
+    session = Session(console, guard, state, sockets, dumb_terminal=dumb, rendezvous=started)
     try:
         if os.environ.get(COMPLETION_VARIABLE):
             typed = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
@@ -126,16 +131,6 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
             from spd.cli.rank import dismiss
 
             dismiss()
-
-
-def _session(command: str, guard: SignalGuard, rendezvous: int | None) -> Session:
-    """What a command gets."""
-    words = f"spd {command} --help" if command in COMMANDS else "spd --help"
-    console = Console(wants_color(sys.stderr, os.environ), help=words)
-    state = _folder("XDG_STATE_HOME", "~/.local/state/spd")
-    sockets = _folder("XDG_RUNTIME_DIR", f"/tmp/spd-{os.getuid()}")
-    dumb = os.environ.get("TERM") in ("dumb", None)
-    return Session(console, guard, state, sockets, dumb_terminal=dumb, rendezvous=rendezvous)
 
 
 def _folder(variable: str, usual: str) -> Path:

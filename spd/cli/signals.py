@@ -100,8 +100,7 @@ class SignalGuard:
 def die_by(signum: int) -> int:
     """End this process by the signal itself; returns the shell's status where that is impossible."""
     signal.signal(signum, signal.SIG_DFL)
-    if os.name == "posix":
-        os.kill(os.getpid(), signum)
+    os.kill(os.getpid(), signum)
     return 128 + signum
 
 

@@ -79,13 +79,10 @@ def open_session(store: SessionStore, options: ChatOptions) -> tuple[str, Conver
     """The name to save under, and what was said under it before. Raises NotFoundError and UsageError."""
     if options.continue_ is None:
         return ("" if options.no_save else store.open_new()), None
-    name = options.continue_
+    name = options.continue_ or next(iter(store.names()), "")
     if not name:
-        names = store.names()
-        if not names:
-            raise NotFoundError("no chat is saved yet", fix=["spd chat"], code="no_session")
-        name = names[0]
-    elif not store.path(name).exists():
+        raise NotFoundError("no chat is saved yet", fix=["spd chat"], code="no_session")
+    if not store.path(name).exists():
         store.open(name)
         return name, None
     if not options.no_save:

@@ -95,7 +95,7 @@ class CostModel:
     """Milliseconds of the parts of a round, by the number of drafts where they depend on it."""
 
     verify: Mapping[int, float]
-    """Measured medians by rows."""
+    """Measured medians by rows: of one where there were plain rounds."""
     draft: Mapping[int, float]
     """Of drafting k tokens."""
     rest: float
@@ -114,11 +114,6 @@ class CostModel:
     def round_ms(self, k: int) -> float:
         """A whole round."""
         return sum(self.parts(k).values())
-
-    @property
-    def plain_measured(self) -> bool:
-        """Whether a round without drafts was among the measured ones."""
-        return 1 in self.verify
 
 
 def fit_costs(records: Sequence[RoundRecord]) -> CostModel:
@@ -260,7 +255,7 @@ class Explanation:
                 for name in ("method", "k", "rounds", "tokens_per_second", "other_load")
             },
             "verify_ms": {str(rows): ms for rows, ms in costs.verify.items()},
-            "plain_measured": costs.plain_measured,
+            "plain_measured": 1 in costs.verify,
             "draft_ms": {str(k): ms for k, ms in costs.draft.items()},
             "rest_ms": costs.rest,
             "host_ms": costs.host,
@@ -365,7 +360,7 @@ def paragraph(e: Explanation) -> str:
     else:
         parts = e.costs.parts(e.k)
         shares = ", ".join(f"{ms / now.round_ms:.0%} {name}" for name, ms in parts.items() if ms > 0)
-        plain = "" if e.costs.plain_measured else " (estimated: the trace holds no plain rounds)"
+        plain = "" if 1 in e.costs.verify else " (estimated: the trace holds no plain rounds)"
         sentences += [
             f"With {e.method} at k = {e.k} a round takes {now.round_ms:.2f} ms ({shares}) and brings "
             f"{now.length:.2f} tokens.",

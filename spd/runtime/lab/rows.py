@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count, zip_longest
 from math import ceil, exp, log, pi, sqrt
+from operator import itemgetter
 from statistics import fmean, median, stdev
 from typing import Any
 
@@ -99,16 +100,12 @@ def _sums(lists: Iterable[Sequence[int]]) -> list[int]:
 
 def _speed_up(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The ratio to the plain row of the same work, repetition by repetition."""
-    same = (*KEYS, *MACHINE)
-    plain = [other for other in rows if other["method"] == "plain" and _key(other, same) == _key(row, same)]
+    same = itemgetter(*KEYS, *MACHINE)
+    plain = [other for other in rows if other["method"] == "plain" and same(other) == same(row)]
     if row["method"] == "plain" or not plain:
         return None
     pairs = zip(row["tokens_per_second"]["values"], plain[0]["tokens_per_second"]["values"], strict=False)
     return repeat_interval([mine / its for mine, its in pairs])
-
-
-def _key(row: Mapping[str, Any], names: Iterable[str]) -> tuple[Any, ...]:
-    return tuple(row[name] for name in names)
 
 
 def verdict(spread: Mapping[str, Any] | None) -> str:
@@ -151,7 +148,7 @@ def _keyed(result: Mapping[str, Any]) -> dict[tuple[Any, ...], Mapping[str, Any]
     for row in result["rows"]:
         prompts = frozenset(result["prompts"][name] for name in row.get("prompts", result["prompts"]))
         work = (result["model"], settings["max_tokens"], settings["ignore_eos"], prompts, dummy)
-        key = (*work, row["acceptance"], *_key(row, IDENTITY))
+        key = (*work, row["acceptance"], *itemgetter(*IDENTITY)(row))
         place = next(number for number in count() if (*key, number) not in found)
         found |= {(*key, place): row}
     return found
