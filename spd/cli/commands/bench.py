@@ -89,9 +89,7 @@ class BenchOptions(ModelArgument, ModelOptions):
     concurrency: str = first("1", "N,…", "Requests at a time; with --rate, most slots. Default: 1.")
     json: bool = first(False, None, "One JSON object with every sample.")
     mtp: str | None = _sweep(None, "HEAD", "A folder with an MTP head.")
-    adaptive: bool | None = _sweep(
-        None, None, "Adapt K to what is accepted, or hold it.", "--adaptive/--no-adaptive"
-    )
+    adaptive: bool | None = _sweep(None, None, "Adapt K, or hold it fixed.", "--adaptive/--no-adaptive")
     verify: str = _sweep("coupled", "RULES", "coupled, rejection, block.")
     synthetic_acceptance: float | None = _sweep(None, "LENGTH", "Impose so many tokens a round: speed only.")
     load: Literal["auto", "dummy"] = _sweep("auto", "HOW", "dummy: random weights, speed only.")

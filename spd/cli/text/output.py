@@ -400,10 +400,7 @@ class Size(int):
 
 
 def fact_lines(facts: Mapping[str, Any], indent: str = "", width: int = 0) -> Iterator[str]:
-    """A JSON object for people: `name  field value · field value`, and what has fields of its own below it.
-
-    What is empty is left out, and the name of the schema.
-    """
+    """A JSON object for people: `name  field value · field value`, what is nested below, nothing empty."""
     width = width or max(LABEL, *map(len, facts))
     for name, value in facts.items():
         if name == "schema" or _is_empty(value):

@@ -159,11 +159,7 @@ class Sample:
 
     @property
     def speed(self) -> tuple[float, float]:
-        """Tokens, and the seconds they took.
-
-        One request at a time: its tokens after the first. Several: all tokens over wall time. At a rate:
-        requests over the sum of their TPOT.
-        """
+        """Tokens, or requests where they come at a rate, and the seconds that they took."""
         load = self.work.load
         if load.rate is not None:
             return float(len(self.tpot_ms)), sum(self.tpot_ms) / 1000

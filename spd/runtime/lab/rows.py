@@ -123,10 +123,7 @@ CONDITIONS = ("device", "dtype", "quantize", "kernels", "threads")
 
 
 def compare_results(before: Mapping[str, Any], after: Mapping[str, Any], threshold: float) -> dict[str, Any]:
-    """The matched rows of two results, how many of each side have no partner, and how the two ran otherwise.
-
-    A row has regressed where it is slower by more than `threshold`, and that is no noise.
-    """
+    """The matched rows of two results, how many of each have no partner, and how the two ran otherwise."""
     old, new = _keyed(before), _keyed(after)
     plans = [result["plans"][0] if result["plans"] else {} for result in (before, after)]
     pairs = [(name, *(plan.get(name) for plan in plans)) for name in CONDITIONS]

@@ -10,16 +10,7 @@ from typing import Any
 
 from spd.runtime.engine.engine import Engine
 from spd.runtime.engine.request import Request
-from spd.runtime.lab.load import (
-    Load,
-    Pass,
-    Sample,
-    Work,
-    parting,
-    poisson_arrivals,
-    run_pass,
-    take_sample,
-)
+from spd.runtime.lab.load import Load, Pass, Sample, Work, parting, poisson_arrivals, run_pass, take_sample
 from spd.runtime.lab.prompt_set import Question
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.round.sampling_params import SamplingParams
