@@ -117,6 +117,8 @@ class ModelArgument:
     """The model in the place of --model."""
 
     model_argument: str | None = argument("MODEL", "A folder, org/name, demo or demo-hybrid.", None)
+    typed: frozenset[str] = frozenset()
+    """Names of these fields that stood on the command line, not in a file or the environment."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)

@@ -19,20 +19,17 @@ from datetime import datetime
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spd.cli.serve.body import TEXT, ApiError, listed, some, whole
 from spd.cli.text.channels import BEGINNING
+from spd.cli.text.job import Vocabulary
 from spd.cli.text.output import to_json
 from spd.cli.text.prompt import check_messages, check_text, parted
 from spd.errors import IncompatibleError, NotFoundError, ResourceError, UsageError
-from spd.formats.chat_template import encode_rendered, render_chat
+from spd.formats.chat_template import RenderedChat, encode_rendered, render_chat
 from spd.formats.files import open_output, write_whole
 from spd.runtime.engine.request import SEED_BITS
-
-if TYPE_CHECKING:
-    from spd.cli.text.job import Vocabulary
-    from spd.formats.chat_template import RenderedChat
 
 Spans = tuple[tuple[str, int], ...]
 

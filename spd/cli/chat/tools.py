@@ -22,21 +22,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from spd.cli.chat.conversation import Turn
 from spd.cli.serve.body import OBJECT, TEXT, ApiError, fields, listed, refuse
 from spd.cli.serve.forms import properties_of
 from spd.cli.serve.replies import Choice
 from spd.cli.serve.wishes import for_template, function, name_of, past_arguments, tools_of
+from spd.cli.signals import SignalGuard
+from spd.cli.text.job import Vocabulary
 from spd.cli.text.output import as_line, shortened, tell, write_stderr
 from spd.cli.text.prompt import read_json
 from spd.errors import IncompatibleError, UsageError
 from spd.runtime.engine.request import Event
-
-if TYPE_CHECKING:
-    from spd.cli.chat.conversation import Turn
-    from spd.cli.signals import SignalGuard
-    from spd.cli.text.job import Vocabulary
 
 EXAMPLE = """[{"name": "show", "parameters": {"type": "object", "properties": {"path": {"type": "string"}}}, \
 "command": ["cat", "{path}"]}]"""

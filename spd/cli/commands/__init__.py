@@ -7,17 +7,15 @@ from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from inspect import Parameter, Signature, cleandoc
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_type_hints
+from typing import Annotated, Any, cast, get_type_hints
 
 import typer
 from typer.main import get_command
 
 from spd import __version__
 from spd.cli.parser import Command
+from spd.cli.text.output import Session
 from spd.errors import UsageError
-
-if TYPE_CHECKING:
-    from spd.cli.text.output import Session
 
 ROOT_HELP = """Run a language model from its Hugging Face folder, faster, without changing a token.
 

@@ -32,8 +32,6 @@ class ChatOptions(ModelArgument, ReplyOptions):
     stats: bool | None = _chat(
         None, None, "Figures after each reply. Default: on a terminal.", "--stats/--no-stats"
     )
-    typed: frozenset[str] = frozenset()
-    """Names of these fields that stood on the command line, not in a file or the environment."""
 
 
 def chat(session: Session, options: ChatOptions) -> int:

@@ -6,13 +6,10 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from spd.cli.options import CommonOptions, JsonOptions, argument, printed
 from spd.cli.text.output import Session, Sink, loading, to_json
-
-if TYPE_CHECKING:
-    from spd.runtime.lab import Finding
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -28,7 +25,7 @@ def doctor(session: Session, options: DoctorOptions) -> int:
     Examples:
       spd doctor --quick --json
     """
-    from spd.runtime.lab import steps
+    from spd.runtime.lab import Finding, steps
 
     sink = Sink.stdout()
     done: dict[str, Finding] = {}

@@ -38,8 +38,6 @@ class ServeOptions(ModelArgument, RunOptions):
     )
     status: bool = _server(False, None, "List the servers that run, and exit.")
     stop: bool = _server(False, None, "Stop servers: of MODEL, or all of yours.")
-    typed: frozenset[str] = frozenset()
-    """Names of these fields that stood on the command line."""
 
     def as_generate(self) -> GenerateOptions:
         """What `spd generate --jsonl` would be asked for the same engine."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spd.cli.commands.bench import chosen_prompts, numbers, split
 from spd.cli.options import MODEL, EngineOptions, first, option, parse_as
@@ -15,9 +16,6 @@ from spd.cli.text.job import engine_config
 from spd.cli.text.output import Session, Sink, Ticker, fact_lines
 from spd.errors import CheckFailedError, UsageError
 from spd.runtime.plan.config import METHODS, WEIGHT_WISHES, EngineConfig
-
-if TYPE_CHECKING:
-    from spd.formats.folder import ModelFolder
 
 SCHEMA = "spd.verify/1"
 SETTINGS = (
@@ -147,7 +145,7 @@ def _examine(
     }
 
 
-def file_hashes(model: Path | ModelFolder, draft: str | None) -> dict[str, str]:
+def file_hashes(model: os.PathLike[str], draft: str | None) -> dict[str, str]:
     """SHA-256 of every file that decides the text: configuration, weights, tokenizer."""
     found = {}
     for label, folder in (("", Path(model)), ("draft/", None if draft is None else Path(draft))):

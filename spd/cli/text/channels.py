@@ -6,12 +6,9 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from spd.runtime.engine.request import JSON_STYLE
-
-if TYPE_CHECKING:
-    from spd.runtime.engine.request import GrammarText
+from spd.runtime.engine.request import JSON_STYLE, GrammarText
 
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
 START = "<|start|>"

@@ -8,9 +8,10 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.options import GenerateOptions, ReplyOptions, SamplingOptions
+from spd.cli.options import EngineOptions, GenerateOptions, ReplyOptions, SamplingOptions
 from spd.cli.text.channels import channels_of
 from spd.cli.text.prompt import TAIL, Asked, end_of_thinking, opens_thinking, read_grammar, thinking_budget
 from spd.errors import IncompatibleError, UsageError
@@ -20,9 +21,6 @@ from spd.runtime.plan.config import EngineConfig
 from spd.runtime.round.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from spd.cli.options import EngineOptions
     from spd.formats.chat_template import ChatTemplate
     from spd.formats.folder import ModelFolder
     from spd.formats.model_config import GenerationConfig, ModelConfig
