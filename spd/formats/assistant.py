@@ -42,16 +42,13 @@ class AssistantConfig:
 
 
 def suppressed_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """Ids that an assistant does not draft, as its generation_config.json says. Raises CheckpointError."""
+    """Ids that an assistant does not draft, as its generation_config.json says."""
     path = folder / "generation_config.json"
     return Fields.of(path).token_ids("suppress_tokens", vocab_size) if path.exists() else ()
 
 
 def read_assistant(fields: Fields) -> tuple[AssistantConfig, Fields] | None:
-    """An assistant's facts, and its layers' configuration as a Gemma 4's; None where it is another model's.
-
-    Raises CheckpointError naming the field.
-    """
+    """An assistant's facts, and its layers' configuration as a Gemma 4's; None for another model's."""
     names = fields.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     if name not in ARCHITECTURES:

@@ -160,8 +160,7 @@ ERNIE = replace(ERNIE, correction="moe_statics.e_score_correction_bias")
 def read_sliding(fields: Fields, num_layers: int, known: Container[str]) -> tuple[int | None, ...]:
     """Each layer's window, None where it sees everything; empty where no layer slides.
 
-    known: the family's keys; without a window's own it is refused. Raises CheckpointError for kinds of layers
-    that are unknown, and for lists that contradict the rest.
+    known: the family's keys; without a window's own it is refused.
     """
     slides = "sliding_window" in known
     kinds = layer_kinds(fields, num_layers, KINDS if slides else KINDS[:1])
@@ -217,7 +216,7 @@ def read_recurrent(
 ) -> DeltaConfig | ConvConfig:
     """Layers of the second of the `kinds`: by name, or all but some that are numbered, or but every few.
 
-    facts: what no key says of them. Raises CheckpointError, also where no layer is of one of the first two.
+    facts: what no key says of them.
     """
     keys = ("layer_types", "full_attn_idxs", "full_attention_interval")
     key = next((key for key in keys if key in fields), keys[0])
@@ -240,7 +239,7 @@ def read_recurrent(
 
 
 def read_experts(fields: Fields, num_layers: int, made: ExpertsConfig) -> ExpertsConfig:
-    """The experts of a family; made: what no key says of them. Raises CheckpointError."""
+    """The experts of a family; made: what no key says of them."""
     count, own = fields.integer("num_experts", 1, MAX_EXPERTS), "moe_intermediate_size"
     width = fields.integer(own if own in fields else "intermediate_size", 1, MAX_WIDTH)
     shared = width * fields.integer("n_shared_experts", 0, 1024, 0)
@@ -406,7 +405,7 @@ def nemotron_keys(fields: Fields) -> dict[str, object]:
 
 
 def read_gemma4(fields: Fields, layers: int, heads: int, sliding: tuple[int | None, ...]) -> Gemma4Config:
-    """Of `gemma4_text`. Raises CheckpointError, also where a shared layer has none to read from."""
+    """Of `gemma4_text`."""
     kinds = sliding or (None,) * layers
     own = fields.integer("num_key_value_heads", 1, heads, heads)
     wide = _of_wide_layers(fields, kinds)

@@ -42,10 +42,7 @@ class ChatTemplate:
 
     @classmethod
     def open(cls, folder: Path, config: TokenizerConfig | None = None) -> ChatTemplate | None:
-        """Read the template of a folder, `None` when it has none; `config` where it was read.
-
-        A file of its own wins over the config. Raises `CheckpointError` naming file and field.
-        """
+        """A folder's template, `None` when it has none; a file of its own wins. config: where it was read."""
         names, config = names_in(folder), config or read_tokenizer_config(folder)
         special: dict[str, Any] = dict(config.roles)
         if config.additional:
@@ -72,9 +69,8 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The prompt for messages; `variables` reach the template as they would in Hugging Face.
 
-        Raises `IncompatibleError` when the template refuses the messages, `CheckpointError` naming file
-        and line when it is faulty, unsafe or exceeds its limits (half a second of computing, 1 MiB beside the
-        messages), `UsageError` for messages that are no JSON values.
+        Raises `IncompatibleError` when the template refuses the messages, `CheckpointError` when it is
+        faulty, unsafe or beyond its limits, `UsageError` for messages that are no JSON values.
         """
         tool_use = self.tool_use if variables.get("tools") is not None else None
         known = {"messages": list(messages), "add_generation_prompt": True}

@@ -165,7 +165,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         """Read and check the headers of all shards; `model.safetensors` wins over an index beside it.
 
         `wanted` picks tensors from an index, the shard of each by its name; shards that hold none of them
-        are not opened, and may be missing. Raises `CheckpointError` naming the file and the tensor.
+        are not opened, and may be missing.
         """
         names = names_in(folder)
         if SINGLE_NAME in names:
@@ -188,7 +188,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return checkpoint
 
     def meta(self, name: str) -> TensorMeta:
-        """What the header says of a tensor. Raises `CheckpointError` for one that is not there."""
+        """What the header says of a tensor."""
         if name not in self.tensors:
             raise self.refused(name, "is not in this checkpoint")
         return self.tensors[name]
@@ -201,10 +201,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def read(
         self, name: str, rows: tuple[int, int] | None = None, into: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """One tensor, or its rows [first, end), as stored and on the CPU, or in `into` where that is given.
-
-        Raises `CheckpointError`.
-        """
+        """One tensor, or its rows [first, end), as stored and on the CPU, or in `into` if it is given."""
         import torch
 
         meta = self.meta(name)
@@ -223,7 +220,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return tensor if into is None or into is tensor else into.copy_(tensor)
 
     def pieces(self, meta: TensorMeta) -> Iterator[bytes]:
-        """A tensor's bytes as they are stored. Raises `CheckpointError`."""
+        """A tensor's bytes as they are stored."""
         for first in range(0, meta.nbytes, PIECE):
             piece = bytearray(min(PIECE, meta.nbytes - first))
             self._fill(memoryview(piece), meta, first)
@@ -245,17 +242,14 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         self._check_identity(meta.shard)
 
     def open_shard(self, shard: Path) -> int:
-        """A descriptor for reading until `close`, of a file that is still the one whose header was checked.
-
-        Raises `CheckpointError`. Long readers call `check_unchanged` at the end.
-        """
+        """A descriptor for reading until `close`, of a file that is still the one that was checked."""
         self._check_identity(shard)
         if shard not in self._files:
             self._files[shard] = open_regular_file(shard)
         return self._files[shard].fileno()
 
     def check_unchanged(self) -> None:
-        """Raise `CheckpointError` when any shard is no longer the file that was opened."""
+        """Refuse a shard that is no longer the file that was opened; long readers ask at the end."""
         for shard in self.shards:
             self._check_identity(shard)
 
@@ -274,10 +268,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
 
 def read_exactly(descriptor: int, view: memoryview, offset: int, path: Path) -> None:
-    """Fill a view from a file's bytes at `offset`; `path` is for messages.
-
-    Raises CheckpointError when the file ends early or cannot be read.
-    """
+    """Fill a view from a file's bytes at `offset`; `path` is for messages."""
     while view:
         with os_errors(path):
             count = os.preadv(descriptor, [view], offset)
@@ -287,7 +278,7 @@ def read_exactly(descriptor: int, view: memoryview, offset: int, path: Path) -> 
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """The shard of every tensor, the shards' names seen to be harmless. Raises `CheckpointError`."""
+    """The shard of every tensor, the shards' names seen to be harmless."""
     fields = Fields.of(path, INDEX_LIMIT)
     weight_map = fields.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -313,9 +304,8 @@ def check_tensors(
     """Compare names, shapes and dtypes with what the model needs; returns unexpected names.
 
     Those that older exporters wrote and no model needs are not among them: rotary tables, a tied head's copy.
-    `kinds` are the dtypes of tensors that are no floats; `what` the expected ones are called in the error,
-    and `fix` is what it proposes. Raises ONE `CheckpointError` that lists every missing, mis-shaped or
-    wrongly typed tensor (20 at most, then their number).
+    `kinds` are the dtypes of tensors that are no floats. One error lists all that are missing, mis-shaped or
+    wrongly typed; `what` it calls the expected ones, and `fix` it proposes.
     """
     faults: dict[str, list[str]] = {"missing": [], "of another shape": [], "of an unsupported dtype": []}
     missing, shapes, types = faults.values()
@@ -340,8 +330,7 @@ def check_tensors(
 def read_shard_header(path: Path) -> tuple[Identity, list[TensorMeta]]:
     """Read and check the header of one safetensors file; no tensor data is touched.
 
-    The data of all tensors must fill the file: no overlap, no gap, no remainder. Raises `CheckpointError`
-    naming the file and the tensor.
+    The data of all tensors must fill the file: no overlap, no gap, no remainder.
     """
     with open_regular_file(path) as file, os_errors(path):
         identity = _identity(os.fstat(file.fileno()))

@@ -61,7 +61,7 @@ class Eagle3Config:
     own_embedding: bool = False  # it needs embeddings of its own, since the target's are of another size
 
     def aux_layers(self, target_layers: int) -> tuple[int, ...]:
-        """Layers that each stream has passed which the head reads. Raises CheckpointError beyond them."""
+        """Layers that each stream has passed which the head reads."""
         found = self.listed_layers or (2, target_layers // 2, target_layers - 3)
         if not all(0 <= passed <= target_layers for passed in found):
             what = f"an EAGLE-3 head that reads the streams behind {', '.join(map(str, found))} layers"
@@ -71,10 +71,7 @@ class Eagle3Config:
 
 
 def read_eagle3(fields: Fields) -> tuple[Eagle3Config, Fields] | None:
-    """A head's facts, and its layer's configuration as a Llama's; None where it is another model's.
-
-    Raises CheckpointError naming the field for a head that cannot be run.
-    """
+    """A head's facts, and its layer's configuration as a Llama's; None where it is another model's."""
     speculators, layer = fields.get("speculators_model_type") == MODEL_TYPE, fields
     if speculators:
         layer = fields.nested("transformer_layer_config")

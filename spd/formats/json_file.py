@@ -1,7 +1,4 @@
-"""Reading untrusted files: regular files only, bounded sizes, strict JSON, typed and ranged fields.
-
-Every refusal is a `CheckpointError` of one line that starts with the file and names the field.
-"""
+"""Reading untrusted files: regular files only, bounded sizes, strict JSON, typed and ranged fields."""
 
 from __future__ import annotations
 
@@ -62,10 +59,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def open_regular_file(path: Path) -> BinaryIO:
-    """Open a regular file, or a link to one, without ever blocking on a FIFO or a device.
-
-    Raises `CheckpointError` with the system's reason, or with what the thing is instead.
-    """
+    """Open a regular file, or a link to one, without ever blocking on a FIFO or a device."""
     with os_errors(path), ExitStack() as opened:
         file = opened.enter_context(
             open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
@@ -175,10 +169,7 @@ class Fields:
         return Fields(self.where, {**self.values, **values}, {**self.called, **(called or {})})
 
     def renamed(self, others: Mapping[str, Sequence[str]]) -> Fields:
-        """These, with each key under its own name alone: the first that is there counts.
-
-        Raises CheckpointError where another one disagrees, but for lists, whose names of things may differ.
-        """
+        """These, with each key under its own name alone. Names may not disagree, but for those of lists."""
         found: dict[str, object] = {}
         called = {}
         for key, names in others.items():

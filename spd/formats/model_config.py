@@ -353,7 +353,7 @@ HEADS = {"eagle3": "an EAGLE-3 head", "assistant": "an assistant"}
 
 
 def refuse_head(config: ModelConfig, folder: Path) -> None:
-    """Raise CheckpointError for an EAGLE-3 head or an assistant where a model is wanted."""
+    """Refuse an EAGLE-3 head or an assistant where a model is wanted."""
     if config.head_kind is not None:
         raise _drafts_only(HEADS[config.head_kind], folder, "--draft-model")
 
@@ -366,7 +366,6 @@ def _drafts_only(what: str, folder: Path, option: str) -> CheckpointError:
 def model_config_of(fields: Fields) -> ModelConfig:
     """What `config.json` says, or a configuration inside another file; text's part of what sees images too.
 
-    Raises `CheckpointError` naming the file, the field and the accepted values.
     Source: `LlamaConfig` and `Qwen3Config` of Hugging Face transformers, versions 4 and 5.
     """
     if head := read_eagle3(fields):
@@ -518,10 +517,7 @@ class GenerationConfig:
 
 
 def read_generation_config(folder: Path, *, vocab_size: int = MAX_VOCAB) -> GenerationConfig:
-    """Read `generation_config.json`, all defaults when there is none; other keys of it are ignored.
-
-    `vocab_size` bounds the end-of-sequence ids. Raises `CheckpointError` naming file and field.
-    """
+    """Read `generation_config.json`, all defaults when there is none; other keys of it are ignored."""
     if GENERATION not in names_in(folder):
         return GenerationConfig()
     fields = Fields.of(folder / GENERATION)

@@ -244,8 +244,8 @@ def no_mtp(folder: Path, num_layers: int, declared: int) -> IncompatibleError:
 def check_mtp(checkpoint: Checkpoint, source: MtpSource, layer_tensors: Shapes) -> dict[str, tuple[int, ...]]:
     """Names and shapes of everything that the head's modules need, seen to be there.
 
-    layer_tensors: the shapes of one decoder layer by the names inside it. Raises `CheckpointError` that
-    lists what is missing, of another shape or of another dtype, and unknown tensors of the head.
+    layer_tensors: the shapes of one decoder layer by the names inside it. Unknown tensors of the head are
+    refused, too.
     """
     expected: dict[str, tuple[int, ...]] = {}
     layout = source.layout
@@ -298,10 +298,7 @@ def head_config(
 
 
 def read_head_folder(folder: ModelFolder) -> MtpSource:
-    """Read what a head folder says, and find its modules; tensors are checked by `check_mtp`.
-
-    Raises `CheckpointError` naming the file and the field, and for a folder that is no head.
-    """
+    """Read what a head folder says, and find its modules; tensors are checked by `check_mtp`."""
     fields = folder.fields
     layer, speculators = fields.fields("transformer_layer_config"), fields.fields("speculators_config")
     kind = fields.get("speculators_model_type")
@@ -370,7 +367,7 @@ def plan_head(
     """Find and check the head of a checkpoint; the caller closes `plan.checkpoint`.
 
     check: names of the tensors that a head needs, seen to be in a checkpoint. Raises IncompatibleError where
-    there is no head, CheckpointError for one that is not whole, each with names.
+    there is no head.
     """
     config = source.config
     refuse_head(config, source.path)

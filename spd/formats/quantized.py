@@ -143,10 +143,7 @@ class Quantization:
         return next((rule.scheme for rule in self.rules if rule.holds(module)), None)
 
     def found(self, name: str, shape: Shape, tensors: Mapping[str, TensorMeta]) -> tuple[str, Scheme] | None:
-        """The module and the scheme of a matrix `name` by a checkpoint's headers; None: stored as it is.
-
-        Raises CheckpointError for codes that nothing describes, and for a group that does not divide a row.
-        """
+        """The module and the scheme of a matrix `name` by a checkpoint's headers; None: stored as it is."""
         module = name.removesuffix(".weight")
         stored = tensors.get(name)
         if module == name or len(shape) != 2 or (stored is not None and stored.dtype in FLOAT_DTYPES):
@@ -188,7 +185,7 @@ class Quantization:
 
 
 def read_quantization(fields: Fields) -> Quantization | None:
-    """What `config.json` says; None where nothing is quantized. Raises CheckpointError naming the field."""
+    """What `config.json` says; None where nothing is quantized."""
     inner = fields.fields("quantization_config")
     if inner is None:
         return None
@@ -215,7 +212,7 @@ def with_quantization(fields: Fields, folder: Path) -> Fields:
 
 
 def _pattern(fields: Fields, key: str, text: str) -> str:
-    """A regular expression that can be matched in little time. Raises CheckpointError for what is none."""
+    """A regular expression that can be matched in little time."""
     try:
         re.compile(text)
     except (re.error, RecursionError, OverflowError):

@@ -93,10 +93,7 @@ def read_local_rope(
 
 
 def read_rope(rope: Fields, max_positions: int, head_dim: int, *, partly: bool = False) -> RopeConfig:
-    """What `rope_fields` found, every number in range. Raises CheckpointError naming the key.
-
-    partly: the first dimensions of a head may turn alone.
-    """
+    """What `rope_fields` found, in range. partly: the first dimensions of a head may turn alone."""
     for key in rope.values:
         rope.require(key in _KNOWN_KEYS, shown(key), "is not a known rope parameter")
     theta, kind = rope.number("rope_theta", 1.0, 1e12), _kind(rope)

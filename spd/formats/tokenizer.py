@@ -59,7 +59,7 @@ class TokenizerConfig:
 
 
 def read_tokenizer_config(folder: Path) -> TokenizerConfig:
-    """Special tokens and flags; empty when the folder says nothing. Raises `CheckpointError`."""
+    """Special tokens and flags; empty when the folder says nothing."""
     names = names_in(folder)
     roles: dict[str, str] = {}
     additional: dict[str, None] = {}
@@ -123,7 +123,7 @@ class Tokenizer:
 
     @classmethod
     def open(cls, folder: Path, config: TokenizerConfig | None = None) -> Tokenizer:
-        """Load a folder's tokenizer; `config` where it was read. Raises `CheckpointError` naming the file."""
+        """Load a folder's tokenizer; `config` where it was read."""
         config, path = config or read_tokenizer_config(folder), folder / FILE_NAME
         text = read_text(path, FILE_LIMIT)
         highest = _check_content(str(path), parse_json(text, str(path)))
@@ -275,7 +275,7 @@ def _read_decoder(library: tokenizers.Tokenizer, where: str) -> tuple[Callable[[
 
 
 def _check_content(where: str, file: Any) -> int:
-    """Refuse bombs by their keys; returns the highest id. Raises `CheckpointError`."""
+    """Refuse bombs by their keys; returns the highest id."""
     try:
         model = file["model"]
         ids = model["vocab"]
