@@ -19,14 +19,7 @@ from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import Shard
 from spd.runtime.models.layouts import GqaLayout
 from spd.runtime.models.mtp_weights import module_bytes, module_position_size
-from spd.runtime.models.weights import (
-    DTYPE_BYTES,
-    WIDE,
-    ModelLayout,
-    WeightForm,
-    int4_form,
-    layout_bytes,
-)
+from spd.runtime.models.weights import DTYPE_BYTES, WIDE, ModelLayout, WeightForm, int4_form, layout_bytes
 from spd.runtime.plan.config import METHODS, EngineConfig, show_size
 from spd.runtime.round.limits import (
     CATCH_UP,
@@ -138,10 +131,10 @@ class MemoryNeed:
         return " + ".join(f"{name} {show_size(size)}" for name, size in named.items() if size)
 
 
+@lru_cache
 def rank_layout(config: ModelConfig, ranks: int) -> ModelLayout:
-    """A model's layout, or the first rank's part of it."""
-    layout = family_layout(config)
-    return layout if ranks == 1 else layout.sharded(Shard(0, ranks))
+    """The first rank's part of a model's layout."""
+    return family_layout(config).sharded(Shard(0, ranks))
 
 
 @lru_cache
@@ -276,25 +269,16 @@ def _workspace(
 ) -> int:
     """What one model's forward passes and sampling hold beside weights and cache, summed, bounded above.
 
-    `rows` go through a window's forward pass, `sampled` of them through the head:
-    logits      sampled x vocabulary x 4 bytes x LOGIT_COPIES
-    history     slots x vocabulary x 9 bytes: token counts, prompt marks, biases
-    attention   rows x heads x chunks of the context x (head size + 2) x 4 bytes, of split softmax sums;
-                in torch's form also a mask of rows x positions for each head of a group and each sliding
-                window, and float32 scores where they are capped or have sinks
-    activations rows of a window or a prompt chunk x (4 hidden + MLP + 2 attention) elements, and a part of
-                hidden from every rank
-    rotary      2 x positions x head size elements, twice for layers that slide
+    `rows` go through a window's forward pass, `sampled` of them through the head.
     """
     rows = max(rows, TAIL_ROWS[shape.kernels])
     width, widest = DTYPE_BYTES[shape.dtype], max(shape.chunk, rows)
     layout = rank_layout(model, ranks)
-    layers = set(layout.layers)
     shapes = {block.heads for block in layout.attending}
     logits = sampled * model.vocab_size * 4 * LOGIT_COPIES[shape.kernels]
-    history = shape.slots * model.vocab_size * 9
-    rotary = 1 if model.local_rope is None else 2
+    history = shape.slots * model.vocab_size * 9  # token counts, prompt marks, biases
     context = pages_a_slot(positions) * PAGE_SIZE
+    # Sums of the split softmax; torch also has a mask a head of a group and window, and perhaps scores.
     attention = sum(heads * (size + 2) for heads, _, size in shapes) * rows * num_chunks(context) * 4
     if shape.kernels == "torch":
         groups = sum(heads // keys for heads, keys, _ in shapes)
@@ -302,23 +286,16 @@ def _workspace(
         sinks = any(isinstance(block, GqaLayout) and block.sinks for block in layout.attending)
         if model.attention_softcap is not None or sinks:
             attention += widest * max(heads for heads, *_ in shapes) * context * 4 * 2
-    inner = max(layer.mlp.widest + 2 * layer.attention.widest for layer in layers)
-    gathered = ranks + 2 if ranks > 1 else 0
+    inner = max(layer.mlp.widest + 2 * layer.attention.widest for layer in set(layout.layers))
+    gathered = ranks + 2 if ranks > 1 else 0  # a part of the hidden state from every rank
     activations = widest * ((4 + gathered) * model.hidden_size + inner) * width
-    return (
-        logits
-        + history
-        + attention
-        + activations
-        + rotary * 2 * positions * max(size for *_, size in shapes) * width
-    )
+    tables = 2 if model.local_rope is None else 4  # of sines and cosines, others for layers that slide
+    rotary = tables * positions * max(size for *_, size in shapes) * width
+    return logits + history + attention + activations + rotary
 
 
 def largest(fits: Callable[[int], bool], most: int, step: int) -> int:
-    """The largest multiple of `step` below `most`, or `most` itself, for which `fits` holds; 0 if none.
-
-    What fits at one size must fit at every smaller one.
-    """
+    """The largest multiple of `step` below `most`, or `most` itself, that fits; 0 if none does."""
     if fits(most):
         return most
     counts = range(1, -(-most // step))
@@ -353,12 +330,10 @@ def fitted(shape: EngineShape, wishes: EngineConfig, device: str, free: int) -> 
     whole = at_context(shape, ctx)
     if whole.pages is not None:
         if whole.pages < fewest_pages(ctx):
-            raise UsageError(
-                f"{whole.pages} cache pages hold {whole.pages * PAGE_SIZE:,} positions, "
-                f"but the context is {ctx:,}",
-                reason=["A request at full length could never end."],
-                fix=[f"cache_pages={fewest_pages(ctx)} or more", "a smaller ctx"],
-            )
+            held = f"{whole.pages} cache pages hold {whole.pages * PAGE_SIZE:,} positions"
+            fix = [f"cache_pages={fewest_pages(ctx)} or more", "a smaller ctx"]
+            reason = ["A request at full length could never end."]
+            raise UsageError(f"{held}, but the context is {ctx:,}", reason=reason, fix=fix)
         return whole
     if fits(whole, usable):
         return whole
@@ -427,15 +402,10 @@ def refusal(
     if percent <= 100:
         gained = free * percent // 100 - usable
         fix.append(f"--memory-fraction {percent / 100:g}  (allows {show_size(gained)} more)")
-    return ResourceError(
-        f"not enough memory on {device} for a context of {shape.ctx:,} tokens",
-        reason=[
-            f"needed are {show_size(need.total)}, usable {show_size(usable)}: "
-            f"{fraction:g} of the {show_size(free)} that are free",
-            need.words(),
-        ],
-        fix=fix or ["a smaller model, or a device with more memory"],
-    )
+    why = f"not enough memory on {device} for a context of {shape.ctx:,} tokens"
+    share = f"{fraction:g} of the {show_size(free)} that are free"
+    reason = [f"needed are {show_size(need.total)}, usable {show_size(usable)}: {share}", need.words()]
+    return ResourceError(why, reason=reason, fix=fix or ["a smaller model, or a device with more memory"])
 
 
 def longest_context(shape: EngineShape, usable: int) -> int:
