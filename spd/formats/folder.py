@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelFolder(os.PathLike[str]):
-    """What a folder holds, by the file that says it. Equal by path; copied and pickled as its path alone.
-
-    Each attribute raises `CheckpointError` where its file is at fault, at every use.
-    """
+    """What a folder holds, by the file that says it. Equal by path; copied and pickled as its path alone."""
 
     path: Path
 
@@ -36,7 +33,7 @@ class ModelFolder(os.PathLike[str]):
 
     @classmethod
     def named(cls, reference: str) -> ModelFolder:
-        """What a person's words mean. Raises as `resolve_model` does."""
+        """What a person's words mean; see `resolve_model`."""
         return cls(resolve_model(reference))
 
     @cached_property
@@ -97,8 +94,7 @@ class ModelFolder(os.PathLike[str]):
     def __fspath__(self) -> str:
         return str(self.path)
 
-    def __str__(self) -> str:
-        return str(self.path)
+    __str__ = __fspath__
 
     def __reduce__(self) -> tuple[type[ModelFolder], tuple[Path]]:
         return ModelFolder, (self.path,)

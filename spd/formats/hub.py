@@ -45,13 +45,11 @@ def resolve_model(reference: str) -> Path:
     """The folder that a reference means.
 
     A folder wins over a cached model of the same name, of which the revision `main` counts, or the only one.
-    Raises `NotFoundError` saying what was looked for, `UsageError` for words that cannot be a model,
-    `CheckpointError` for what is something else.
+    Raises `NotFoundError`, and `UsageError` for words that cannot be a model.
     """
     if not reference.strip() or "\0" in reference:
-        raise UsageError(
-            f"{shown(reference)}: is not a model: give a folder, org/name or {' or '.join(DEMOS)}"
-        )
+        known = f"a folder, org/name or {' or '.join(DEMOS)}"
+        raise UsageError(f"{shown(reference)}: is not a model: give {known}")
     if address := _ADDRESS.fullmatch(reference):
         name = address[1] + (f" --revision {address[2]}" if address[2] not in (None, "main") else "")
         why = f"{reference}: is an address; a model on the hub is named org/name"
@@ -115,10 +113,7 @@ def is_repository_name(reference: str) -> bool:
 
 
 def check_repository_name(name: str, revision: str | None = None) -> None:
-    """Refuse an invalid model name on the hub, and an invalid branch, tag or commit.
-
-    Raises `UsageError` and `CheckpointError`.
-    """
+    """Raise `UsageError` for an invalid model name on the hub, and an invalid branch, tag or commit."""
     if _ADDRESS.fullmatch(name) or name.lower().endswith(".gguf"):
         resolve_model(name)  # which says what it is
     if name in DEMOS:
@@ -142,9 +137,8 @@ def cached_name(snapshot: Path) -> str | None:
 
 def list_cached_models() -> list[str]:
     """The names in the local cache that have a snapshot, sorted; empty when there is no cache."""
-    return sorted(
-        {name for each in cache_folder().glob("models--*/snapshots/*") if (name := cached_name(each))}
-    )
+    snapshots = cache_folder().glob("models--*/snapshots/*")
+    return sorted({name for each in snapshots if (name := cached_name(each))})
 
 
 def assistant_of(folder: Path) -> Path | None:
@@ -169,20 +163,17 @@ def _cached_snapshot(name: str) -> Path:
         near = difflib.get_close_matches(name.rpartition("/")[2].lower(), short, n=1, cutoff=0.6)
         close, full = short[near[0]] if near else None, name if "/" in name else f"ORG/{name}"
         why = "it is not in the local cache" if full == name else f"a model on the hub is named {full}"
-        raise NotFoundError(
-            f"{name}: there is no such folder, and {why}" + (f": did you mean {close}?" if close else ""),
-            fix=[f"-m {close}" if close and full != name else f"spd pull {full}"],
-        )
+        why += f": did you mean {close}?" if close else ""
+        fix = [f"-m {close}" if close and full != name else f"spd pull {full}"]
+        raise NotFoundError(f"{name}: there is no such folder, and {why}", fix=fix)
     main, commit = folder / "refs" / "main", snapshots[0] if len(snapshots) == 1 else None
     with suppress(OSError):
         said = main.read_text("utf-8", "replace").strip()
         commit = said if said in snapshots else commit
     if commit is None:
-        raise NotFoundError(
-            f"{name}: revision 'main' is not in the local cache",
-            reason=[f"looked for: {main}", *listed([f"there is: {each}" for each in snapshots])],
-            fix=[f"spd pull {name}", f"-m {folder / 'snapshots' / snapshots[0]}"],
-        )
+        reason = [f"looked for: {main}", *listed([f"there is: {each}" for each in snapshots])]
+        fix = [f"spd pull {name}", f"-m {folder / 'snapshots' / snapshots[0]}"]
+        raise NotFoundError(f"{name}: revision 'main' is not in the local cache", reason=reason, fix=fix)
     snapshot = folder / "snapshots" / commit
     if not (snapshot / "config.json").is_file():
         raise not_a_model(snapshot) or incomplete(snapshot, "there is no config.json")

@@ -50,8 +50,7 @@ class RemoteModel:
 def look_up(name: str, revision: str | None = None) -> RemoteModel:
     """What the hub has of a model, and what of it is to come; fetches the index of the shards at most.
 
-    Raises UsageError for what is no name, NotFoundError, NetworkError naming token and page or what the
-    hub answered, IncompatibleError without safetensors.
+    Raises UsageError for what is no name, NotFoundError, NetworkError, IncompatibleError without safetensors.
     """
     check_repository_name(name, revision)
     with _in_words(name):
@@ -71,8 +70,7 @@ def look_up(name: str, revision: str | None = None) -> RemoteModel:
 def download(model: RemoteModel, report: Callable[[int], None]) -> Path:
     """Fetch what is missing and check it; returns the snapshot folder, which the branch or tag then means.
 
-    `report` hears of bytes as they come.
-    Raises NetworkError, also for a file that is not the one listed, and ResourceError when the disk is full.
+    `report` hears of bytes as they come. Raises NetworkError, and ResourceError when the disk is full.
     """
     cache = cache_folder()
     there = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
@@ -110,8 +108,8 @@ def _weights(name: str, commit: str, every: Mapping[str, RepoSibling]) -> list[R
         index = _fetch(name, commit, every[INDEX_NAME], lambda _: None)
         shards = sorted(set(read_weight_map(index).values()))
         if absent := [shard for shard in shards if shard not in every]:
-            why = f"{name}: {INDEX_NAME} names {shown(absent[0])}, which the hub does not have"
-            raise errors.CheckpointError(why)
+            why = f"{INDEX_NAME} names {shown(absent[0])}, which the hub does not have"
+            raise errors.CheckpointError(f"{name}: {why}")
         return [every[shard] for shard in shards]
     found = sorted({Path(file).suffix for file in every} & {".bin", ".pt", ".pth", ".gguf", ".safetensors"})
     why = f"{name} has no {SINGLE_NAME} and no {INDEX_NAME}"
@@ -176,9 +174,8 @@ def _in_words(name: str) -> Iterator[None]:
 
 def _refusal(name: str, error: Exception) -> errors.SpdError:
     """What an error of the library means for a download."""
-    token = (
-        "this token (HF_TOKEN, hf auth login) has no access" if get_token() else "no token is set (HF_TOKEN)"
-    )
+    has_none = "this token (HF_TOKEN, hf auth login) has no access"
+    token = has_none if get_token() else "no token is set (HF_TOKEN)"
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, hub_errors.RevisionNotFoundError):
         return NotFoundError(f"{name}: the hub has no such revision", fix=["leave --revision out"])

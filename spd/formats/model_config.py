@@ -39,11 +39,11 @@ class ModelConfig:
     architecture: str
     hidden_size: int = field(metadata=keyed("hidden_size", 1, MAX_WIDTH))
     intermediate_size: int
-    num_layers: int
-    num_heads: int
+    num_layers: int = field(metadata=keyed("num_hidden_layers", 1, MAX_LAYERS))
+    num_heads: int = field(metadata=keyed("num_attention_heads", 1, MAX_HEADS))
     num_kv_heads: int
     head_dim: int
-    vocab_size: int
+    vocab_size: int = field(metadata=keyed("vocab_size", 1, MAX_VOCAB))
     max_positions: int
     rms_norm_eps: float = field(metadata=keyed("rms_norm_eps", 1e-12, 0.1))
     tie_embeddings: bool = field(metadata=keyed("tie_word_embeddings"))
@@ -381,9 +381,8 @@ def model_config_of(fields: Fields) -> ModelConfig:
     if wrapper is not None:
         fields.choice("model_type", wrapper[:1], wrapper[0])
         flat = wrapper[0] in _FLAT and "text_config" not in fields
-        inner, fields = (
-            each.renamed(_OTHER_NAMES) for each in (fields if flat else fields.nested("text_config"), fields)
-        )
+        inner = (fields if flat else fields.nested("text_config")).renamed(_OTHER_NAMES)
+        fields = fields.renamed(_OTHER_NAMES)
         around = {key: fields.values[key] for key in _OUTSIDE if key in fields}
         text = _TEXTS.get(str(inner.get("model_type")), wrapper[1])
         fields = inner.having({**around, "architectures": [text]})
@@ -424,11 +423,8 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         ModelConfig,
         architecture=architecture,
         intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH, inner),
-        num_layers=num_layers,
-        num_heads=num_heads,
         head_dim=head_dim,
         num_kv_heads=num_kv_heads,
-        vocab_size=vocab_size,
         max_positions=min(max_positions, rope.max_positions or max_positions),
         rope=rope,
         dtype=fields.choice("dtype", _DTYPES, "float32").removeprefix("torch."),

@@ -12,9 +12,8 @@ Heads are found by the names of their tensors: configurations of quantized copie
 Nothing is ever made up: a head is complete, or it is refused with the names of what is missing.
 
 A head folder, which `docs/mtp.md` describes, holds a head by itself, for a target whose own checkpoint has
-none. It runs with a target of the verifier's architecture, layers, hidden size and vocabulary, and is as good
-as it was made where the hash agrees too. `plan_head` cuts one out of a checkpoint: names stay, and only the
-shards that hold it and the two tables beside it are opened, and read a piece at a time.
+none. `plan_head` cuts one out of a checkpoint: names stay, and only the shards that hold it and the two
+tables beside it are opened.
 """
 
 from __future__ import annotations
@@ -237,8 +236,7 @@ def no_mtp(folder: Path, num_layers: int, declared: int) -> IncompatibleError:
     reason = [f"no tensor such as model.layers.{num_layers}.eh_proj.weight, mtp.fc.weight or model.mtp_…"]
     if declared:
         reason.append(f"config.json speaks of {declared}: quantized copies are often written without them")
-    why = f"{folder}: holds no MTP layers"
-    return IncompatibleError(why, reason=reason, fix=_HOW_TO_ATTACH)
+    return IncompatibleError(f"{folder}: holds no MTP layers", reason=reason, fix=_HOW_TO_ATTACH)
 
 
 def check_mtp(checkpoint: Checkpoint, source: MtpSource, layer_tensors: Shapes) -> dict[str, tuple[int, ...]]:
@@ -268,10 +266,7 @@ def check_mtp(checkpoint: Checkpoint, source: MtpSource, layer_tensors: Shapes) 
 
 
 def verifier_hash(checkpoint: Checkpoint) -> str:
-    """SHA-256 of a checkpoint's final norm as stored: its dtype, shape and bytes.
-
-    Small, different in every trained model, and kept as it is when a model is quantized. Reads nothing else.
-    """
+    """SHA-256 of a checkpoint's final norm as stored: small, and the same in quantized copies alone."""
     meta = checkpoint.meta(FINAL_NORM)
     data = b"".join(checkpoint.pieces(meta))
     return hashlib.sha256(f"{meta.dtype} {list(meta.shape)} ".encode() + data).hexdigest()
@@ -303,10 +298,9 @@ def read_head_folder(folder: ModelFolder) -> MtpSource:
     layer, speculators = fields.fields("transformer_layer_config"), fields.fields("speculators_config")
     kind = fields.get("speculators_model_type")
     if kind != MODEL_TYPE or layer is None or speculators is None:
-        raise CheckpointError(
-            f"{fields.where}: speculators_model_type: {shown(kind)}: this is no folder with an MTP head",
-            fix=["spd convert-mtp ORIGINAL HEAD makes one from a checkpoint with MTP layers"],
-        )
+        why = f"{fields.where}: speculators_model_type: {shown(kind)}: this is no folder with an MTP head"
+        fix = ["spd convert-mtp ORIGINAL HEAD makes one from a checkpoint with MTP layers"]
+        raise CheckpointError(why, fix=fix)
     verifier = speculators.nested("verifier")
     config = model_config_of(layer)
     layout = find_mtp(config.architecture, folder.checkpoint.tensors, config.num_layers)
@@ -349,11 +343,7 @@ class HeadPlan:
     tensors: tuple[TensorMeta, ...]
     copies: tuple[tuple[TensorMeta, TensorMeta | None], ...]
     ignored: tuple[str, ...]
-
-    @property
-    def declared(self) -> int:
-        """See `declared_modules`."""
-        return declared_modules(self.head.folder.fields)
+    declared: int  # see `declared_modules`
 
     @property
     def quantized(self) -> bool:
@@ -369,7 +359,7 @@ def plan_head(
     check: names of the tensors that a head needs, seen to be in a checkpoint. Raises IncompatibleError where
     there is no head.
     """
-    config = source.config
+    config, declared = source.config, declared_modules(source.fields)
     refuse_head(config, source.path)
 
     def wanted(shards: Mapping[str, str]) -> set[str]:
@@ -379,7 +369,7 @@ def plan_head(
     checkpoint = Checkpoint.open(source.path, wanted)
     layout = find_mtp(config.architecture, checkpoint.tensors, config.num_layers)
     if layout is None:
-        raise no_mtp(source.path, config.num_layers, declared_modules(source.fields))
+        raise no_mtp(source.path, config.num_layers, declared)
     head = MtpSource(source, layout, config, name, verifier_hash(checkpoint))
     needed = check(head, checkpoint)
     # What a copy may equal: the target's embedding serves as head too where it is tied.
@@ -395,6 +385,7 @@ def plan_head(
         tuple(meta for meta in kept if meta.name not in tables),
         tuple((meta, tables[meta.name]) for meta in kept if meta.name in tables),
         tuple(meta.name for name, meta in owned.items() if name not in needed),
+        declared,
     )
 
 

@@ -82,22 +82,17 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 @contextmanager
 def open_stage(destination: Path) -> Iterator[Path]:
-    """A folder that becomes `destination` when the block ends well.
-
-    Raises ResourceError for what the disk refuses, as where something has come to be there.
-    """
+    """A folder that becomes `destination` when the block ends well. Raises ResourceError for the disk's."""
     try:
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(
-            prefix=".spd-", dir=destination.parent, ignore_cleanup_errors=True
-        ) as partial:
+        parent = destination.parent
+        parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".spd-", dir=parent, ignore_cleanup_errors=True) as partial:
             new = Path(partial, "new")
             new.mkdir()
             yield new
             sync_folder(new)
             os.rename(new, destination)
-            sync_folder(destination.parent)
+            sync_folder(parent)
     except OSError as error:
         why = f"{destination}: cannot be written: {error.strerror}; nothing of it is left"
-        fix = ["free some space, or name another folder"]
-        raise ResourceError(why, fix=fix) from error
+        raise ResourceError(why, fix=["free some space, or name another folder"]) from error

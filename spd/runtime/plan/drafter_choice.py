@@ -71,8 +71,8 @@ def choose_drafter(config: EngineConfig, target: ModelFolder) -> Drafter:
         draft = ModelFolder(own) if fits else None
     if draft is None:
         if method in HEADS:
-            fix = [f"--draft-model FOLDER of {HEADS[method]}"]
-            raise UsageError(f"--spec {method} needs {HEADS[method]}", fix=fix)
+            kind = HEADS[method]
+            raise UsageError(f"--spec {method} needs {kind}", fix=[f"--draft-model FOLDER of {kind}"])
         if method == "draft":
             raise UsageError("--spec draft needs a draft model", fix=["--draft-model FOLDER", "--spec ngram"])
         return Drafter("ngram", why)
@@ -116,11 +116,8 @@ def _asked_head(config: EngineConfig, target: ModelFolder, draft: ModelFolder) -
     head, kind = draft.config, draft.config.head_kind
     if kind is None or config.method not in ("auto", kind):
         asked, is_a = HEADS.get(config.method, "a model"), HEADS.get(kind or "", "a model")
-        raise IncompatibleError(
-            f"{draft}: is {is_a}, not {asked}",
-            fix=[f"--spec {kind or 'draft'} --draft-model {draft}", f"--draft-model FOLDER of {asked}"],
-            code=f"no_{config.method}",
-        )
+        fix = [f"--spec {kind or 'draft'} --draft-model {draft}", f"--draft-model FOLDER of {asked}"]
+        raise IncompatibleError(f"{draft}: is {is_a}, not {asked}", fix=fix, code=f"no_{config.method}")
     check_target(head, draft.path, target.config, target.path)
     holds_embedding = False
     if config.load != "dummy":
@@ -138,10 +135,8 @@ def check_target(head: ModelConfig, draft: Path, target: ModelConfig, folder: Pa
     """Raise IncompatibleError where a head was made for another target than this one."""
     facts = head.eagle3 or head.assistant
     assert facts is not None
-    pairs = [
-        ("hidden size", facts.target_hidden_size, target.hidden_size),
-        ("vocabulary size", head.vocab_size, target.vocab_size),
-    ]
+    pairs = [("hidden size", facts.target_hidden_size, target.hidden_size)]
+    pairs += [("vocabulary size", head.vocab_size, target.vocab_size)]
     if head.assistant is not None:
         own, other = (_cache_facts(config) for config in (head, target))
         pairs += [(name, own[name], other[name]) for name in own]
@@ -180,13 +175,7 @@ def _require_same_vocabulary(target: ModelFolder, draft: ModelFolder) -> None:
         return  # opening a large one takes half a second
     own, other = (folder.tokenizer and folder.tokenizer.fingerprint for folder in (target, draft))
     if own != other:
-        raise IncompatibleError(
-            "the draft model does not share the target's vocabulary",
-            reason=[
-                f"target {target}",
-                f"draft  {draft}",
-                "Accepted tokens would be other text than proposed.",
-            ],
-            fix=["--spec ngram", "--draft-model FOLDER with the same tokenizer.json"],
-            code="vocab_mismatch",
-        )
+        why = "the draft model does not share the target's vocabulary"
+        reason = [f"target {target}", f"draft  {draft}", "Accepted tokens would be other text than proposed."]
+        fix = ["--spec ngram", "--draft-model FOLDER with the same tokenizer.json"]
+        raise IncompatibleError(why, reason=reason, fix=fix, code="vocab_mismatch")

@@ -60,15 +60,12 @@ def choose_kernels(wish: str, machine: Machine, dtype: str, layers: Iterable[Lay
     from triton import knobs
 
     if not knobs.runtime.interpret:
-        raise ResourceError(
-            "--kernels triton needs a CUDA device",
-            reason=["Without one they run only in Triton's interpreter: set TRITON_INTERPRET=1 (very slow)."],
-            fix=["--kernels torch"],
-        )
+        reason = ["Without one they run only in Triton's interpreter: set TRITON_INTERPRET=1 (very slow)."]
+        why = "--kernels triton needs a CUDA device"
+        raise ResourceError(why, reason=reason, fix=["--kernels torch"])
     if dtype == "bfloat16":
-        raise IncompatibleError(
-            "Triton's interpreter gets bfloat16 products wrong", fix=["--dtype float32", "--kernels torch"]
-        )
+        why = "Triton's interpreter gets bfloat16 products wrong"
+        raise IncompatibleError(why, fix=["--dtype float32", "--kernels torch"])
     return "triton", "asked for"
 
 
@@ -102,11 +99,9 @@ def choose_form(
     """
     if wishes.quantize != "none":
         if model.quantization is not None:
-            raise IncompatibleError(
-                f"--quantize {wishes.quantize}, but the weights of {folder.path.name} are quantized already",
-                reason=[f"quantization_config in config.json speaks of {model.quantization.method} weights."],
-                fix=["leave --quantize out"],
-            )
+            reason = [f"quantization_config in config.json speaks of {model.quantization.method} weights."]
+            why = f"--quantize {wishes.quantize}, but the weights of {folder.path.name} are quantized already"
+            raise IncompatibleError(why, reason=reason, fix=["leave --quantize out"])
         why = f"--quantize {wishes.quantize}: {SCALES[wishes.quantize]}, made at load"
         rows = wishes.quantize == "int8"
         form = WeightForm("int8") if rows else int4_form(kernels, dtype)

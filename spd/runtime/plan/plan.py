@@ -143,12 +143,11 @@ def _recurrent(*models: ModelConfig | None) -> bool:
 
 def _context(wish: int | None, model: ModelConfig) -> int:
     """The context that is asked for; an automatic one is as long as it may become."""
-    if wish is not None and wish > model.max_positions:
-        raise IncompatibleError(
-            f"--ctx {wish} is more than the model's {model.max_positions} positions",
-            fix=[f"--ctx {model.max_positions}"],
-        )
-    return wish or max(2, min(model.max_positions, AUTO_CTX))
+    most = model.max_positions
+    if wish is not None and wish > most:
+        why = f"--ctx {wish} is more than the model's {most} positions"
+        raise IncompatibleError(why, fix=[f"--ctx {most}"])
+    return wish or max(2, min(most, AUTO_CTX))
 
 
 def drafts_up_to(draft: ModelConfig | None, ctx: int) -> int:
@@ -188,11 +187,9 @@ def _graphs(wish: bool | None, machine: Machine, kernels: str) -> bool:
     """Rounds are captured where their kernels ask nothing of the host."""
     possible = not machine.on_cpu and kernels == "triton"
     if wish and not possible:
-        raise IncompatibleError(
-            "--graphs on needs a CUDA device and Triton kernels",
-            reason=[f"device {machine.device}, kernels {kernels}"],
-            fix=["--graphs off"],
-        )
+        reason = [f"device {machine.device}, kernels {kernels}"]
+        why = "--graphs on needs a CUDA device and Triton kernels"
+        raise IncompatibleError(why, reason=reason, fix=["--graphs off"])
     return possible and wish is not False
 
 
@@ -236,10 +233,8 @@ def divide(
     drafter = draft if mtp is None else mtp.config
     if drafter is None:
         if draft_tp is not None:
-            raise UsageError(
-                f"--draft-tp {draft_tp} says how many ranks share a drafter, and here no model drafts",
-                fix=["leave --draft-tp out", "--spec draft --draft-model FOLDER"],
-            )
+            why = f"--draft-tp {draft_tp} says how many ranks share a drafter, and here no model drafts"
+            raise UsageError(why, fix=["leave --draft-tp out", "--spec draft --draft-model FOLDER"])
         return 1, "nothing drafts with a model"
     if draft is not None and draft.assistant is not None:
         if draft_tp not in (None, tp):
@@ -276,13 +271,11 @@ def _check_ranks(flag: str, ranks: int, config: ModelConfig, what: str) -> None:
         reason += f", {config.num_kv_heads} of keys and values"
     if isinstance(config.recurrent, DeltaConfig):
         reason += f", {config.recurrent.key_heads} recurrent key heads"
-    inner = [config.intermediate_size, *([config.experts.intermediate_size] if config.experts else [])]
-    raise IncompatibleError(
-        f"{flag} {ranks} does not divide {what}",
-        reason=[f"{reason}, MLPs {' and '.join(f'{size:,}' for size in inner)} wide"],
-        fix=[f"{flag} {n}" for n in possible[:6]],
-        code="tensor_parallel",
-    )
+    reason += f", MLPs {config.intermediate_size:,}"
+    if config.experts:
+        reason += f" and {config.experts.intermediate_size:,}"
+    why, fix = f"{flag} {ranks} does not divide {what}", [f"{flag} {n}" for n in possible[:6]]
+    raise IncompatibleError(why, reason=[f"{reason} wide"], fix=fix, code="tensor_parallel")
 
 
 def outline(wishes: EngineConfig, machine: Machine) -> EnginePlan:
@@ -298,11 +291,9 @@ def outline(wishes: EngineConfig, machine: Machine) -> EnginePlan:
     spec, model_drafts, draft_max = _draft_lengths(wishes, drafter.method, adaptive)
     length = wishes.synthetic_acceptance
     if length is not None and not 1 <= length <= draft_max + 1:
-        raise UsageError(
-            f"--synthetic-acceptance {length:g} is out of range",
-            reason=[f"valid: 1 to {draft_max + 1}: a round commits its accepted drafts and one token more"],
-            fix=["--draft-max K with a larger K"],
-        )
+        reason = f"valid: 1 to {draft_max + 1}: a round commits its accepted drafts and one token more"
+        why = f"--synthetic-acceptance {length:g} is out of range"
+        raise UsageError(why, reason=[reason], fix=["--draft-max K with a larger K"])
     form_of = partial(choose_form, wishes=wishes, machine=machine, kernels=kernels, dtype=dtype)
     form, why_form = form_of(model, target)
     ctx, source = _context(wishes.ctx, model), drafter.source()
