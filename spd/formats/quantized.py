@@ -25,14 +25,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from spd.errors import CheckpointError
 from spd.formats.checkpoint import FLOAT_DTYPES, TensorMeta, text_name
-from spd.formats.json_file import Fields, shown
+from spd.formats.json_file import Fields, keyed, shown
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which nibble of a word holds each of eight neighbouring columns."""
@@ -61,15 +61,15 @@ StoredTensor = tuple[tuple[Shape, ...], tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one matrix is stored. group: columns that share a scale, None for all of a row."""
+    """How one matrix is stored, by GPTQ's keys. group: columns that share a scale, None for all of a row."""
 
     layout: str
-    bits: int
+    bits: int = field(metadata=keyed("bits", 2, 8))
     group: int | None = None
-    symmetric: bool = True
+    symmetric: bool = field(default=True, metadata=keyed("sym"))
     block_rows: int | None = None  # of FP8 blocks
     offset: int = 0  # what stored zero points lack
-    reordered: bool = False  # columns of a group are not neighbours
+    reordered: bool = field(default=False, metadata=keyed("desc_act"))  # columns of a group lie apart
 
     @property
     def codes(self) -> str:
@@ -88,22 +88,18 @@ class Scheme:
     def tensors(self, shape: Shape) -> dict[str, StoredTensor]:
         """What stores a matrix of a shape [out, in], by last names."""
         rows, columns = shape
-        groups, layout = -(-columns // (self.group or columns)), self.layout
+        groups, layout, words = -(-columns // (self.group or columns)), self.layout, ("I32",)
         across, along = -(-rows * self.bits // 32), -(-columns * self.bits // 32)
         half, per_group, one = (rows, columns // 2), (rows, groups), ((1,), (), (1, 1))
+        found: dict[str, StoredTensor]
         if layout == "pack":
-            found: dict[str, StoredTensor] = {
-                "weight_packed": (((rows, along),), ("I32",)),
-                "weight_scale": ((per_group,), FLOAT_DTYPES),
-            }
-            return found if self.symmetric else found | {"weight_zero_point": (((across, groups),), ("I32",))}
+            found = {"weight_packed": (((rows, along),), words), "weight_scale": ((per_group,), FLOAT_DTYPES)}
+            return found if self.symmetric else found | {"weight_zero_point": (((across, groups),), words)}
         if layout in ("gptq", "awq"):
-            found = {
-                "qweight": (((along, rows) if layout == "gptq" else (columns, across),), ("I32",)),
-                "qzeros": (((groups, across),), ("I32",)),
-                "scales": (((groups, rows),), FLOAT_DTYPES),
-            }
-            return found if layout == "awq" else found | {"g_idx": (((columns,),), ("I32",))}
+            codes = (along, rows) if layout == "gptq" else (columns, across)
+            found = {"qweight": ((codes,), words), "qzeros": (((groups, across),), words)}
+            found["scales"] = ((groups, rows),), FLOAT_DTYPES
+            return found if layout == "awq" else found | {"g_idx": (((columns,),), words)}
         if layout in ("int8", "fp8"):
             scales: tuple[Shape, ...] = (*one, (rows, 1), (rows,))
             if self.block_rows is not None:
@@ -286,22 +282,13 @@ def _size(fields: Fields) -> int | None:
 def _gptq(fields: Fields) -> Iterator[Rule]:
     kept = fields.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     fields.only({"bits": (2, 3, 4, 8)})
-    bits = fields.integer("bits", 2, 8, 4)
-    ordered, symmetric = fields.boolean("desc_act", False), fields.boolean("sym", True)
-    offset = int(kept == "gptq")
-    scheme = Scheme("gptq", bits, _size(fields), symmetric, offset=offset, reordered=ordered)
+    scheme = fields.facts(Scheme, Scheme("gptq", 4, offset=int(kept == "gptq")), group=_size(fields))
     changes = fields.fields("dynamic") or Fields(fields.where, {})
     for pattern in changes.values:
         if pattern.startswith("-:"):  # which are not quantized
             continue
         own = changes.nested(pattern)
-        other = replace(
-            scheme,
-            bits=own.integer("bits", 2, 8, bits),
-            group=_size(own) if "group_size" in own else scheme.group,
-            symmetric=own.boolean("sym", symmetric),
-            reordered=own.boolean("desc_act", ordered),
-        )
+        other = own.facts(Scheme, scheme, group=_size(own) if "group_size" in own else scheme.group)
         yield Rule(other, patterns=(_pattern(fields, "dynamic", pattern.removeprefix("+:")),))
     yield Rule(scheme, patterns=EVERY)
 
