@@ -158,10 +158,7 @@ ERNIE = replace(ERNIE, correction="moe_statics.e_score_correction_bias")
 
 
 def read_sliding(fields: Fields, num_layers: int, known: Container[str]) -> tuple[int | None, ...]:
-    """Each layer's window, None where it sees everything; empty where no layer slides.
-
-    known: the family's keys; without a window's own it is refused.
-    """
+    """Each layer's window, None where it sees everything; empty where none slides. known: a family's keys."""
     slides = "sliding_window" in known
     kinds = layer_kinds(fields, num_layers, KINDS if slides else KINDS[:1])
     slide = [kind == KINDS[1] for kind in kinds or ()]
@@ -214,10 +211,7 @@ def layer_kinds(
 def read_recurrent(
     fields: Fields, num_layers: int, kinds: tuple[str, ...], **facts: Any
 ) -> DeltaConfig | ConvConfig:
-    """Layers of the second of the `kinds`: by name, or all but some that are numbered, or but every few.
-
-    facts: what no key says of them.
-    """
+    """Layers of the second of the `kinds`: by name, or all but some numbered ones, or but every few."""
     keys = ("layer_types", "full_attn_idxs", "full_attention_interval")
     key = next((key for key in keys if key in fields), keys[0])
     each, layers = layer_kinds(fields, num_layers, kinds), range(num_layers)

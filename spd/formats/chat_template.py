@@ -117,10 +117,7 @@ def render_chat(
 
 
 def encode_rendered(tokenizer: Tokenizer, rendered: RenderedChat) -> list[int]:
-    """Token ids of a rendered chat or a part of one.
-
-    What stands between two of the template's own special tokens is plain text where it has a mark.
-    """
+    """Token ids of a rendered chat or a part; what has a mark between two special tokens is plain text."""
     mark = rendered.mark
     if not mark:
         return tokenizer.encode(rendered.marked, parse_special=True)

@@ -133,10 +133,7 @@ _PACKED["gate_up_proj"] = ["gate_proj", "up_proj"]
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):
-    """The tensors of a model folder by name; a context manager that closes its files.
-
-    `notes` holds remarks for a verbose listing, such as files that the index does not name.
-    """
+    """The tensors of a model folder by name; a context manager that closes its files."""
 
     def __init__(self, folder: Path, shards: Iterable[str], notes: Sequence[str] = ()) -> None:
         tensors: dict[str, TensorMeta] = {}
@@ -155,7 +152,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         self.tensors: Mapping[str, TensorMeta] = MappingProxyType(tensors)
         self.shards = tuple(self._identities)
         self.total_bytes = sum(meta.nbytes for meta in tensors.values())
-        self.notes = tuple(notes)
+        self.notes = tuple(notes)  # such as files that the index does not name
         self._files: dict[Path, BinaryIO] = {}
 
     @classmethod
@@ -328,10 +325,7 @@ def check_tensors(
 
 
 def read_shard_header(path: Path) -> tuple[Identity, list[TensorMeta]]:
-    """Read and check the header of one safetensors file; no tensor data is touched.
-
-    The data of all tensors must fill the file: no overlap, no gap, no remainder.
-    """
+    """Read and check the header of one safetensors file; its tensors must fill it, with no gap or overlap."""
     with open_regular_file(path) as file, os_errors(path):
         identity = _identity(os.fstat(file.fileno()))
         size, length = identity[0], int.from_bytes(file.read(8), "little")

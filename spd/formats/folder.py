@@ -81,10 +81,7 @@ class ModelFolder(os.PathLike[str]):
         return read_head_folder(self)
 
     def mtp_source(self, head: ModelFolder | None = None) -> MtpSource | None:
-        """The MTP head to use with this target: of a head folder if one is given, else the target's own.
-
-        None where the target has none. Raises IncompatibleError where the head is another model's.
-        """
+        """The MTP head to use with this target: of a head folder made for it, else its own; None without."""
         if head is not None:
             check_fits(head.head, self.config, self.path)
             return head.head

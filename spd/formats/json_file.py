@@ -94,10 +94,7 @@ def decode_utf8(data: bytes, where: str) -> str:
 
 
 def parse_json(text: str, where: str, constant: Callable[[str], Any] | None = None) -> object:
-    """JSON without duplicate keys and lone surrogates, of bounded depth and size.
-
-    constant: what NaN and Infinity become. Published files hold Infinity; NaN is in no range.
-    """
+    """JSON without duplicate keys and lone surrogates, of bounded depth and size. constant: for NaN."""
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         result = dict(pairs)

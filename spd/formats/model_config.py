@@ -1,7 +1,8 @@
 """What a model is: `config.json` read into a frozen `ModelConfig`, every number in range.
 
 Unknown keys are tolerated; an unknown value of a known key is refused by name, since ignoring it would
-change the model. Nothing a folder brings (`auto_map`, custom code) is ever imported.
+change the model. Nothing a folder brings (`auto_map`, custom code) is ever imported. Source: configurations
+of Hugging Face transformers, versions 4 and 5.
 """
 
 from __future__ import annotations
@@ -364,10 +365,7 @@ def _drafts_only(what: str, folder: Path, option: str) -> CheckpointError:
 
 
 def model_config_of(fields: Fields) -> ModelConfig:
-    """What `config.json` says, or a configuration inside another file; text's part of what sees images too.
-
-    Source: `LlamaConfig` and `Qwen3Config` of Hugging Face transformers, versions 4 and 5.
-    """
+    """What `config.json` says, or a configuration inside another file; of what sees images, the text's."""
     if head := read_eagle3(fields):
         return replace(_decoder_config(head[1]), architecture=EAGLE3, eagle3=head[0])
     if own := read_assistant(fields):

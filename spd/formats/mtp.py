@@ -173,14 +173,11 @@ class MtpLayout:
 
 @dataclass(frozen=True)
 class MtpSource:
-    """Where a target's MTP head is read from: `folder` is the target's own, or a head folder.
-
-    `config` describes the target, and so the head's layers.
-    """
+    """Where a target's MTP head is read from: the target's own folder, or a head folder."""
 
     folder: ModelFolder
     layout: MtpLayout
-    config: ModelConfig
+    config: ModelConfig  # the target's, whose layers the head's are like
     verifier: str = ""  # what a head folder was cut from; empty for a head in its own checkpoint
     verifier_sha256: str = ""
 
@@ -204,10 +201,7 @@ def is_mtp_tensor(name: str, num_layers: int) -> bool:
 
 
 def find_mtp(architecture: str, names: Collection[str], num_layers: int) -> MtpLayout | None:
-    """The MTP head among a checkpoint's tensor names, complete or not; None where there is no trace of one.
-
-    num_layers: the target's.
-    """
+    """The MTP head among tensors beside a target's `num_layers`, complete or not; None: no trace of one."""
     own = [family for family in FAMILIES if architecture in family.architectures]
     by_names: dict[str, MtpFamily] = {}
     for family in (*own, *FAMILIES):
@@ -242,8 +236,7 @@ def no_mtp(folder: Path, num_layers: int, declared: int) -> IncompatibleError:
 def check_mtp(checkpoint: Checkpoint, source: MtpSource, layer_tensors: Shapes) -> dict[str, tuple[int, ...]]:
     """Names and shapes of everything that the head's modules need, seen to be there.
 
-    layer_tensors: the shapes of one decoder layer by the names inside it. Unknown tensors of the head are
-    refused, too.
+    layer_tensors: the shapes of one decoder layer by the names inside it.
     """
     expected: dict[str, tuple[int, ...]] = {}
     layout = source.layout
@@ -354,10 +347,9 @@ class HeadPlan:
 def plan_head(
     source: ModelFolder, name: str, check: Callable[[MtpSource, Checkpoint], Collection[str]]
 ) -> HeadPlan:
-    """Find and check the head of a checkpoint; the caller closes `plan.checkpoint`.
+    """Find and check the head of a checkpoint, if it has one; the caller closes `plan.checkpoint`.
 
-    check: names of the tensors that a head needs, seen to be in a checkpoint. Raises IncompatibleError where
-    there is no head.
+    check: names of the tensors that a head needs, seen to be in a checkpoint.
     """
     config, declared = source.config, declared_modules(source.fields)
     refuse_head(config, source.path)

@@ -317,13 +317,10 @@ def _growth(step: Any) -> float:
 
 @contextmanager
 def _calling(where: str, kind: type[SpdError] = CheckpointError) -> Iterator[None]:
-    """Make what the library raises inside the block a refusal of one line that begins with `where`.
-
-    A panic is no `Exception`; the library also writes it to standard error.
-    """
+    """Make what the library raises inside the block a refusal of one line that begins with `where`."""
     try:
         yield
-    except BaseException as error:
+    except BaseException as error:  # a panic is no `Exception`
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise  # a signal
         message = one_line(error).removeprefix("Cannot instantiate Tokenizer from buffer: ")

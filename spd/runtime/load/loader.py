@@ -71,10 +71,7 @@ def checkpoint_fill(
     meter: LoadMeter,
     whole: ModelLayout | None = None,
 ) -> Fill:
-    """The fill that suits a device, with scales applied where the configuration speaks of quantized weights.
-
-    whole: the layout of which `layout` is a rank's part.
-    """
+    """The fill that suits a device, and quantized weights; `layout` is a rank's part of the `whole`."""
     parts = parts_of(config, layout).items()
     cuts = {name: part.cut for name, part in parts if part.cut is not None}
     fill = direct_fill(checkpoint, meter, cuts)
@@ -134,7 +131,7 @@ def _filled(space: WeightSpace, fill: Fill, layout: ModelLayout) -> None:
 
 
 def decoder_part(config: ModelConfig, checkpoint: Checkpoint | None = None) -> HeadPart:
-    """What loads a decoder, which shares nothing, seen to be in a checkpoint. Raises CheckpointError."""
+    """What loads a decoder, which shares nothing, seen to be in a checkpoint."""
     layout = family_layout(config)
     if checkpoint is not None:
         tell_unused(check_weights(checkpoint, config, layout), checkpoint.folder)
@@ -223,7 +220,7 @@ class Head:
 
     config: ModelConfig
     find: Callable[[Checkpoint | None], Sequence[HeadPart]]
-    """The parts, seen to be in the checkpoint where there is one. Raises CheckpointError."""
+    """The parts, seen to be in the checkpoint where there is one."""
     target: Decoder
     target_folder: ModelFolder
     apart: bool
@@ -265,8 +262,6 @@ def load_model(
 
     rows: the most rows of a forward pass other than a prompt chunk. Of several ranks each reads its part. A
     head that reads its target's streams feeds it from then on.
-
-    Raises CheckpointError with every missing or mis-shaped tensor in one message.
     """
     config, meter = folder.config if head is None else head.config, meter or LoadMeter()
     builder, made = LayerBuilder(place, config.rms_norm_eps / config.scales.residual**2), list[Decoder]()

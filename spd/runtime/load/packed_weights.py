@@ -66,10 +66,7 @@ def unpacking_fill(
     meter: LoadMeter,
     cuts: Cuts,
 ) -> Fill:
-    """`fill` for what is stored as it is; what is stored in few bits is unpacked, a matrix at a time.
-
-    shapes: of whole matrices, by name. Raises CheckpointError.
-    """
+    """`fill`, but what is stored in few bits is unpacked, a matrix at a time. shapes: of whole matrices."""
 
     def unpacked(views: Mapping[str, Tensor]) -> None:
         rest = dict(views)
@@ -107,7 +104,7 @@ def keep_packed(
 
 
 def unpack(checkpoint: Checkpoint, module: str, scheme: Scheme, shape: tuple[int, ...]) -> Unpacked:
-    """A stored matrix [N, K]. Raises CheckpointError."""
+    """A stored matrix [N, K]."""
     stored = {last: checkpoint.read(f"{module}.{last}") for last in scheme.tensors(shape)}
     rows, columns = shape
     group, codes, zeros, order = scheme.group or columns, stored[scheme.codes], None, None

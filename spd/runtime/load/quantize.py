@@ -6,7 +6,6 @@ Source: https://github.com/vllm-project/compressed-tensors.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from spd.errors import IncompatibleError
 from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, TensorMeta, text_name
 from spd.formats.folder import ModelFolder
 from spd.formats.mtp import is_mtp_tensor
-from spd.formats.writer import OutputTensor
+from spd.formats.writer import OutputTensor, outputs
 from spd.kernels.linear.few_bits import INT4_GROUP, int4_groups
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import check_weights, destinations
@@ -25,7 +24,7 @@ from spd.runtime.models.weights import check_weights, destinations
 def rounded_names(folder: ModelFolder, mtp_too: bool) -> list[str]:
     """The matrices that `--quantize int4` rounds; with mtp_too, those of MTP layers that are called alike.
 
-    Raises CheckpointError for a folder that cannot be run, IncompatibleError for weights that are quantized.
+    Raises IncompatibleError for weights that are quantized already.
     """
     config, layout = folder.config, family_layout(folder.config)
     if config.quantization is not None:
@@ -52,9 +51,7 @@ def rounded_outputs(checkpoint: Checkpoint, rounded: Collection[str]) -> list[Ou
     found: list[OutputTensor] = []
     for name, meta in checkpoint.tensors.items():
         if name not in rounded:
-            found.append(
-                OutputTensor(_called(name, meta), meta.dtype, meta.shape, partial(checkpoint.pieces, meta))
-            )
+            found += outputs(checkpoint, [meta._replace(name=_called(name, meta))])
             continue
         stem, (rows, columns) = _called(name, meta).removesuffix("weight"), meta.shape
 

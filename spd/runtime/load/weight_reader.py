@@ -90,7 +90,7 @@ def plan_chunks(
     """Cut what the destinations need into chunks, ordered by file and offset.
 
     A destination is a contiguous tensor of as many elements as its namesake in the checkpoint, both in any
-    float dtype. Empty tensors need no chunk. Raises CheckpointError for what is not there.
+    float dtype. Empty tensors need no chunk.
     """
     chunks = []
     for name, view in destinations.items():
@@ -119,8 +119,7 @@ def read_tensors(
     """Fill every destination from its namesake; all on one device. Returns when the bytes are there.
 
     `advance` hears, in the caller's thread, of destination bytes as their chunks are read. `buffer` makes
-    one. Raises CheckpointError naming the file for whatever goes wrong with it, a change while it was read
-    included; destinations are then undefined, and nothing is copied any more.
+    one. After a CheckpointError destinations are undefined, and nothing is copied any more.
     """
     chunks = plan_chunks(checkpoint, destinations, chunk_bytes)
     if not chunks:

@@ -310,8 +310,7 @@ def fits(shape: EngineShape, usable: int | None) -> bool:
 def fitted(shape: EngineShape, wishes: EngineConfig, device: str, free: int) -> EngineShape:
     """The shape with an automatic context and number of pages cut to what fits into `free` bytes.
 
-    Pages are cut first, down to what one request needs. Raises ResourceError if nothing fits, UsageError
-    for fewer pages than that.
+    Pages are cut first, down to what one request needs. Raises ResourceError, UsageError for fewer.
     """
     usable = int(free * wishes.memory_fraction)
     if shape.checkpoints:

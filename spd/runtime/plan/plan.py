@@ -168,10 +168,7 @@ def _dtype(wish: str, machine: Machine, model: ModelConfig, kernels: str) -> str
 def _kernels(
     wishes: EngineConfig, machine: Machine, model: ModelConfig, drafter: Drafter
 ) -> tuple[str, str, str, str]:
-    """The dtype, the form of the kernels, why, and that of what drafts.
-
-    The target's own never depend on a drafter.
-    """
+    """The dtype, the form of the kernels, which no drafter changes, why, and that of what drafts."""
     layers = family_layout(model).layers
     dtype = _dtype(wishes.dtype, machine, model, wishes.kernels)
     kernels, why = choose_kernels(wishes.kernels, machine, dtype, layers)
@@ -222,10 +219,7 @@ def _draft_tiers(draft_max: int, graphs: bool, modules: int = 0) -> tuple[int, .
 def divide(
     wishes: EngineConfig, model: ModelConfig, draft: ModelConfig | None, mtp: MtpSource | None
 ) -> tuple[int, str]:
-    """Ranks of each group that runs the drafter, of those that share the target, and why so many.
-
-    Raises IncompatibleError where a model cannot be divided so, UsageError where nothing is to be divided.
-    """
+    """Ranks of each group that runs the drafter, and why so many. Raises IncompatibleError, UsageError."""
     tp, draft_tp = wishes.tp, wishes.draft_tp
     if tp == 1:
         return 1, "one rank"
@@ -279,10 +273,7 @@ def _check_ranks(flag: str, ranks: int, config: ModelConfig, what: str) -> None:
 
 
 def outline(wishes: EngineConfig, machine: Machine) -> EnginePlan:
-    """Every `auto` resolved from configurations and vocabularies, but for what memory decides.
-
-    Context and pages are as many as are asked for, or as there may be. Raises the errors of what cannot be.
-    """
+    """Every `auto` resolved but for what memory decides: context and pages are as many as there may be."""
     target = ModelFolder.of(wishes.model)
     model, drafter = target.config, choose_drafter(wishes, target)
     dtype, kernels, why_kernels, draft_kernels = _kernels(wishes, machine, model, drafter)
