@@ -26,8 +26,7 @@ ARCHITECTURES = {
     "Gemma4UnifiedAssistantForCausalLM": "gemma4_unified_assistant",
 }
 """Architectures, and their model types."""
-ORDER = "masked_embedding.token_ordering"
-"""The tensor of token ids int64 [V], cluster by cluster."""
+ORDER = "masked_embedding.token_ordering"  # the tensor of token ids int64 [V], cluster by cluster
 
 
 @dataclass(frozen=True)
@@ -35,10 +34,8 @@ class AssistantConfig:
     """What an assistant's configuration says beyond a decoder's."""
 
     target_hidden_size: int
-    clusters: int = 0
-    """Into which ids are divided, each with a vector; 0: logits are made of all ids."""
-    kept: int = 0
-    """Clusters whose ids get logits: those whose vectors fit best."""
+    clusters: int = 0  # into which ids are divided, each with a vector; 0: logits are made of all ids
+    kept: int = 0  # clusters whose ids get logits: those whose vectors fit best
 
 
 def suppressed_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:

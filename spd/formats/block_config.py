@@ -19,8 +19,7 @@ MAX_PERIOD, MAX_RANK, MAX_EXPERTS, MAX_WIDTH = 1024, 1 << 16, 1 << 14, 1 << 20
 KINDS = ("full_attention", "sliding_attention")
 LINEAR = "linear_attention"
 RECURRENT, CONVOLVING = (KINDS[0], LINEAR), (KINDS[0], "conv")
-SINGLE = (*RECURRENT, "mlp", "moe")
-"""Kinds of layers: of those that recur, and of those with a single block."""
+SINGLE = (*RECURRENT, "mlp", "moe")  # kinds of layers: of those that recur, and of those with a single block
 _OLDER = {"mamba": LINEAR, "attention": KINDS[0], "M": LINEAR, "*": KINDS[0], "-": "mlp", "E": "moe"}
 """What kinds are called in older files, and the letters of Nemotron-H."""
 MLPS = ("dense", "sparse")
@@ -90,16 +89,14 @@ class DeltaConfig:
     interleaved: bool = False  # projections are fused, key head by key head (Qwen3-Next)
     corrects: bool = True  # else Mamba-2, whose heads share keys by groups
     conv_bias: bool = field(default=False, metadata=keyed("mamba_conv_bias"))
-    single: tuple[str, ...] = ()
-    """The kind of each layer's one block; empty where layers have two."""
+    single: tuple[str, ...] = ()  # the kind of each layer's one block; empty where layers have two
 
 
 @dataclass(frozen=True)
 class ConvConfig:
     """Short convolutions between two gates, and which layers they are."""
 
-    kernel: int = field(metadata=keyed("conv_L_cache", 2, MAX_TAPS))
-    """Inputs that the convolution sees."""
+    kernel: int = field(metadata=keyed("conv_L_cache", 2, MAX_TAPS))  # inputs that the convolution sees
     layers: tuple[bool, ...]
 
 

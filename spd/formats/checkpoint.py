@@ -32,8 +32,7 @@ MAX_TENSORS = 1 << 20
 INDEX_LIMIT = 40_000_000  # bytes; the largest published ones, of 140 thousand tensors, have 20 million
 HEADER_LIMIT = 40_000_000  # bytes; 90 thousand tensors of one file take 12 million, the official reader 100
 MAX_NUMBER = (1 << 64) - 1
-PIECE = 8 << 20
-"""Bytes of a tensor that are in memory at a time, where it goes from file to file."""
+PIECE = 8 << 20  # bytes of a tensor that are in memory at a time, where it goes from file to file
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 TORCH_NAMES = {
     **{"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"},

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-DEMOS = ("demo", "demo-hybrid")
-"""Their names, accepted wherever a model is named. They share a tokenizer."""
+DEMOS = ("demo", "demo-hybrid")  # their names, accepted wherever a model is named; they share a tokenizer
 
 
 def demo_folder(name: str = "demo") -> Path:

@@ -58,8 +58,7 @@ class ModelConfig:
     """Whether queries and keys are normalised per head, where a family leaves that to the checkpoint."""
     latent: blocks.LatentConfig | None = None
     experts: blocks.ExpertsConfig | None = None
-    quantization: Quantization | None = None
-    """How matrices are stored in few bits."""
+    quantization: Quantization | None = None  # how matrices are stored in few bits
     sliding: tuple[int | None, ...] = ()
     """Each layer's sliding window, None where it sees everything; empty where no layer slides."""
     local_rope: RopeConfig | None = None  # of layers that slide, where they rotate in another way
@@ -73,15 +72,13 @@ class ModelConfig:
     """Of norms behind blocks, where it is another."""
     attention_softcap: float | None = field(default=None, metadata=keyed("attn_logit_softcapping", 1e-3, 1e6))
     logit_softcap: float | None = field(default=None, metadata=keyed("final_logit_softcapping", 1e-3, 1e6))
-    still: tuple[bool, ...] = ()
-    """Which layers know no positions; empty where every one turns."""
+    still: tuple[bool, ...] = ()  # which layers know no positions; empty where every one turns
     scales: blocks.Scales = blocks.Scales()
     gemma4: blocks.Gemma4Config | None = None
     recurrent: blocks.DeltaConfig | blocks.ConvConfig | None = None  # of layers between those that attend
     eagle3: Eagle3Config | None = None
     """Of an EAGLE-3 head, which is no model by itself: how it reads its target."""
-    assistant: AssistantConfig | None = None
-    """The same of an assistant."""
+    assistant: AssistantConfig | None = None  # the same of an assistant
 
     @property
     def head_kind(self) -> str | None:
@@ -329,8 +326,7 @@ WRAPPERS = {
 model type says nothing else."""
 _TEXTS = {kind: each for each, own in reversed(_FAMILIES.items()) for kind in (own.model_type, *own.also)}
 """Architectures by the model types of texts."""
-_FLAT = ("qwen2_5_vl",)
-"""Those that were published with the text's keys beside the others."""
+_FLAT = ("qwen2_5_vl",)  # those that were published with the text's keys beside the others
 _OUTSIDE = ("tie_word_embeddings", "quantization_config", "dtype")
 """What holds for the text's part too where it stands beside it."""
 SUPPORTED_ARCHITECTURES = (*_FAMILIES, *WRAPPERS)

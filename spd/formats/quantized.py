@@ -34,8 +34,7 @@ from spd.errors import CheckpointError
 from spd.formats.checkpoint import FLOAT_DTYPES, TensorMeta, text_name
 from spd.formats.json_file import Fields, keyed, shown
 
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Which nibble of a word holds each of eight neighbouring columns."""
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # which nibble of a word holds each of eight neighbouring columns
 NVFP4_GROUP, MXFP4_GROUP = 16, 32
 MAX_GROUP = 1 << 16
 FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
@@ -52,11 +51,9 @@ PACKED |= dict.fromkeys(("gptq", "awq"), "qweight")
 CODES = frozenset({"weight", *PACKED.values()})
 _NESTED = re.compile(r"[*+}]\)*[*+{]|\([^()]*[*+{|][^()]*\)[*+{]")
 """Repetitions of repetitions, which can take for ever to match."""
-EVERY = ("",)
-"""Patterns that each name matches."""
+EVERY = ("",)  # patterns that each name matches
 Shape = tuple[int, ...]
-StoredTensor = tuple[tuple[Shape, ...], tuple[str, ...]]
-"""The shapes that a tensor may have, and dtypes."""
+StoredTensor = tuple[tuple[Shape, ...], tuple[str, ...]]  # the shapes that a tensor may have, and dtypes
 
 
 @dataclass(frozen=True)

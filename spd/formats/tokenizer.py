@@ -36,8 +36,7 @@ _LISTS = ("additional_special_tokens", "extra_special_tokens")
 _CHANNELS = (("<|message|>", "<|start|>", "<|channel|>", "<|end|>", "<|eom|>"), ("<channel|>", "<|channel>"))
 """What parts a reply into thinking and answer; only such models have the first of each."""
 MAX_ID = (1 << 24) - 1
-SHORT = 1 << 16
-"""Characters of a text that is encoded to see how long it is, whatever the context."""
+SHORT = 1 << 16  # characters of a text that is encoded to see how long it is, whatever the context
 FILE_LIMIT = 64_000_000  # bytes; the largest published ones have about 35 million
 MAX_CHARACTERS = 4_000_000  # of a vocabulary; published: 2 million. The library takes up to 250 bytes for one
 MAX_PART = 20_000  # characters of JSON of a normalizer and so on; published: 3,000
@@ -100,8 +99,7 @@ class Tokenizer:
         added = library.get_added_tokens_decoder()
         special = (pair for pair in sorted(added.items()) if pair[1].special or pair[1].content in named)
         self.special_tokens = {token.content: token_id for token_id, token in special}
-        self.vocab_size = max(highest, *added, -1) + 1
-        """The highest token id plus one, added tokens included."""
+        self.vocab_size = max(highest, *added, -1) + 1  # the highest token id plus one, added tokens included
         if not 0 < self.vocab_size <= MAX_ID + 1:
             why = f"token ids reach {self.vocab_size - 1}, 0 to {MAX_ID} are supported"
             raise CheckpointError(f"{where}: {why}")

@@ -22,8 +22,7 @@ from spd.errors import ResourceError
 from spd.formats.checkpoint import DTYPE_BITS, Checkpoint, TensorMeta
 from spd.formats.files import sync, sync_folder
 
-Report = Callable[[int, int], None]
-"""Hears of (bytes written, bytes in all)."""
+Report = Callable[[int, int], None]  # hears of (bytes written, bytes in all)
 
 
 @dataclass(frozen=True)

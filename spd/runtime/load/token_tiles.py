@@ -17,8 +17,7 @@ from spd.kernels.native.build import read_kept
 Widest = dict[str, int]
 """By the dtype that weights are kept in: the widest tile of bfloat16 tokens. Narrow where nothing is said."""
 KINDS = ("bfloat16", "int8")
-SHOWN: Mapping[str, Widest] = {"9.0": {"bfloat16": 64}}
-"""By compute capability: what long runs have shown."""
+SHOWN: Mapping[str, Widest] = {"9.0": {"bfloat16": 64}}  # by compute capability: what long runs have shown
 
 
 def driver_version() -> str | None:

@@ -36,16 +36,14 @@ METHODS = {
 """Every method that can be asked for; `auto` becomes another one."""
 ARBITRATED = tuple(f"{name}+ngram" for name, method in METHODS.items() if method.weights)
 """Two proposers, of which each slot keeps one's drafts: lookup's where its match is long."""
-WEIGHT_WISHES = ("draft_model", "mtp", "draft_tp")
-"""What can be asked of a model or head that drafts."""
+WEIGHT_WISHES = ("draft_model", "mtp", "draft_tp")  # what can be asked of a model or head that drafts
 NGRAM_MIN, LONG_MATCH = 3, 5
 """Tokens of a match that is followed: where lookup drafts alone, and where it replaces a model's drafts."""
 VERIFY_RULES = ("coupled", "rejection", "block")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KERNELS = ("auto", "torch", "native", "triton")
 QUANTIZE = ("none", "int8", "int4")
-MAX_DRAFT = 31
-"""Drafts a round at most: one tile of 32 rows holds the window."""
+MAX_DRAFT = 31  # drafts a round at most: one tile of 32 rows holds the window
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ class Drafter:
     reason: str
     folder: ModelFolder | None = None
     mtp: MtpSource | None = None
-    head_embedding: bool = False
-    """Whether an EAGLE-3 head holds embeddings, perhaps the target's."""
+    head_embedding: bool = False  # whether an EAGLE-3 head holds embeddings, perhaps the target's
 
     def source(self) -> tuple[ModelConfig, ModelFolder] | None:
         """Whose weights draft and where they are: the head's, or the draft model's."""

@@ -22,8 +22,7 @@ from spd.runtime.plan.machine import Machine
 
 OLDEST_CAPABILITY = (8, 0)
 """Of a GPU that multiplies bfloat16 and has the shared memory that the kernels count on."""
-AS_STORED = "as the dtype says"
-"""Why weights are wide that were not quantized."""
+AS_STORED = "as the dtype says"  # why weights are wide that were not quantized
 FLOAT16_OVERFLOWS = "float16 could overflow before the norm's scales"
 SCALES = {"int8": "a scale a row", "int4": f"a scale for {INT4_GROUP} columns"}
 """What `--quantize` makes of a matrix."""

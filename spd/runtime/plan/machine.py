@@ -12,8 +12,7 @@ from typing import Any
 from spd.errors import ResourceError
 from spd.kernels.native.build import processor_features
 
-LIBRARY, OK = "libnvidia-ml.so.1", 0
-"""NVIDIA's management library, and the status of a call that worked."""
+LIBRARY, OK = "libnvidia-ml.so.1", 0  # NVIDIA's management library, and the status of a call that worked
 FAST_BFLOAT16 = {"amx_tile", "avx512_bf16"}
 """Features of processors on which torch multiplies bfloat16 quickly."""
 
@@ -26,10 +25,8 @@ class Machine:
     free: int
     capability: tuple[int, int] = (0, 0)
     """The CUDA compute capability; (0, 0) without one, or where the driver does not say."""
-    fast_bfloat16: bool = True
-    """Whether torch multiplies bfloat16 quickly."""
-    foreseen: bool = False
-    """Known from the driver alone: nothing is compiled for a plan on it."""
+    fast_bfloat16: bool = True  # whether torch multiplies bfloat16 quickly
+    foreseen: bool = False  # known from the driver alone: nothing is compiled for a plan on it
 
     @property
     def on_cpu(self) -> bool:

@@ -31,16 +31,13 @@ from spd.runtime.round.limits import (
     state_depth,
 )
 
-ATTENTION_BLOCK = 512
-"""Positions that attention walks at a time; a slot's pages come in whole blocks."""
+ATTENTION_BLOCK = 512  # positions that attention walks at a time; a slot's pages come in whole blocks
 LOGIT_COPIES = {"torch": 16, "native": 16, "triton": 4}
 """Float32 copies of the logits alive at once: torch's sampler sorts, sums and draws noise in tensors."""
-GRAPH_BYTES = 2**29
-"""Kept free for captured graphs and their private pools."""
+GRAPH_BYTES = 2**29  # kept free for captured graphs and their private pools
 CHECKPOINTS, SHARE_OF_CHECKPOINTS = 8, 8
 """Checkpoints of recurrent states besides two a slot; they take at most 1 / the second of usable memory."""
-WORTH_NAMING = 0.01
-"""Share of the whole below which a remedy is not mentioned, unless it suffices."""
+WORTH_NAMING = 0.01  # share of the whole below which a remedy is not mentioned, unless it suffices
 
 
 @dataclass(frozen=True)
@@ -48,8 +45,7 @@ class EngineShape:
     """Everything that decides how much memory an engine takes; lengths in tokens."""
 
     target: ModelConfig
-    draft: ModelConfig | None
-    """A draft model, EAGLE-3 head or assistant that is used."""
+    draft: ModelConfig | None  # a draft model, EAGLE-3 head or assistant that is used
     dtype: str
     slots: int
     ctx: int
@@ -61,22 +57,17 @@ class EngineShape:
     pages: int | None = None
     """Of the caches; None for every slot at full length, or for one of them when `squeezed`."""
     squeezed: bool = False
-    keep_laws: bool = False
-    """Whether what each draft was drawn from is kept until it is verified."""
+    keep_laws: bool = False  # whether what each draft was drawn from is kept until it is verified
     model_drafts: int = 0
     """The most tokens that a draft model or head drafts; lookup may draft up to `draft_max`."""
     mtp: MtpSource | None = None
-    head_embedding: bool = False
-    """Whether an EAGLE-3 head holds embeddings, which may not be the target's."""
+    head_embedding: bool = False  # whether an EAGLE-3 head holds embeddings, which may not be the target's
     form: WeightForm = WIDE
-    draft_form: WeightForm = WIDE
-    """Of the draft model or the MTP head."""
+    draft_form: WeightForm = WIDE  # of the draft model or the MTP head
     tp: int = 1
     """Ranks among which the target is divided; everything here is of the first one, which has most."""
-    draft_tp: int = 1
-    """Ranks of each group that runs the drafter."""
-    checkpoints: int = 0
-    """Places for states that recurrent layers go on from, in the host's memory."""
+    draft_tp: int = 1  # ranks of each group that runs the drafter
+    checkpoints: int = 0  # places for states that recurrent layers go on from, in the host's memory
 
     @property
     def chunk(self) -> int:
@@ -108,12 +99,10 @@ class MemoryNeed:
     draft_weights: int
     cache: int
     draft_cache: int
-    states: int
-    """What recurrent layers keep of the slots, of the target and of a draft model."""
+    states: int  # what recurrent layers keep of the slots, of the target and of a draft model
     workspace: int
     graphs: int
-    checkpoints: int = 0
-    """On the host; with a GPU, not part of its memory."""
+    checkpoints: int = 0  # on the host; with a GPU, not part of its memory
 
     @property
     def total(self) -> int:

@@ -38,8 +38,7 @@ from spd.runtime.plan.memory import (
 from spd.runtime.round.cpu_load import usable_cpus
 from spd.runtime.round.limits import PAGE_SIZE
 
-AUTO_CTX = 32768
-"""Context that `auto` stops at; longer ones are had by asking."""
+AUTO_CTX = 32768  # context that `auto` stops at; longer ones are had by asking
 MOST_RANKS = 64
 FROM_WISHES = ("quantize", "ngram_max", "verify", "synthetic_acceptance", "load")
 FROM_SHAPE = (
@@ -59,18 +58,15 @@ class EnginePlan:
     shape: EngineShape
     device: str
     weights_reason: str
-    spec: str
-    """What drafts, `+ngram` where lookup is arbitrated with it; off where nothing does."""
+    spec: str  # what drafts, `+ngram` where lookup is arbitrated with it; off where nothing does
     draft_tiers: tuple[int, ...]
     adaptive: bool
     ngram_min: int
     lag: int
     kernels_reason: str
-    token_tiles: Mapping[str, int]
-    """Of Triton's products: see `token_tiles.Widest`."""
+    token_tiles: Mapping[str, int]  # of Triton's products: see `token_tiles.Widest`
     token_tiles_reason: str
-    draft_kernels: str
-    """Of a draft model or a head."""
+    draft_kernels: str  # of a draft model or a head
     threads: int
     threads_follow: bool
     """Whether fewer are used while other programs need CPUs: C kernels, whose bits they do not change."""
