@@ -65,12 +65,9 @@ def read_assistant(fields: Fields) -> tuple[AssistantConfig, Fields] | None:
     layers = inner.integer("num_hidden_layers", 1, 1024)
     shared = inner.integer("num_kv_shared_layers", 0, layers, layers) or layers
     inner.require(shared == layers, "num_kv_shared_layers", "every layer of an assistant shares")
-    text = {
-        **inner.values,
-        **{"architectures": ["Gemma4ForCausalLM"], "num_kv_shared_layers": 0},
-        **{"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 1},
-        **{"tie_word_embeddings": True, "final_logit_softcapping": None},
-    }
+    text: dict[str, object] = {"architectures": ["Gemma4ForCausalLM"], "num_kv_shared_layers": 0}
+    text |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 1}
+    text |= {"tie_word_embeddings": True, "final_logit_softcapping": None}
     text |= {key: fields.get(key) for key in ("dtype", "torch_dtype") if key in fields}
     facts = AssistantConfig(fields.integer("backbone_hidden_size", 1, 1 << 20, 1536), clusters, kept)
-    return facts, Fields(inner.where, text)
+    return facts, inner.having(text)

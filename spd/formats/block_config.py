@@ -100,6 +100,9 @@ class ConvConfig:
     layers: tuple[bool, ...]
 
 
+Recurrent = DeltaConfig | ConvConfig
+
+
 @dataclass(frozen=True)
 class RouterConfig:
     """How a token's experts are chosen and weighed.
@@ -205,9 +208,7 @@ def layer_kinds(
     return names
 
 
-def read_recurrent(
-    fields: Fields, num_layers: int, kinds: tuple[str, ...], **facts: Any
-) -> DeltaConfig | ConvConfig:
+def read_recurrent(fields: Fields, num_layers: int, kinds: tuple[str, ...], **facts: Any) -> Recurrent:
     """Layers of the second of the `kinds`: by name, or all but some numbered ones, or but every few."""
     keys = ("layer_types", "full_attn_idxs", "full_attention_interval")
     key = next((key for key in keys if key in fields), keys[0])

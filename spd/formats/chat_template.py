@@ -55,11 +55,10 @@ class ChatTemplate:
         if fields is None:
             return None
         value, key = fields.get("chat_template"), "chat_template"
-        where, entries = f"{fields.where}: {key}", [{"name": "default", "template": value}]
-        if not isinstance(value, str):
-            if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
-                raise fields.refused(key, "is neither a string nor a list of named templates")
-            entries = value
+        entries = [{"name": "default", "template": value}] if isinstance(value, str) else value
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise fields.refused(key, "is neither a string nor a list of named templates")
+        where = f"{fields.where}: {key}"
         named = [Fields(where, entry) for entry in entries]
         templates = {each.text("name"): each.text("template") for each in named}
         why = f"has no template named default, only {shown(sorted(templates))}"

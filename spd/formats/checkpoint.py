@@ -24,7 +24,7 @@ from spd.formats.hub import PICKLE_SUFFIXES, incomplete, not_a_model
 from spd.formats.json_file import Fields, decode_utf8, listed, names_in, open_regular_file, os_errors, shown
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -194,9 +194,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         where = self.tensors[name].shard if name in self.tensors else self.folder
         return CheckpointError(f"{where}: tensor {shown(name)}: {why}")
 
-    def read(
-        self, name: str, rows: tuple[int, int] | None = None, into: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def read(self, name: str, rows: tuple[int, int] | None = None, into: Tensor | None = None) -> Tensor:
         """One tensor, or its rows [first, end), as stored and on the CPU, or in `into` if it is given."""
         import torch
 

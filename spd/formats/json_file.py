@@ -11,9 +11,8 @@ import stat
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import MISSING
+from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO, TypeVar, cast
 
 from spd.errors import CheckpointError
@@ -133,17 +132,13 @@ def keyed(name: str, *bounds: float) -> dict[str, Any]:
     return {"key": name, "bounds": bounds}
 
 
+@dataclass
 class Fields:
-    """Typed, ranged reading of a JSON object; null counts as absent.
+    """Typed, ranged reading of a JSON object; null counts as absent."""
 
-    `where` starts every message: the file, and for a nested object the key that holds it. `called` are keys
-    by other names than the file's own, which messages have.
-    """
-
-    def __init__(
-        self, where: str, values: Mapping[str, object], called: Mapping[str, str] = MappingProxyType({})
-    ) -> None:
-        self.where, self.values, self.called = where, values, called
+    where: str  # what every message begins with: the file, and for a nested object the key that holds it
+    values: Mapping[str, object]
+    called: Mapping[str, str] = field(default_factory=dict)  # the file's own names of keys that were renamed
 
     @classmethod
     def of(cls, path: Path, limit: int = CONFIG_LIMIT) -> Fields:
@@ -288,7 +283,7 @@ class Fields:
                 known[each.name] = (reader if bounds else self.boolean)(name, *bounds)
             elif unsaid:
                 known[each.name] = None
-        return kind(**known) if made is None else dataclasses.replace(cast(Any, made), **known)
+        return kind(**known) if made is None else replace(cast(Any, made), **known)
 
     def token_ids(self, key: str, end: int) -> tuple[int, ...]:
         """Token ids, one or a list; empty when absent. No text has those from `end` on: they are dropped."""

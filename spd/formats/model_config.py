@@ -75,7 +75,7 @@ class ModelConfig:
     still: tuple[bool, ...] = ()  # which layers know no positions; empty where every one turns
     scales: blocks.Scales = blocks.Scales()
     gemma4: blocks.Gemma4Config | None = None
-    recurrent: blocks.DeltaConfig | blocks.ConvConfig | None = None  # of layers between those that attend
+    recurrent: blocks.Recurrent | None = None  # of layers between those that attend
     eagle3: Eagle3Config | None = None
     """Of an EAGLE-3 head, which is no model by itself: how it reads its target."""
     assistant: AssistantConfig | None = None  # the same of an assistant
@@ -83,8 +83,7 @@ class ModelConfig:
     @property
     def head_kind(self) -> str | None:
         """What it is where it drafts for another model only: the method that drafts with it."""
-        kinds = {"eagle3": self.eagle3, "assistant": self.assistant}
-        return next((kind for kind, facts in kinds.items() if facts is not None), None)
+        return "eagle3" if self.eagle3 is not None else "assistant" if self.assistant is not None else None
 
 
 @dataclass(frozen=True)
@@ -96,8 +95,7 @@ class _Family:
     experts: blocks.ExpertsConfig | None = None  # what no key says of experts
     switch: str | None = None  # a key without which there are none
     latent: bool = False
-    recurrent: Callable[[Fields, int], blocks.DeltaConfig | blocks.ConvConfig] | None = None
-    """What reads of recurrent layers, where there are some."""
+    recurrent: Callable[[Fields, int], blocks.Recurrent] | None = None  # what reads of layers that recur
     spelled: Callable[[Fields], Mapping[str, object]] | None = None  # what keys say in a way of its own
     only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)  # as `_SUPPORTED`
     local_base: str | None = None  # the key of the base of layers that slide, where these turn in another way
@@ -407,6 +405,7 @@ def _decoder_config(fields: Fields) -> ModelConfig:
     fixed = "alpha" not in turning or "alpha" in family.absent
     turning.require(fixed, "'alpha'", "is not a known rope parameter")
     rope = read_rope(turning, max_positions, latent.rope_dim if latent else head_dim, partly=partly)
+    known = rope.original_max_positions if rope.kind == "longrope" else None  # beyond, every angle is another
     num_kv_heads, others = _key_heads(fields, "num_key_value_heads", num_heads, num_heads), None
     if sliding and blocks.SLIDING_HEADS[0] in family.absent:
         local, key = fields.integer(blocks.SLIDING_HEADS[0], 1, MAX_HEADS, num_heads), blocks.SLIDING_HEADS[1]
@@ -419,7 +418,7 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH, inner),
         head_dim=head_dim,
         num_kv_heads=num_kv_heads,
-        max_positions=min(max_positions, rope.max_positions or max_positions),
+        max_positions=min(max_positions, known or max_positions),
         rope=rope,
         dtype=fields.choice("dtype", _DTYPES, "float32").removeprefix("torch."),
         bos_token_id=next(iter(fields.token_ids("bos_token_id", vocab_size)), None),

@@ -32,11 +32,6 @@ class RopeConfig:
     rotated: int | None = None  # the first dimensions of a head that turn; None: all of them
     short_factor: tuple[float, ...] = ()  # longrope: divides each angle, up to the original context
 
-    @property
-    def max_positions(self) -> int | None:
-        """The last position whose angles are known: longrope turns every earlier one anew beyond it."""
-        return self.original_max_positions if self.kind == "longrope" else None
-
 
 _NUMBERS: dict[RopeKind, dict[str, float]] = {
     "default": {},

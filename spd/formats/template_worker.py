@@ -67,13 +67,11 @@ def _raise_exception(message: Any) -> NoReturn:
     raise Refused(str(message))
 
 
-def render(
-    environment: TemplateEnvironment, source: str, variables: dict[str, Any], limit: int
-) -> dict[str, str]:
+def render(jinja: TemplateEnvironment, source: str, variables: dict[str, Any], limit: int) -> dict[str, str]:
     """Render one template: {"text": ...}, or why not: {"refused": ...}, {"faulty": ...}, {"memory": ...}."""
     try:
         parts, length = [], 0
-        for part in environment.from_string(source).generate(**variables):
+        for part in jinja.from_string(source).generate(**variables):
             length += len(part)
             if length > limit:
                 return {"faulty": f"writes more than {limit} characters"}

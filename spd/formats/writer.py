@@ -44,9 +44,7 @@ def outputs(checkpoint: Checkpoint, tensors: Sequence[TensorMeta]) -> list[Outpu
     return [OutputTensor(t.name, t.dtype, t.shape, partial(checkpoint.pieces, t)) for t in tensors]
 
 
-def write_tensors(
-    path: Path, tensors: Sequence[OutputTensor], report: Report = lambda done, total: None
-) -> None:
+def write_tensors(path: Path, tensors: Sequence[OutputTensor], report: Report = lambda *_: None) -> None:
     """Write a new safetensors file, a piece at a time."""
     ordered = sorted(tensors, key=lambda tensor: (-DTYPE_BITS[tensor.dtype], tensor.name))
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -64,22 +64,17 @@ def direct_fill(checkpoint: Checkpoint, meter: LoadMeter, cuts: Cuts = NOTHING) 
 
 
 def checkpoint_fill(
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    layout: ModelLayout,
-    device: str,
-    meter: LoadMeter,
-    whole: ModelLayout | None = None,
+    checkpoint: Checkpoint, config: ModelConfig, whole: ModelLayout, place: Place, meter: LoadMeter
 ) -> Fill:
-    """The fill that suits a device, and quantized weights; `layout` is a rank's part of the `whole`."""
-    parts = parts_of(config, layout).items()
+    """The fill that suits a device and quantized weights, of a rank's part of the whole."""
+    parts = parts_of(config, whole.sharded(place.shard)).items()
     cuts = {name: part.cut for name, part in parts if part.cut is not None}
     fill = direct_fill(checkpoint, meter, cuts)
-    if not cuts and torch.device(device).type == "cuda":
+    if not cuts and torch.device(place.device).type == "cuda":
         fill = partial(read_tensors, checkpoint, advance=meter.advance)
     if config.quantization is None:
         return fill
-    shapes = expected_tensors(config, whole or layout)
+    shapes = expected_tensors(config, whole)
     return unpacking_fill(checkpoint, fill, config.quantization, shapes, meter, cuts)
 
 
@@ -273,9 +268,9 @@ def load_model(
         if head is not None and own is not None:
             files.enter_context(head.target_folder.checkpoint)
         for part in [decoder_part(config, own)] if head is None else head.find(own):
-            whole, part = part.layout, replace(part, layout=part.layout.sharded(place.shard))
             if own is not None:
-                fill = checkpoint_fill(own, config, part.layout, place.device, meter, whole)
+                fill = checkpoint_fill(own, config, part.layout, place, meter)
+            part = replace(part, layout=part.layout.sharded(place.shard))
             build = partial(build_model, config, part, builder, fill, positions, at_once=at_once, meter=meter)
             if head is None:
                 made.append(build())

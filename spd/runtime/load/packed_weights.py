@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from spd.formats.checkpoint import Checkpoint
-from spd.formats.quantized import AWQ_ORDER, Quantization, Scheme
+from spd.formats.quantized import AWQ_ORDER, Quantization, Scheme, Shape
 from spd.kernels.linear.few_bits import MIDDLE, CodeKind, paired, unpaired, values
 from spd.runtime.load.progress import LoadMeter
 from spd.runtime.models.builder import Fill
 from spd.runtime.models.destinations import Cut, Cuts
 from spd.runtime.models.weights import PARTS, part_name
 
+Shapes = Mapping[str, Shape]
+Stored = Mapping[str, Tensor]
 STRIP = 2**22
 """Codes of odd widths that are unpacked at a time: each takes eight bytes several times meanwhile."""
 
@@ -59,12 +61,7 @@ class Unpacked:
 
 
 def unpacking_fill(
-    checkpoint: Checkpoint,
-    fill: Fill,
-    how: Quantization,
-    shapes: Mapping[str, tuple[int, ...]],
-    meter: LoadMeter,
-    cuts: Cuts,
+    checkpoint: Checkpoint, fill: Fill, how: Quantization, shapes: Shapes, meter: LoadMeter, cuts: Cuts
 ) -> Fill:
     """`fill`, but what is stored in few bits is unpacked, a matrix at a time. shapes: of whole matrices."""
 
@@ -103,7 +100,7 @@ def keep_packed(
         zeros.copy_(torch.tensor(MIDDLE[stored.kind]) if stored.zeros is None else stored.zeros)
 
 
-def unpack(checkpoint: Checkpoint, module: str, scheme: Scheme, shape: tuple[int, ...]) -> Unpacked:
+def unpack(checkpoint: Checkpoint, module: str, scheme: Scheme, shape: Shape) -> Unpacked:
     """A stored matrix [N, K]."""
     stored = {last: checkpoint.read(f"{module}.{last}") for last in scheme.tensors(shape)}
     rows, columns = shape
@@ -135,9 +132,7 @@ def unpack(checkpoint: Checkpoint, module: str, scheme: Scheme, shape: tuple[int
     return Unpacked(scheme.kind, codes, scales, zeros, group)
 
 
-def _by_columns(
-    stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
+def _by_columns(stored: Stored, scheme: Scheme, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and zeros of GPTQ and AutoAWQ, whose tensors stand [in, out]."""
     rows, columns = shape
     zeros = unpacked_words(stored["qzeros"], scheme.bits, rows)
@@ -150,7 +145,7 @@ def _by_columns(
     return codes.contiguous(), stored["scales"].t().float(), zeros.t()
 
 
-def _floats_or_bytes(stored: Mapping[str, Tensor], scheme: Scheme, rows: int) -> tuple[Tensor, Tensor]:
+def _floats_or_bytes(stored: Stored, scheme: Scheme, rows: int) -> tuple[Tensor, Tensor]:
     """Codes and scales of layouts that pack no words."""
     codes, scales = stored[scheme.codes].view(torch.uint8), stored["weight_scale"]
     if scheme.layout == "int8":

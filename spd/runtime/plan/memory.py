@@ -253,9 +253,7 @@ def _weights(config: ModelConfig, shape: EngineShape, form: WeightForm, ranks: i
     return tensor_bytes(config, shape.dtype, form, ranks) + packed * ids * config.hidden_size * width
 
 
-def _workspace(
-    shape: EngineShape, model: ModelConfig, positions: int, rows: int, sampled: int, ranks: int
-) -> int:
+def _workspace(shape: EngineShape, model: ModelConfig, ctx: int, rows: int, sampled: int, ranks: int) -> int:
     """What one model's forward passes and sampling hold beside weights and cache, summed, bounded above.
 
     `rows` go through a window's forward pass, `sampled` of them through the head.
@@ -266,7 +264,7 @@ def _workspace(
     shapes = {block.heads for block in layout.attending}
     logits = sampled * model.vocab_size * 4 * LOGIT_COPIES[shape.kernels]
     history = shape.slots * model.vocab_size * 9  # token counts, prompt marks, biases
-    context = pages_a_slot(positions) * PAGE_SIZE
+    context = pages_a_slot(ctx) * PAGE_SIZE
     # Sums of the split softmax; torch also has a mask a head of a group and window, and perhaps scores.
     attention = sum(heads * (size + 2) for heads, _, size in shapes) * rows * num_chunks(context) * 4
     if shape.kernels == "torch":
@@ -279,7 +277,7 @@ def _workspace(
     gathered = ranks + 2 if ranks > 1 else 0  # a part of the hidden state from every rank
     activations = widest * ((4 + gathered) * model.hidden_size + inner) * width
     tables = 2 if model.local_rope is None else 4  # of sines and cosines, others for layers that slide
-    rotary = tables * positions * max(size for *_, size in shapes) * width
+    rotary = tables * ctx * max(size for *_, size in shapes) * width
     return logits + history + attention + activations + rotary
 
 

@@ -161,9 +161,7 @@ def _dtype(wish: str, machine: Machine, model: ModelConfig, kernels: str) -> str
     return "bfloat16" if model.dtype != "float32" and quick else "float32"
 
 
-def _kernels(
-    wishes: EngineConfig, machine: Machine, model: ModelConfig, drafter: Drafter
-) -> tuple[str, str, str, str]:
+def _kernels(wishes: EngineConfig, machine: Machine, model: ModelConfig, drafter: Drafter) -> tuple[str, ...]:
     """The dtype, the form of the kernels, which no drafter changes, why, and that of what drafts."""
     layers = family_layout(model).layers
     dtype = _dtype(wishes.dtype, machine, model, wishes.kernels)
