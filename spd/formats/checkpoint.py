@@ -227,11 +227,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return same and all(map(eq, self.pieces(one), other.pieces(its)))
 
     def _fill(self, memory: memoryview, meta: TensorMeta, offset: int) -> None:
-        """Read a tensor's bytes from `offset` on.
-
-        The file is compared with what was opened before and after, so that a replaced or truncated file
-        is an error instead of foreign bytes.
-        """
+        """Read a tensor's bytes from `offset` on; a file that was replaced or cut meanwhile is refused."""
         read_exactly(self.open_shard(meta.shard), memory, meta.offset + offset, meta.shard)
         self._check_identity(meta.shard)
 

@@ -48,10 +48,7 @@ def read_input_text(name: Path | str, fix: str, limit: int = INPUT_LIMIT) -> str
 
 
 def open_output(path: Path, *, append: bool = False) -> int:
-    """Open a file for writing, made if it is not there, emptied unless `append`; a regular one is locked.
-
-    Raises OSError, and UsageError while it is being written already.
-    """
+    """Open a file to write, emptied unless `append`; a regular one is locked. Raises OSError, UsageError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else 0), 0o666)
     try:
         if stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -155,9 +155,7 @@ def assistant_of(folder: Path) -> Path | None:
 def _cached_snapshot(name: str) -> Path:
     check_repository_name(name)
     folder = cached_folder(name)
-    snapshots: list[str] = []
-    with suppress(OSError):
-        snapshots = sorted(os.listdir(folder / "snapshots"))
+    snapshots = sorted(path.name for path in folder.glob("snapshots/*"))
     if not snapshots:
         short = {model.rpartition("/")[2].lower(): model for model in [*list_cached_models(), *DEMOS]}
         near = difflib.get_close_matches(name.rpartition("/")[2].lower(), short, n=1, cutoff=0.6)

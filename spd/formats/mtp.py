@@ -234,10 +234,7 @@ def no_mtp(folder: Path, num_layers: int, declared: int) -> IncompatibleError:
 
 
 def check_mtp(checkpoint: Checkpoint, source: MtpSource, layer_tensors: Shapes) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of everything that the head's modules need, seen to be there.
-
-    layer_tensors: the shapes of one decoder layer by the names inside it.
-    """
+    """Names and shapes of all that the head's modules need, seen to be there. layer_tensors: of one layer."""
     expected: dict[str, tuple[int, ...]] = {}
     layout = source.layout
     for module in range(layout.modules):
@@ -347,10 +344,7 @@ class HeadPlan:
 def plan_head(
     source: ModelFolder, name: str, check: Callable[[MtpSource, Checkpoint], Collection[str]]
 ) -> HeadPlan:
-    """Find and check the head of a checkpoint, if it has one; the caller closes `plan.checkpoint`.
-
-    check: names of the tensors that a head needs, seen to be in a checkpoint.
-    """
+    """The head of a checkpoint, which the caller closes. check: names of what it needs, seen to be there."""
     config, declared = source.config, declared_modules(source.fields)
     refuse_head(config, source.path)
 

@@ -112,11 +112,8 @@ class Tokenizer:
         told = {name for own in _CHANNELS if own[0] in self.special_tokens for name in own}
         silent = {i for name, i in self.special_tokens.items() if name not in told}
         self.token_bytes = cache(lambda i: b"" if i in silent else bytes_of(self._token(i)))
-        """The exact bytes that a token stands for; none for ids without a token and special
-        tokens, but for those that part a reply into thinking and answer.
-
-        A leading space counts, also where `decode` drops it from the start of a whole text.
-        """
+        """The exact bytes that a token stands for, a leading space included; none for ids without a token and
+        special tokens, but for those that part a reply into thinking and answer."""
         self._prefix, self._suffix = self._read_surroundings(config)
 
     @classmethod
@@ -147,8 +144,7 @@ class Tokenizer:
     def bounded(self, text: str, context: int, *, cut: bool = False) -> str:
         """A text that may fit a context of so many tokens; with `cut` the end of one that cannot.
 
-        Raises IncompatibleError for such a text without. It is not encoded: it has more characters than as
-        many of the longest tokens.
+        Such a text has more characters than as many of the longest tokens. Else raises IncompatibleError.
         """
         if len(text) <= SHORT:
             return text
@@ -228,7 +224,7 @@ def _read_decoder(library: tokenizers.Tokenizer, where: str) -> tuple[Callable[[
     """How a token's text becomes bytes, and whether a whole text loses the space that it begins with.
 
     Characters of a byte-level vocabulary stand for bytes; in others texts are replaced, and tokens like
-    <0x0A> are bytes. A decoder whose bytes a token are unknown is refused by name.
+    <0x0A> are bytes.
     """
     state = None if library.decoder is None else json.loads(library.decoder.__getstate__())
     steps = [] if state is None else state["decoders"] if state["type"] == "Sequence" else [state]

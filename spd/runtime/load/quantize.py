@@ -22,10 +22,7 @@ from spd.runtime.models.weights import check_weights, destinations
 
 
 def rounded_names(folder: ModelFolder, mtp_too: bool) -> list[str]:
-    """The matrices that `--quantize int4` rounds; with mtp_too, those of MTP layers that are called alike.
-
-    Raises IncompatibleError for weights that are quantized already.
-    """
+    """The matrices that `--quantize int4` rounds; with mtp_too, those of MTP layers that are called alike."""
     config, layout = folder.config, family_layout(folder.config)
     if config.quantization is not None:
         raise IncompatibleError(f"the weights of {folder.path} are quantized already")

@@ -58,10 +58,7 @@ class Buffer:
 
 
 class PinnedBuffer(Buffer):
-    """Pinned, with a stream of its own and an event behind its copies; casts by way of device memory.
-
-    The copies begin after `ready`, which stands behind the allocation of the destinations.
-    """
+    """Pinned; casts by way of device memory. Copies begin after `ready`: destinations are allocated."""
 
     def __init__(self, nbytes: int, device: torch.device, ready: torch.cuda.Event, casts: bool) -> None:
         super().__init__(nbytes, pinned=True)
@@ -89,8 +86,7 @@ def plan_chunks(
 ) -> list[Chunk]:
     """Cut what the destinations need into chunks, ordered by file and offset.
 
-    A destination is a contiguous tensor of as many elements as its namesake in the checkpoint, both in any
-    float dtype. Empty tensors need no chunk.
+    A destination is a contiguous tensor of as many elements as its namesake, both in any float dtype.
     """
     chunks = []
     for name, view in destinations.items():

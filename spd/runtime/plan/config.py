@@ -15,13 +15,10 @@ if TYPE_CHECKING:
 
 
 class Method(NamedTuple):
-    """What proposes tokens: so many a round at most, if no other number is asked for.
-
-    weights: the wishes that can name the model or head that drafts; none where nothing with weights does.
-    """
+    """What proposes tokens: so many a round at most, if no other number is asked for."""
 
     draft_max: int
-    weights: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()  # the wishes that can name the model or head that drafts
 
 
 METHODS = {

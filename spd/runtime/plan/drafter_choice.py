@@ -51,31 +51,34 @@ def choose_drafter(config: EngineConfig, target: ModelFolder) -> Drafter:
         return _asked_mtp(config, target)
     if not config.weights:
         return Drafter(method, "asked for")
-    draft = None if config.draft_model is None else ModelFolder.of(config.draft_model)
-    if draft is None and method == "auto":
+    if config.draft_model is not None:
+        return _asked_draft(config, target, ModelFolder.of(config.draft_model))
+    if method == "auto":
         found = _own_mtp(config, target)
         if isinstance(found, Drafter):
             return found
         why = found
-    if draft is None and method in ("auto", "assistant") and (path := assistant_of(target.path)) is not None:
+    if method in ("auto", "assistant") and (path := assistant_of(target.path)) is not None:
         try:
             return _asked_head(config, target, ModelFolder(path))
         except SpdError as error:
             if method == "assistant":
                 raise
             why = f"{path.name} cannot be used: {error.message}"
-    if draft is None and method != "assistant" and target.path in map(demo_folder, DEMOS):
+    if method != "assistant" and target.path in map(demo_folder, DEMOS):
         own = demo_eagle3_folder() if method == "eagle3" else demo_draft_folder()
-        fits = own.exists() and (method != "eagle3" or target.path == own.parent)
-        draft = ModelFolder(own) if fits else None
-    if draft is None:
-        if method in HEADS:
-            kind = HEADS[method]
-            raise UsageError(f"--spec {method} needs {kind}", fix=[f"--draft-model FOLDER of {kind}"])
-        if method == "draft":
-            raise UsageError("--spec draft needs a draft model", fix=["--draft-model FOLDER", "--spec ngram"])
-        return Drafter("ngram", why)
-    if method in HEADS or draft.config.head_kind is not None:
+        if own.exists() and (method != "eagle3" or target.path == own.parent):
+            return _asked_draft(config, target, ModelFolder(own))
+    if method in HEADS:
+        kind = HEADS[method]
+        raise UsageError(f"--spec {method} needs {kind}", fix=[f"--draft-model FOLDER of {kind}"])
+    if method == "draft":
+        raise UsageError("--spec draft needs a draft model", fix=["--draft-model FOLDER", "--spec ngram"])
+    return Drafter("ngram", why)
+
+
+def _asked_draft(config: EngineConfig, target: ModelFolder, draft: ModelFolder) -> Drafter:
+    if config.method in HEADS or draft.config.head_kind is not None:
         return _asked_head(config, target, draft)
     if config.load != "dummy":
         draft.checkpoint.close()  # what holds no model says so before its tokenizer is compared

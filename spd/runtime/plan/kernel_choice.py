@@ -92,10 +92,7 @@ def _native(wish: str, why_not: str | None, dtype: str, foreseen: bool) -> tuple
 def choose_form(
     model: ModelConfig, folder: ModelFolder, wishes: EngineConfig, machine: Machine, kernels: str, dtype: str
 ) -> tuple[WeightForm, str]:
-    """The form of a folder's weights, and why. Raises IncompatibleError, CheckpointError.
-
-    Reads the headers of a checkpoint whose configuration speaks of quantized weights, and of no other.
-    """
+    """The form of a folder's weights, and why; headers are read where they are quantized, and only there."""
     if wishes.quantize != "none":
         if model.quantization is not None:
             reason = [f"quantization_config in config.json speaks of {model.quantization.method} weights."]

@@ -254,10 +254,7 @@ def _weights(config: ModelConfig, shape: EngineShape, form: WeightForm, ranks: i
 
 
 def _workspace(shape: EngineShape, model: ModelConfig, ctx: int, rows: int, sampled: int, ranks: int) -> int:
-    """What one model's forward passes and sampling hold beside weights and cache, summed, bounded above.
-
-    `rows` go through a window's forward pass, `sampled` of them through the head.
-    """
+    """The most that a model's passes over `rows`, of them `sampled`, hold beside weights and cache."""
     rows = max(rows, TAIL_ROWS[shape.kernels])
     width, widest = DTYPE_BYTES[shape.dtype], max(shape.chunk, rows)
     layout = rank_layout(model, ranks)
