@@ -30,16 +30,7 @@ from spd.runtime.models.builder import Fill, LayerBuilder, LayerTensors, Place, 
 from spd.runtime.models.decoder import AuxStates, Decoder, HeadModel, Parts, build_layer
 from spd.runtime.models.destinations import NOTHING, Cut, Cuts
 from spd.runtime.models.layouts import GqaLayout
-from spd.runtime.models.weights import (
-    HeadPart,
-    HeadRules,
-    ModelLayout,
-    check_weights,
-    expected_tensors,
-    parts_of,
-    table_destinations,
-    tell_unused,
-)
+from spd.runtime.models.weights import HeadPart, HeadRules, ModelLayout
 
 
 def read_part(checkpoint: Checkpoint, name: str, cut: Cut) -> Tensor:
@@ -67,14 +58,14 @@ def checkpoint_fill(
     checkpoint: Checkpoint, config: ModelConfig, whole: ModelLayout, place: Place, meter: LoadMeter
 ) -> Fill:
     """The fill that suits a device and quantized weights, of a rank's part of the whole."""
-    parts = parts_of(config, whole.sharded(place.shard)).items()
+    parts = weights.parts_of(config, whole.sharded(place.shard)).items()
     cuts = {name: part.cut for name, part in parts if part.cut is not None}
     fill = direct_fill(checkpoint, meter, cuts)
     if not cuts and torch.device(place.device).type == "cuda":
         fill = partial(read_tensors, checkpoint, advance=meter.advance)
     if config.quantization is None:
         return fill
-    shapes = expected_tensors(config, whole)
+    shapes = weights.expected_tensors(config, whole)
     return unpacking_fill(checkpoint, fill, config.quantization, shapes, meter, cuts)
 
 
@@ -128,7 +119,7 @@ def decoder_part(config: ModelConfig, checkpoint: Checkpoint | None = None) -> H
     """What loads a decoder, which shares nothing, seen to be in a checkpoint."""
     layout = family_layout(config)
     if checkpoint is not None:
-        tell_unused(check_weights(checkpoint, config, layout), checkpoint.folder)
+        weights.tell_unused(weights.check_weights(checkpoint, config, layout), checkpoint.folder)
     return HeadPart(layout, HeadRules(), {})
 
 
@@ -152,7 +143,7 @@ def build_model(
     place, layout = builder.place, part.layout
     ids = None if part.ids is None else part.ids.to(place.device)
     space = WeightSpace(place)
-    tables = space.block(table_destinations(config, layout))
+    tables = space.block(weights.table_destinations(config, layout))
     allocated: deque[LayerTensors] = deque()
     if at_once:
         allocated.extend(space.layer(each, layout.prefix.format(i)) for i, each in enumerate(layout.layers))

@@ -35,8 +35,7 @@ ATTENTION_BLOCK = 512  # positions that attention walks at a time; a slot's page
 LOGIT_COPIES = {"torch": 16, "native": 16, "triton": 4}
 """Float32 copies of the logits alive at once: torch's sampler sorts, sums and draws noise in tensors."""
 GRAPH_BYTES = 2**29  # kept free for captured graphs and their private pools
-CHECKPOINTS, SHARE_OF_CHECKPOINTS = 8, 8
-"""Checkpoints of recurrent states besides two a slot; they take at most 1 / the second of usable memory."""
+SHARE_OF_CHECKPOINTS = 8  # checkpoints of recurrent states take at most this part of usable memory
 WORTH_NAMING = 0.01  # share of the whole below which a remedy is not mentioned, unless it suffices
 
 

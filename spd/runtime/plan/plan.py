@@ -26,19 +26,12 @@ from spd.runtime.plan.config import LONG_MATCH, METHODS, NGRAM_MIN, EngineConfig
 from spd.runtime.plan.drafter_choice import Drafter, choose_drafter
 from spd.runtime.plan.kernel_choice import choose_form, choose_kernels, native_obstacle
 from spd.runtime.plan.machine import Machine, machine_of
-from spd.runtime.plan.memory import (
-    CHECKPOINTS,
-    EngineShape,
-    MemoryNeed,
-    checkpoint_bytes,
-    fitted,
-    measure,
-    state_bytes,
-)
+from spd.runtime.plan.memory import EngineShape, MemoryNeed, checkpoint_bytes, fitted, measure, state_bytes
 from spd.runtime.round.cpu_load import usable_cpus
 from spd.runtime.round.limits import PAGE_SIZE
 
 AUTO_CTX = 32768  # context that `auto` stops at; longer ones are had by asking
+CHECKPOINTS = 8  # of recurrent states, besides two a slot
 MOST_RANKS = 64
 FROM_WISHES = ("quantize", "ngram_max", "verify", "synthetic_acceptance", "load")
 FROM_SHAPE = (
