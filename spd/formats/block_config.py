@@ -25,8 +25,7 @@ _OLDER = {"mamba": LINEAR, "attention": KINDS[0], "M": LINEAR, "*": KINDS[0], "-
 MLPS = ("dense", "sparse")
 SLIDING_HEADS = ("swa_num_attention_heads", "swa_num_key_value_heads")
 """Keys of the heads of layers that slide, where they have others."""
-MAX_TAPS, MAX_DELTA_DIM = 16, 256
-"""What the C kernels have room for: inputs of a convolution, elements of a head."""
+MAX_TAPS, MAX_DELTA_DIM = 16, 256  # the C kernels' room for inputs of a convolution, elements of a head
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,7 @@ class LatentConfig:
 class DeltaConfig:
     """Gated DeltaNet layers, or Mamba-2's: sizes of heads, and which layers they are."""
 
-    kernel: int = field(metadata=keyed("linear_conv_kernel_dim", 2, MAX_TAPS))
-    """Inputs that the convolution sees."""
+    kernel: int = field(metadata=keyed("linear_conv_kernel_dim", 2, MAX_TAPS))  # inputs of the convolution
     key_heads: int = field(metadata=keyed("linear_num_key_heads", 1, MAX_RANK))
     value_heads: int = field(metadata=keyed("linear_num_value_heads", 1, MAX_RANK))
     key_dim: int = field(metadata=keyed("linear_key_head_dim", 1, MAX_DELTA_DIM))
@@ -337,11 +335,9 @@ def step_keys(fields: Fields) -> dict[str, object]:
     layers = fields.integer("num_hidden_layers", 1, MAX_PERIOD)
     found: dict[str, Any] = {k: each[:layers] for k, each in fields.values.items() if isinstance(each, list)}
     found |= {key: [limit or 0.0 for limit in found[key]] for key in LIMITS if key in found}
-    cut, sparse, thetas = fields.having(found), "moe_layers_enum", "rope_theta"
+    cut, key, thetas = fields.having(found), "moe_layers_enum", "rope_theta"
     if "mlp_layer_types" not in cut:
-        listed = (
-            cut.integers(sparse, 0, MAX_RANK) if sparse in found else re.findall(r"\d+", cut.text(sparse, ""))
-        )
+        listed = cut.integers(key, 0, MAX_RANK) if key in found else re.findall(r"\d+", cut.text(key, ""))
         named = {int(number) for number in listed} or {*range(3, layers)}
         found["mlp_layer_types"] = [MLPS[layer in named] for layer in range(layers)]
     slid = cut.fields("attention_other_setting") or Fields(cut.where, {})

@@ -60,8 +60,7 @@ class TensorMeta(NamedTuple):
     offset: int  # of its first byte, from the beginning of the file
 
 
-Identity = tuple[int, int, int, int]
-"""What must stay equal for a file to be the one whose header was read; first its size."""
+Identity = tuple[int, int, int, int]  # what stays equal while a file is the same; first its size
 
 
 def _identity(status: os.stat_result) -> Identity:

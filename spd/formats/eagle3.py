@@ -35,8 +35,7 @@ ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Ea
 MODEL_TYPE = "eagle3"
 IDS, OTHER_IDS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
 MOST_AUX = 16
-LAYER_PREFIXES = ("midlayer.", "layers.0.")
-"""What stands before the names of the head's layer; the first that is there counts."""
+LAYER_PREFIXES = ("midlayer.", "layers.0.")  # before the names of the head's layer; the first found counts
 OFFSETS = "d2t"
 _BUILT = {
     **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer"), (True,)),

@@ -59,8 +59,7 @@ class ModelConfig:
     latent: blocks.LatentConfig | None = None
     experts: blocks.ExpertsConfig | None = None
     quantization: Quantization | None = None  # how matrices are stored in few bits
-    sliding: tuple[int | None, ...] = ()
-    """Each layer's sliding window, None where it sees everything; empty where no layer slides."""
+    sliding: tuple[int | None, ...] = ()  # each layer's window, None without one; empty where none slides
     local_rope: RopeConfig | None = None  # of layers that slide, where they rotate in another way
     local_heads: tuple[int, int] | None = None  # their query and key heads, where they have others
     value_dim: int | None = None  # of a value head, where a key's is wider
@@ -76,8 +75,7 @@ class ModelConfig:
     scales: blocks.Scales = blocks.Scales()
     gemma4: blocks.Gemma4Config | None = None
     recurrent: blocks.Recurrent | None = None  # of layers between those that attend
-    eagle3: Eagle3Config | None = None
-    """Of an EAGLE-3 head, which is no model by itself: how it reads its target."""
+    eagle3: Eagle3Config | None = None  # of an EAGLE-3 head, no model by itself: how it reads its target
     assistant: AssistantConfig | None = None  # the same of an assistant
 
     @property
@@ -143,7 +141,6 @@ _read_delta = partial(blocks.read_recurrent, kinds=blocks.RECURRENT)
 _LFM2_DENSE = {**_LFM2, "block_auto_adjust_ff_dim": True}
 _read_conv = partial(blocks.read_recurrent, kinds=blocks.CONVOLVING)
 _CONVOLVES = _Family("lfm2", _LFM2_DENSE, recurrent=_read_conv, spelled=blocks.lfm2_keys)
-_read_single = partial(blocks.read_recurrent, kinds=blocks.SINGLE, corrects=False)
 _GEMMA4 = _Family(
     "gemma4_text",
     {**_GEMMA3, "sliding_window": 512, "num_kv_shared_layers": 0},
@@ -206,7 +203,7 @@ _FAMILIES = {
         {**_GROUPS, "head_dim": 128, _SHARED: 7688, "mamba_conv_bias": True},
         blocks.NEMOTRON,
         switch="num_experts",
-        recurrent=_read_single,
+        recurrent=partial(blocks.read_recurrent, kinds=blocks.SINGLE, corrects=False),
         spelled=blocks.nemotron_keys,
         only={"mlp_bias": (False,)},
     ),
@@ -325,8 +322,7 @@ model type says nothing else."""
 _TEXTS = {kind: each for each, own in reversed(_FAMILIES.items()) for kind in (own.model_type, *own.also)}
 """Architectures by the model types of texts."""
 _FLAT = ("qwen2_5_vl",)  # those that were published with the text's keys beside the others
-_OUTSIDE = ("tie_word_embeddings", "quantization_config", "dtype")
-"""What holds for the text's part too where it stands beside it."""
+_OUTSIDE = ("tie_word_embeddings", "quantization_config", "dtype")  # may stand beside the text's part
 SUPPORTED_ARCHITECTURES = (*_FAMILIES, *WRAPPERS)
 
 _PIECES = {

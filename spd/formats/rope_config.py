@@ -47,8 +47,7 @@ _NUMBERS: dict[RopeKind, dict[str, float]] = {
 """The numbers that each kind reads, and the least of each; a million is the most."""
 _OPTIONAL = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"}
 _SHARE = "partial_rotary_factor"
-_BESIDE = ("rope_theta", _SHARE, "original_max_position_embeddings")
-"""Keys that may stand beside the others, too."""
+_BESIDE = ("rope_theta", _SHARE, "original_max_position_embeddings")  # which may stand beside the others
 ROTARY_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 """How the three positions of an image's part are laid out: a token of text has one."""
 _KNOWN_KEYS = {

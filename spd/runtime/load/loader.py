@@ -204,12 +204,10 @@ class Head:
     """A head that drafts beside a target: the configuration of its layers, and where its parts are found."""
 
     config: ModelConfig
-    find: Callable[[Checkpoint | None], Sequence[HeadPart]]
-    """The parts, seen to be in the checkpoint where there is one."""
+    find: Callable[[Checkpoint | None], Sequence[HeadPart]]  # the parts, seen to be in what is given
     target: Decoder
     target_folder: ModelFolder
-    apart: bool
-    """Other ranks than the target's share the head, so that what it takes from the target is read again."""
+    apart: bool  # other ranks than the target's share the head: what it takes from there is read again
 
     def tables(self, part: HeadPart, own: Checkpoint | None, place: Place) -> dict[str, Tensor]:
         """Tables of ids of the head's own. One that equals the target's is read only where that is apart."""

@@ -22,8 +22,7 @@ from spd.runtime.models.weights import PARTS, part_name
 
 Shapes = Mapping[str, Shape]
 Stored = Mapping[str, Tensor]
-STRIP = 2**22
-"""Codes of odd widths that are unpacked at a time: each takes eight bytes several times meanwhile."""
+STRIP = 2**22  # codes of odd widths unpacked at a time: each takes eight bytes several times meanwhile
 
 
 @dataclass(frozen=True)

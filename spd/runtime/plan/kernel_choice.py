@@ -20,12 +20,9 @@ from spd.runtime.models.weights import INT4_GROUP, STEP, WIDE, PackedSpec, Weigh
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.plan.machine import Machine
 
-OLDEST_CAPABILITY = (8, 0)
-"""Of a GPU that multiplies bfloat16 and has the shared memory that the kernels count on."""
+OLDEST_CAPABILITY = (8, 0)  # of a GPU with bfloat16 products and the shared memory that the kernels need
 AS_STORED = "as the dtype says"  # why weights are wide that were not quantized
-FLOAT16_OVERFLOWS = "float16 could overflow before the norm's scales"
-SCALES = {"int8": "a scale a row", "int4": f"a scale for {INT4_GROUP} columns"}
-"""What `--quantize` makes of a matrix."""
+SCALES = {"int8": "a scale a row", "int4": f"a scale for {INT4_GROUP} columns"}  # what --quantize makes
 
 
 def native_obstacle(machine: Machine, dtype: str, layers: Iterable[LayerLayout]) -> str | None:
@@ -114,7 +111,8 @@ def _packed(
     if wishes.load == "dummy":
         return WIDE, AS_STORED
     if kernels == "triton" and dtype == "float16":
-        return WIDE, f"{how.method} weights are multiplied out: {FLOAT16_OVERFLOWS}"
+        why = "float16 could overflow before the norm's scales"
+        return WIDE, f"{how.method} weights are multiplied out: {why}"
     tensors, packed, odd = folder.checkpoint.tensors, dict[str, PackedSpec](), 0
     for name in tensors:
         stem, _, last = name.rpartition(".")

@@ -13,8 +13,7 @@ from spd.errors import ResourceError
 from spd.kernels.native.build import processor_features
 
 LIBRARY, OK = "libnvidia-ml.so.1", 0  # NVIDIA's management library, and the status of a call that worked
-FAST_BFLOAT16 = {"amx_tile", "avx512_bf16"}
-"""Features of processors on which torch multiplies bfloat16 quickly."""
+FAST_BFLOAT16 = {"amx_tile", "avx512_bf16"}  # of processors on which torch multiplies bfloat16 quickly
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,7 @@ class Machine:
 
     device: str
     free: int
-    capability: tuple[int, int] = (0, 0)
-    """The CUDA compute capability; (0, 0) without one, or where the driver does not say."""
+    capability: tuple[int, int] = (0, 0)  # of CUDA; (0, 0) without one, or where the driver does not say
     fast_bfloat16: bool = True  # whether torch multiplies bfloat16 quickly
     foreseen: bool = False  # known from the driver alone: nothing is compiled for a plan on it
 

@@ -53,18 +53,15 @@ class EngineShape:
     kernels: str
     graphs: bool
     on_cpu: bool
-    pages: int | None = None
-    """Of the caches; None for every slot at full length, or for one of them when `squeezed`."""
+    pages: int | None = None  # of the caches; None for all slots at full length, one where `squeezed`
     squeezed: bool = False
     keep_laws: bool = False  # whether what each draft was drawn from is kept until it is verified
-    model_drafts: int = 0
-    """The most tokens that a draft model or head drafts; lookup may draft up to `draft_max`."""
+    model_drafts: int = 0  # the most that a draft model or head drafts; lookup may draft `draft_max`
     mtp: MtpSource | None = None
     head_embedding: bool = False  # whether an EAGLE-3 head holds embeddings, which may not be the target's
     form: WeightForm = WIDE
     draft_form: WeightForm = WIDE  # of the draft model or the MTP head
-    tp: int = 1
-    """Ranks among which the target is divided; everything here is of the first one, which has most."""
+    tp: int = 1  # ranks that share the target; everything here is of the first one, which has most
     draft_tp: int = 1  # ranks of each group that runs the drafter
     checkpoints: int = 0  # places for states that recurrent layers go on from, in the host's memory
 

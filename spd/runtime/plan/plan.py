@@ -61,8 +61,7 @@ class EnginePlan:
     token_tiles_reason: str
     draft_kernels: str  # of a draft model or a head
     threads: int
-    threads_follow: bool
-    """Whether fewer are used while other programs need CPUs: C kernels, whose bits they do not change."""
+    threads_follow: bool  # whether fewer are used while other programs need CPUs: for C kernels
     draft_tp_reason: str
     memory_budget_bytes: int
 
