@@ -59,17 +59,13 @@ class Gemma4Config:
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Latent attention: keys and values are products of one small vector a token, which is what is kept.
-
-    A query and key head is `nope_dim` dimensions without position and `rope_dim` that rotate; the rotated
-    part of a key is one for all heads.
-    """
+    """Latent attention: keys and values are products of one small vector a token, which is what is kept."""
 
     query_rank: int | None = field(metadata=keyed("q_lora_rank", 1, MAX_RANK))
     """None: queries come straight from the hidden state."""
     rank: int = field(metadata=keyed("kv_lora_rank", 1, MAX_RANK))
-    nope_dim: int = field(metadata=keyed("qk_nope_head_dim", 1, 1024))
-    rope_dim: int
+    nope_dim: int = field(metadata=keyed("qk_nope_head_dim", 1, 1024))  # of a head, without position
+    rope_dim: int  # of a head, behind them, that rotate: of keys one part for all heads
     value_dim: int = field(metadata=keyed("v_head_dim", 1, 1024))
     interleaved: bool = field(default=True, metadata=keyed("rope_interleave"))
 

@@ -190,13 +190,10 @@ class TemplateProcess:
         return reply or {"limit": "takes too much time or memory"}
 
     def _start(self) -> subprocess.Popen[bytes]:
-        try:
+        code, pipe = "from spd.formats.template_worker import main; main()", subprocess.PIPE
+        try:  # in a session of its own: Ctrl-C in the terminal is not for the worker
             self._process = process = subprocess.Popen(
-                isolated("from spd.formats.template_worker import main; main()"),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in the terminal is not for the worker
+                isolated(code), stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
             )
         except OSError as error:
             raise EngineError(f"cannot start the chat template worker: {error.strerror or error}") from None

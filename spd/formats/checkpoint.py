@@ -70,8 +70,6 @@ def _identity(status: os.stat_result) -> Identity:
 _WRAPPED = {"model.language_model.": "model.", "language_model.model.": "model."}
 _WRAPPED |= {"language_model.lm_head.": "lm_head.", "backbone.": "model."}
 """What stands before the names of a text model's tensors inside one that sees images too, and without it."""
-
-
 _PARTS, _SCALES = ("gate", "up", "down"), ("", "_scale", "_scale_2")
 _RENAMED = {
     **{"block_sparse_moe": "mlp", "router.layer": "gate", "mlp.router": "mlp.gate", "feed_forward": "mlp"},
@@ -169,8 +167,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             weight_map = read_weight_map(folder / INDEX_NAME)
             picked = weight_map if wanted is None else wanted(weight_map)
             shards = sorted({shard for tensor, shard in weight_map.items() if tensor in picked})
-            missing = [shard for shard in shards if shard not in names]
-            if missing:
+            if missing := [shard for shard in shards if shard not in names]:
                 words = f"{len(missing)} of {len(shards)} shards are missing: {', '.join(listed(missing))}"
                 raise incomplete(folder, f"{INDEX_NAME}: {words}")
             known = set(weight_map.values())

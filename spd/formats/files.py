@@ -12,8 +12,7 @@ from typing import BinaryIO
 
 from spd.errors import NotFoundError, UsageError
 
-INPUT_LIMIT, LINES_LIMIT = 64 * 2**20, 2**30
-"""Bytes of one input, and of a file of many lines: far beyond any context, and no /dev/zero."""
+INPUT_LIMIT, LINES_LIMIT = 64 * 2**20, 2**30  # bytes of one input, and of a file of many lines
 
 
 def read_input(name: Path | str, fix: str, limit: int = INPUT_LIMIT) -> bytes:

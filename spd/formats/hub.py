@@ -81,8 +81,7 @@ def not_a_model(path: Path) -> CheckpointError | None:
         base = Fields.of(path / ADAPTER).get("base_model_name_or_path")
         why = f"{called}: is a LoRA adapter of {shown(base)}, to be merged into it (PEFT's merge_and_unload)"
         return CheckpointError(why, fix=[f"-m {base} runs it without the adapter"])
-    pickles = [name for name in names if name.lower().endswith(PICKLE_SUFFIXES)]
-    if pickles:
+    if pickles := [name for name in names if name.lower().endswith(PICKLE_SUFFIXES)]:
         usual = [name for name in pickles if name.startswith("pytorch_model")]
         convert = shlex.join([sys.executable, "-I", "-m", "spd.cli.unpickle", str(path)])
         why = f"{called}/{(usual or pickles)[0]}: pickle formats are not supported, only safetensors is"
@@ -155,7 +154,9 @@ def assistant_of(folder: Path) -> Path | None:
 def _cached_snapshot(name: str) -> Path:
     check_repository_name(name)
     folder = cached_folder(name)
-    snapshots = sorted(path.name for path in folder.glob("snapshots/*"))
+    snapshots: list[str] = []
+    with suppress(OSError):
+        snapshots = sorted(os.listdir(folder / "snapshots"))
     if not snapshots:
         short = {model.rpartition("/")[2].lower(): model for model in [*list_cached_models(), *DEMOS]}
         near = difflib.get_close_matches(name.rpartition("/")[2].lower(), short, n=1, cutoff=0.6)

@@ -174,8 +174,9 @@ def _in_words(name: str) -> Iterator[None]:
 
 def _refusal(name: str, error: Exception) -> errors.SpdError:
     """What an error of the library means for a download."""
-    has_none = "this token (HF_TOKEN, hf auth login) has no access"
-    token = has_none if get_token() else "no token is set (HF_TOKEN)"
+    token = "no token is set (HF_TOKEN)"
+    if get_token():
+        token = "this token (HF_TOKEN, hf auth login) has no access"
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, hub_errors.RevisionNotFoundError):
         return NotFoundError(f"{name}: the hub has no such revision", fix=["leave --revision out"])

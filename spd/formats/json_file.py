@@ -93,7 +93,7 @@ def decode_utf8(data: bytes, where: str) -> str:
 
 
 def parse_json(text: str, where: str, constant: Callable[[str], Any] | None = None) -> object:
-    """JSON without duplicate keys and lone surrogates, of bounded depth and size. constant: for NaN."""
+    """JSON of bounded depth and size, no key twice, no lone surrogates. constant: what NaN becomes."""
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         result = dict(pairs)

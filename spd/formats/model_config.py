@@ -338,8 +338,6 @@ _PIECES = {
 """Keys of unknown architectures, the piece that each speaks of, and which class comes near that one."""
 
 _DTYPES = [prefix + name for prefix in ("", "torch.") for name in ("bfloat16", "float16", "float32")]
-
-
 HEADS = {"eagle3": "an EAGLE-3 head", "assistant": "an assistant"}
 
 

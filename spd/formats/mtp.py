@@ -322,17 +322,14 @@ def require_equal(
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """What a conversion takes, made from headers alone; closed with its checkpoint.
-
-    `head` is where it stands. `copies` are the head's own embedding and output tables, each with the target's
-    that it may equal and is then left out for; None where that is not at hand. `ignored` is of no use.
-    """
+    """What a conversion takes, made from headers alone; closed with its checkpoint."""
 
     checkpoint: Checkpoint
-    head: MtpSource
+    head: MtpSource  # where it stands
     tensors: tuple[TensorMeta, ...]
     copies: tuple[tuple[TensorMeta, TensorMeta | None], ...]
-    ignored: tuple[str, ...]
+    """The head's own tables, each with the target's, if at hand, that it may equal and is left out for."""
+    ignored: tuple[str, ...]  # of no use
     declared: int  # see `declared_modules`
 
     @property
@@ -345,7 +342,7 @@ def plan_head(
     source: ModelFolder, name: str, check: Callable[[MtpSource, Checkpoint], Collection[str]]
 ) -> HeadPlan:
     """The head of a checkpoint, which the caller closes. check: names of what it needs, seen to be there."""
-    config, declared = source.config, declared_modules(source.fields)
+    config = source.config
     refuse_head(config, source.path)
 
     def wanted(shards: Mapping[str, str]) -> set[str]:
@@ -355,7 +352,7 @@ def plan_head(
     checkpoint = Checkpoint.open(source.path, wanted)
     layout = find_mtp(config.architecture, checkpoint.tensors, config.num_layers)
     if layout is None:
-        raise no_mtp(source.path, config.num_layers, declared)
+        raise no_mtp(source.path, config.num_layers, declared_modules(source.fields))
     head = MtpSource(source, layout, config, name, verifier_hash(checkpoint))
     needed = check(head, checkpoint)
     # What a copy may equal: the target's embedding serves as head too where it is tied.
@@ -371,7 +368,7 @@ def plan_head(
         tuple(meta for meta in kept if meta.name not in tables),
         tuple((meta, tables[meta.name]) for meta in kept if meta.name in tables),
         tuple(meta.name for name, meta in owned.items() if name not in needed),
-        declared,
+        declared_modules(source.fields),
     )
 
 

@@ -49,8 +49,7 @@ PACKED = dict.fromkeys(("pack", "nvfp4", "mxfp4"), "weight_packed")
 PACKED |= dict.fromkeys(("gptq", "awq"), "qweight")
 """By layout the tensor that holds the codes, where it is not `weight`."""
 CODES = frozenset({"weight", *PACKED.values()})
-_NESTED = re.compile(r"[*+}]\)*[*+{]|\([^()]*[*+{|][^()]*\)[*+{]")
-"""Repetitions of repetitions, which can take for ever to match."""
+_NESTED = re.compile(r"[*+}]\)*[*+{]|\([^()]*[*+{|][^()]*\)[*+{]")  # repetitions of repetitions
 EVERY = ("",)  # patterns that each name matches
 Shape = tuple[int, ...]
 StoredTensor = tuple[tuple[Shape, ...], tuple[str, ...]]  # the shapes that a tensor may have, and dtypes

@@ -58,10 +58,7 @@ _KNOWN_KEYS = {
 
 
 def rope_fields(fields: Fields, by_kind: bool) -> Fields:
-    """How layers that see everything turn, in one spelling, with what is said beside it.
-
-    Version 5 writes `rope_parameters`, perhaps `by_kind`; version 4 `rope_theta` and `rope_scaling`.
-    """
+    """How layers that see everything turn: `rope_parameters`, perhaps `by_kind`, or as version 4 says it."""
     found, old = fields.fields("rope_parameters"), fields.fields("rope_scaling")
     if found is None or not found.values:
         found = old or Fields(fields.where, {})
@@ -146,14 +143,12 @@ def read_growth(rope: Fields) -> tuple[float, int] | None:
 
 @dataclass(frozen=True)
 class RotaryDims:
-    """How a head turns: `rotated` of its first dimensions, in pairs (2i, 2i + 1) where `interleaved`, else
-    first half against second half. The kernels know one form, all `width` dimensions in halves: weights
-    are reordered for it when they are loaded, and what does not turn gets the angle 0.
-    """
+    """How a head turns. The kernels know one form, all `width` dimensions, the first half against the second:
+    weights are reordered for it when they are loaded, and what does not turn gets the angle 0."""
 
     width: int
-    rotated: int
-    interleaved: bool = False
+    rotated: int  # of its first dimensions
+    interleaved: bool = False  # in pairs (2i, 2i + 1)
 
     @property
     def order(self) -> list[int] | None:

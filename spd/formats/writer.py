@@ -79,7 +79,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 @contextmanager
 def open_stage(destination: Path) -> Iterator[Path]:
-    """A folder that becomes `destination` when the block ends well. Raises ResourceError for the disk's."""
+    """A folder that becomes `destination` when the block ends well. Raises ResourceError where it cannot."""
     try:
         parent = destination.parent
         parent.mkdir(parents=True, exist_ok=True)

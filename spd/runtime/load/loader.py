@@ -71,9 +71,7 @@ def checkpoint_fill(
 
 DUMMY_BIAS = 0.02
 DUMMY_LOGITS = 3.0  # standard deviation of a dummy model's logits: far from uniform, far from certain
-DUMMY_DOWN = 4.0
-"""How much larger an MLP's output is than attention's, whose average over all tokens would
-else make a model say one token for ever."""
+DUMMY_DOWN = 4.0  # how much larger an MLP's output is than attention's: else one token is said for ever
 
 
 def dummy_fill(device: str, tied: bool, meter: LoadMeter) -> Fill:

@@ -27,16 +27,13 @@ STRIP = 2**22  # codes of odd widths unpacked at a time: each takes eight bytes 
 
 @dataclass(frozen=True)
 class Unpacked:
-    """A stored matrix: codes uint8 [N, K], scales float32 and zeros uint8 or None [N, K / group].
-
-    Where columns of a group are not neighbours, each column is a group of its own.
-    """
+    """A stored matrix [N, K]."""
 
     kind: CodeKind
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    group: int
+    codes: Tensor  # uint8 [N, K]
+    scales: Tensor  # float32 [N, K / group]
+    zeros: Tensor | None  # uint8 [N, K / group]
+    group: int  # 1 where columns of a group are not neighbours
 
     def plain(self) -> Tensor:
         """Float32 [N, K]."""

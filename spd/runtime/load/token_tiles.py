@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -14,8 +15,7 @@ from spd.formats.files import write_whole
 from spd.kernels.linear.skinny_config import TILES
 from spd.kernels.native.build import read_kept
 
-Widest = dict[str, int]
-"""By the dtype that weights are kept in: the widest tile of bfloat16 tokens. Narrow where nothing is said."""
+Widest = dict[str, int]  # by the dtype of weights, the widest tile of bfloat16 tokens; narrow where unsaid
 KINDS = ("bfloat16", "int8")
 SHOWN: Mapping[str, Widest] = {"9.0": {"bfloat16": 64}}  # by compute capability: what long runs have shown
 
@@ -56,13 +56,11 @@ def _place(cache: Callable[[], Path], bound: Mapping[str, str]) -> Path:
 
 def read_answer(cache: Callable[[], Path], bound: Mapping[str, str]) -> Widest | None:
     """What was kept for a GPU; None unless it can be read, is the user's own and is meant for it."""
-    try:
+    with suppress(OSError, ValueError, TypeError, LookupError, RuntimeError):
         found = json.loads(read_kept(_place(cache, bound)))
         widest: Widest = found["widest"]
         if found["for"] == bound and all(kind in KINDS and widest[kind] in TILES for kind in widest):
             return dict(widest)
-    except (OSError, ValueError, TypeError, LookupError, RuntimeError):
-        pass
     return None
 
 

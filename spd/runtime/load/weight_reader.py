@@ -22,8 +22,7 @@ from torch import Tensor
 from spd.formats.checkpoint import TORCH_NAMES, Checkpoint, read_exactly
 
 CHUNK_BYTES = 16 * 2**20
-THREADS, BUFFERS = 6, 2
-"""6 threads x 2 buffers x 16 MiB are pinned: little enough not to be felt, enough to fill the bus."""
+THREADS, BUFFERS = 6, 2  # so many buffers each: little pinned memory, and enough to fill the bus
 
 
 @dataclass(frozen=True)

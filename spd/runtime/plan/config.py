@@ -34,8 +34,7 @@ METHODS = {
 ARBITRATED = tuple(f"{name}+ngram" for name, method in METHODS.items() if method.weights)
 """Two proposers, of which each slot keeps one's drafts: lookup's where its match is long."""
 WEIGHT_WISHES = ("draft_model", "mtp", "draft_tp")  # what can be asked of a model or head that drafts
-NGRAM_MIN, LONG_MATCH = 3, 5
-"""Tokens of a match that is followed: where lookup drafts alone, and where it replaces a model's drafts."""
+NGRAM_MIN, LONG_MATCH = 3, 5  # tokens of a match: where lookup drafts alone, and instead of a model
 VERIFY_RULES = ("coupled", "rejection", "block")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KERNELS = ("auto", "torch", "native", "triton")
@@ -45,13 +44,7 @@ MAX_DRAFT = 31  # drafts a round at most: one tile of 32 rows holds the window
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything an engine can be asked; defaults are `auto` wherever the plan may choose.
-
-    `slots` requests decode together. `cache_pages` pages of 64 positions hold their keys and values: by
-    default enough for every slot at full context, or as many as fit; with fewer, the request that came last
-    may have to wait and be prefilled again, which changes no text. `rendezvous` is how many ranks torchrun
-    has started, which meet at its store; without it the engine starts its own.
-    """
+    """Everything an engine can be asked; defaults are `auto` wherever the plan may choose."""
 
     model: Path | ModelFolder
     draft_model: Path | ModelFolder | None = None
@@ -70,8 +63,10 @@ class EngineConfig:
     lag: int | None = None
     graphs: bool | None = None
     kernels: str = "auto"
-    slots: int = 1
+    slots: int = 1  # requests that decode together
     cache_pages: int | None = None
+    """Pages of 64 positions of keys and values: enough for every slot at full context, or as many as fit.
+    With fewer, the latest request may have to wait and be prefilled again, which changes no text."""
     ctx: int | None = None
     memory_fraction: float = 0.9
     prefix_sharing: bool = True
@@ -79,7 +74,7 @@ class EngineConfig:
     load: str = "auto"
     tp: int = 1
     draft_tp: int | None = None
-    rendezvous: int | None = None
+    rendezvous: int | None = None  # ranks that torchrun has started; without it the engine starts its own
 
     @property
     def method(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def foreseen_machine(load: Callable[[str], Any] = ctypes.CDLL) -> Machine:
     """The first GPU that the driver tells of, else the CPU; no torch. load: opens the driver's library."""
     device, memory = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()  # nvmlMemory_t: total, free, used
     major, minor = ctypes.c_int(), ctypes.c_int()
-    try:
+    with suppress(OSError, AttributeError):
         library = load(LIBRARY)
         status = (
             library.nvmlInit_v2()
@@ -66,8 +67,6 @@ def foreseen_machine(load: Callable[[str], Any] = ctypes.CDLL) -> Machine:
             if ask is not None:
                 ask(device, ctypes.byref(major), ctypes.byref(minor))  # 0.0 where it fails
             return Machine("cuda", memory[1], (major.value, minor.value), foreseen=True)
-    except (OSError, AttributeError):
-        pass
     return Machine("cpu", free_memory("cpu"), (0, 0), cpu_has_fast_bfloat16(), foreseen=True)
 
 

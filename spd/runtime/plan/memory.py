@@ -170,8 +170,9 @@ def checkpoint_bytes(shape: EngineShape) -> int:
             captured = 0 if config.eagle3 is None else config.hidden_size
             total += state_bytes(config, ranks) + page_bytes(config, shape.dtype, ranks)
             total += (inputs + captured) * width
-    if shape.mtp is not None and (modules := shape.mtp_modules):
-        total += modules * (_mtp_page_size(shape, shape.mtp) + shape.mtp.config.hidden_size) * width
+    if (mtp := shape.mtp) is not None:
+        page = PAGE_SIZE * module_position_size(mtp.config, mtp.layout.family, shape.draft_shard)
+        total += shape.mtp_modules * (page + mtp.config.hidden_size) * width
     return total
 
 
@@ -224,15 +225,11 @@ def _aux_states(shape: EngineShape, draft: ModelConfig) -> int:
     return (_states(shape, 1) * draft.hidden_size + streams + own) * DTYPE_BYTES[shape.dtype]
 
 
-def _mtp_page_size(shape: EngineShape, mtp: MtpSource) -> int:
-    """Elements of one page of an MTP module's cache."""
-    return PAGE_SIZE * module_position_size(mtp.config, mtp.layout.family, shape.draft_shard)
-
-
 def _mtp_head(shape: EngineShape, mtp: MtpSource) -> tuple[int, int]:
     """Bytes of an MTP head's weights, and of its cache and states."""
     config, modules, width = mtp.config, shape.mtp_modules, DTYPE_BYTES[shape.dtype]
-    positions, shard = shape.num_pages * _mtp_page_size(shape, mtp), shape.draft_shard
+    shard = shape.draft_shard
+    positions = shape.num_pages * PAGE_SIZE * module_position_size(config, mtp.layout.family, shard)
     states = _states(shape, modules) * config.hidden_size
     weights = sum(module_bytes(mtp, i, shape.dtype, shape.draft_form, shard) for i in range(modules))
     # Each module has both tables where the target's are divided among other ranks, and Step's their heads.

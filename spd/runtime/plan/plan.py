@@ -192,10 +192,7 @@ def _draft_lengths(config: EngineConfig, method: str, adaptive: bool) -> tuple[s
 
 
 def _draft_tiers(draft_max: int, graphs: bool, modules: int = 0) -> tuple[int, ...]:
-    """The values of k that adapting may choose: few where each is a graph of its own.
-
-    With several MTP modules none below their number, for all of them run in every draft pass.
-    """
+    """The values of k that adapting may choose: few with graphs, none below MTP modules, which all run."""
     tiers: Iterable[int] = range(draft_max + 1)
     if graphs:
         tiers = {0, draft_max, *(k for k in (1, 2, 4, 6, 8, 12, 16, 24) if k < draft_max)}
@@ -259,7 +256,7 @@ def _check_ranks(flag: str, ranks: int, config: ModelConfig, what: str) -> None:
 
 
 def outline(wishes: EngineConfig, machine: Machine) -> EnginePlan:
-    """Every `auto` resolved but for what memory decides: context and pages are as many as there may be."""
+    """Every `auto` resolved but for what memory decides: context and pages are as asked for, or the most."""
     target = ModelFolder.of(wishes.model)
     model, drafter = target.config, choose_drafter(wishes, target)
     dtype, kernels, why_kernels, draft_kernels = _kernels(wishes, machine, model, drafter)
