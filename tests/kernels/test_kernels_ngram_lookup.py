@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.forms import HERE, needs_compiled
+from tests.kernels.forms import HERE, WholeState, needs_compiled
 from tests.prompt_lookup import match_length, search
 
 WIDTH, WIDE = 150, 12
@@ -31,7 +31,7 @@ def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     if request.param == "native":
         if request.getfixturevalue("device") != "cpu":
             pytest.skip("C kernels run on a CPU")
-        return request.getfixturevalue("native_with")(HERE[0])
+        return WholeState(request.getfixturevalue("native_with")(HERE[0]))
     if request.param == "torch":
         return importlib.import_module("spd.kernels.round.ngram_lookup")
     pytest.importorskip("triton")

@@ -22,11 +22,11 @@ static void rotate(
 }
 
 typedef struct {
-    const element *query, *kept, *cos, *sin; /* what is rotated, what goes to the cache besides: see the callers */
+    const element *query, *cos, *sin;
     const int64_t *positions, *places;
     const float *norm;
     element *keys, *values, *out;
-    long heads, kv_heads, size, page, rank, query_row, query_head, latent_row;
+    long rows, heads, kv_heads, size, page;
     float epsilon;
 } Rotation;
 
@@ -47,27 +47,32 @@ static void rotate_rows(const void *work, Share *share, int member)
     }
 }
 
-/* See `spd.kernels.rotary_store`; norm float32 [heads + kv_heads][size] or null; query [rows][heads][size].
+/* See `spd.kernels.rotary_store`; norm float32 [heads + kv_heads][size] or null; query is qkv, out [rows][heads][size].
 
    A page holds its positions head by head, [kv_heads][page][size]: what attention reads together lies together. */
-void spd_rotary_store(const element *qkv, const element *cos, const element *sin, const int64_t *positions,
-    const int64_t *places, const float *norm, float epsilon, element *keys, element *values, element *query, long rows,
-    long heads, long kv_heads, long size, long page, int threads)
+void spd_rotary_store(const Rotation *o, long threads)
 {
-    const Rotation o = {.query = qkv, .cos = cos, .sin = sin, .positions = positions, .places = places, .norm = norm,
-        .keys = keys, .values = values, .out = query, .heads = heads, .kv_heads = kv_heads, .size = size, .page = page,
-        .epsilon = epsilon};
-    share_out(rotate_rows, &o, rows, threads_for(0.5 * (double)(rows * (heads + 2 * kv_heads) * size), threads));
+    double values = (double)(o->rows * (o->heads + 2 * o->kv_heads) * o->size);
+    share_out(rotate_rows, o, o->rows, threads_for(0.5 * values, threads));
 }
+
+typedef struct {
+    const element *query, *latent, *cos, *sin;
+    const int64_t *positions, *places;
+    const float *norm;
+    element *pages, *out;
+    long rows, heads, rank, turned, query_row, query_head, latent_row;
+    float epsilon;
+} Latents;
 
 static void latent_rows(const void *work, Share *share, int member)
 {
-    const Rotation *o = work;
-    long turned = o->size, rank = o->rank;
+    const Latents *o = work;
+    long turned = o->turned, rank = o->rank;
     for (long r; (r = take(share, member)) >= 0;) {
         const element *c = o->cos + o->positions[r] * turned, *s = o->sin + o->positions[r] * turned;
-        const element *own = o->kept + r * o->latent_row;
-        element *kept = o->keys + o->places[r] * (rank + turned);
+        const element *own = o->latent + r * o->latent_row;
+        element *kept = o->pages + o->places[r] * (rank + turned);
         norm_row(own, o->norm, o->epsilon, 0, rank, kept);
         rotate(own + rank, 0, 0, c, s, turned, kept + rank);
         for (long h = 0; h < o->heads; h++) {
@@ -79,14 +84,10 @@ static void latent_rows(const void *work, Share *share, int member)
 
 /* See `spd.kernels.mla_attention`: latent [rows][rank + turned] normed and rotated into pages, query [rows][heads]
    [turned] rotated to out; rows and heads of them lie the given numbers of elements apart. */
-void spd_latent_store(const element *query, const element *latent, const element *cos, const element *sin, const int64_t *positions,
-    const int64_t *places, const float *norm, float epsilon, element *pages, element *out, long rows, long heads, long rank,
-    long turned, long query_row, long query_head, long latent_row, int threads)
+void spd_latent_store(const Latents *o, long threads)
 {
-    const Rotation o = {.query = query, .kept = latent, .cos = cos, .sin = sin, .positions = positions,
-        .places = places, .norm = norm, .keys = pages, .out = out, .heads = heads, .size = turned, .rank = rank,
-        .query_row = query_row, .query_head = query_head, .latent_row = latent_row, .epsilon = epsilon};
-    share_out(latent_rows, &o, rows, threads_for(0.5 * (double)(rows * (rank + turned + heads * turned)), threads));
+    double values = (double)(o->rows * (o->rank + o->turned + o->heads * o->turned));
+    share_out(latent_rows, o, o->rows, threads_for(0.5 * values, threads));
 }
 
 typedef struct {
@@ -94,7 +95,7 @@ typedef struct {
     const int64_t *table, *positions;
     element *out;
     const float *sinks;
-    long table_width, slots, width, heads, kv_heads, size, value_size, page, first_key, sliding;
+    long slots, width, heads, kv_heads, size, value_size, page, table_width, first_key, sliding;
     float scale, softcap;
 } Attention;
 
@@ -276,10 +277,15 @@ static void attend_unit(const Attention *a, Block *b, const Unit *u, const Unit 
     }
 }
 
+static long units_of(const Attention *a)
+{
+    return a->slots * a->kv_heads * parts(a->width * (a->heads / a->kv_heads), SIDE);
+}
+
 static void attend_units(const void *work, Share *share, int member)
 {
     const Attention *a = work;
-    long units = a->slots * a->kv_heads * parts(a->width * (a->heads / a->kv_heads), SIDE);
+    long units = units_of(a);
     Block block;
     tiles_begin(SIDE, SIDE);
     for (long number; (number = take(share, member)) >= 0;) {
@@ -294,16 +300,11 @@ static void attend_units(const void *work, Share *share, int member)
    null. Keys are read in chunks that begin at multiples of KEYS positions, summed in ascending order: a row's bits do
    not depend on the others. sliding, softcap: 0 for none. Of a value the first value_size elements count.
    size <= 576; pages are whole sixteens. */
-void spd_attend(const element *query, const element *keys, const element *values, const int64_t *table,
-    long table_width, const int64_t *positions, const float *sinks, element *out, long slots, long width, long heads,
-    long kv_heads, long size, long value_size, long page, float scale, float softcap, long first_key, long sliding,
-    int threads)
+void spd_attend(const Attention *a, long threads)
 {
-    const Attention a = {query, keys, values, table, positions, out, sinks, table_width, slots, width, heads, kv_heads,
-        size, value_size, page, first_key, sliding, scale, softcap};
-    long units = slots * kv_heads * parts(width * (heads / kv_heads), SIDE);
+    long units = units_of(a);
     double seen = 0;
-    for (long i = width - 1; i < slots * width; i += width) seen += (double)(positions[i] + 1);
-    double nanoseconds = seen * 0.3 * (double)size * (double)units / (double)slots;
-    share_out(attend_units, &a, units, threads_for(nanoseconds, threads));
+    for (long i = a->width - 1; i < a->slots * a->width; i += a->width) seen += (double)(a->positions[i] + 1);
+    double nanoseconds = seen * 0.3 * (double)a->size * (double)units / (double)a->slots;
+    share_out(attend_units, a, units, threads_for(nanoseconds, threads));
 }

@@ -8,7 +8,7 @@ typedef struct {
     const element *x;
     const float *weight;
     float *logits;
-    long depth, experts;
+    long rows, depth, experts;
 } Router;
 
 static void score_experts(const void *work, Share *share, int member)
@@ -25,10 +25,10 @@ static void score_experts(const void *work, Share *share, int member)
 }
 
 /* Logits float32 [rows][experts] of x [rows][depth] by weight float32 [experts][depth]. */
-void spd_router(const element *x, const float *weight, float *logits, long rows, long depth, long experts, int threads)
+void spd_router(const Router *o, long threads)
 {
-    const Router o = {x, weight, logits, depth, experts};
-    share_out(score_experts, &o, rows * experts, threads_for(0.2 * (double)(rows * experts * depth), threads));
+    long items = o->rows * o->experts;
+    share_out(score_experts, o, items, threads_for(0.2 * (double)(items * o->depth), threads));
 }
 
 /* Whether a comes before b in descending order, NaN first. */
@@ -49,7 +49,7 @@ typedef struct {
     int64_t *ids;
     float *weights;
     char *room;
-    long experts, per_token, groups, groups_kept, group_best;
+    long rows, experts, per_token, groups, groups_kept, group_best;
     int sigmoid, normalised;
     float added, scale;
 } Choice;
@@ -102,26 +102,23 @@ static void choose_experts(const void *work, Share *share, int member)
 
 /* Ids int64 and weights float32 [rows][per_token] of the experts of logits [rows][experts]. room: experts * 2 + groups
    floats and experts + groups bytes behind them, of each row. */
-void spd_route(const float *logits, const float *correction, int64_t *ids, float *weights, char *room, long rows,
-    long experts, long per_token, long groups, long groups_kept, long group_best, int sigmoid, int normalised,
-    float added, float scale, int threads)
+void spd_route(const Choice *o, long threads)
 {
-    const Choice o = {logits, correction, ids, weights, room, experts, per_token, groups, groups_kept, group_best, sigmoid,
-        normalised, added, scale};
-    share_out(choose_experts, &o, rows, threads_for(20.0 * (double)(rows * experts), threads));
+    share_out(choose_experts, o, o->rows, threads_for(20.0 * (double)(o->rows * o->experts), threads));
 }
 
 typedef struct {
     const element *x, *residual;
-    const Weight *gate_up, *down;
-    const int64_t *ids, *place, *start, *used;
+    const int64_t *ids;
     const float *weights, *biases[2];
+    Weight packed[2]; /* gate_up and down */
     Activation act;
-    Left *left;
+    int64_t *place, *start, *next, *used;
     element *made, *out;
     float *sums;
-    long depth, inner, opened, per_token; /* opened: columns of gate_up */
-    int second; /* the product with `down` */
+    Left *left;
+    long rows, depth, inner, opened, experts, per_token; /* opened: columns of gate_up */
+    long second; /* 0, then 1 in the product with `down` */
 } Experts;
 
 static void place_pairs(const void *work, Share *share, int member)
@@ -132,7 +129,7 @@ static void place_pairs(const void *work, Share *share, int member)
         int64_t e = o->ids[p], at = o->place[p] - o->start[e];
         Left *left = o->left + (o->start[e] / SIDE + e) * deep * TILE;
         const element *from = o->second ? o->made + o->place[p] * size : o->x + p / o->per_token * size;
-        place_left(o->second ? o->down : o->gate_up, from, 0, 0, size, left + left_row(at, deep));
+        place_left(&o->packed[o->second], from, 0, 0, size, left + left_row(at, deep));
     }
 }
 
@@ -141,7 +138,6 @@ static void multiply_experts(const void *work, Share *share, int member)
     const Experts *o = work;
     long deep = parts(o->second ? o->inner : o->depth, DEPTH);
     long blocks = o->second ? column_blocks(o->depth, TO_FLOAT) : column_blocks(o->opened, o->act.kind);
-    const Weight *packed = o->second ? o->down : o->gate_up;
     tiles_begin(SIDE, SIDE);
     for (long i; (i = take(share, member)) >= 0;) {
         long e = o->used[i / blocks], block = i % blocks, first = o->start[e], count = o->start[e + 1] - first;
@@ -149,7 +145,7 @@ static void multiply_experts(const void *work, Share *share, int member)
         if (bias) bias += e * (o->second ? o->depth : o->opened);
         const Ending gated = {bias, 0, o->made + first * o->inner, o->opened, o->inner, o->act};
         const Ending plain = {bias, 0, o->sums + first * o->depth, o->depth, o->depth, {TO_FLOAT, 0, 0}};
-        multiply_weight(o->left + (first / SIDE + e) * deep * TILE, count, packed, e * blocks + block,
+        multiply_weight(o->left + (first / SIDE + e) * deep * TILE, count, &o->packed[o->second], e * blocks + block,
             o->second ? &plain : &gated, block);
     }
     tiles_end();
@@ -170,37 +166,30 @@ static void add_pairs(const void *work, Share *share, int member)
 
 /* residual [rows][depth] + the sum, weighed, of what each row's experts make of x [rows][depth], rounded once: out.
 
-   ids int64, weights float32 [rows][per_token]; gate_up and down: packed weights of every expert, one behind the other,
-   gate_up gated if the activation `kind` is; their biases float32, a row an expert, or null. The room: lists
-   [pairs + experts * 3 + 1] int64, pairs = rows * per_token; left
-   [(pairs / 16 + experts + 1) * parts(max(depth, inner), 32) * 512]; made [pairs][inner] and sums
-   float32 [pairs][depth]. Each expert takes its own rows, in order. */
-void spd_experts(const element *x, const int64_t *ids, const float *weights, const Weight *gate_up, const Weight *down,
-    const float *gate_up_bias, const float *down_bias, int kind, float limit, float alpha, const element *residual,
-    element *out, long rows, long depth, long inner, long experts, long per_token, int64_t *lists, Left *left,
-    element *made, float *sums, int threads)
+   ids int64, weights float32 [rows][per_token]; packed weights of every expert, one behind the other, gate_up gated if
+   the activation is; their biases float32, a row an expert, or null. The room, with pairs = rows * per_token: place
+   [pairs], start [experts + 1], next and used [experts]; left
+   [(pairs / 16 + experts + 1) * parts(max(depth, inner), 32) * 512]; made [pairs][inner] and sums float32
+   [pairs][depth]. Each expert takes its own rows, in order. */
+void spd_experts(const Experts *given, long threads)
 {
-    if (!rows) return;
-    long pairs = rows * per_token, active = 0;
-    int64_t *place = lists, *start = lists + pairs, *next = start + experts + 1, *used = next + experts;
-    memset(start, 0, (size_t)(experts + 1) * sizeof *start);
-    for (long p = 0; p < pairs; p++) start[ids[p] + 1]++;
-    for (long e = 0; e < experts; e++) {
-        if (start[e + 1]) used[active++] = e;
-        start[e + 1] += start[e];
-        next[e] = start[e];
+    Experts o = *given;
+    if (!o.rows) return;
+    long pairs = o.rows * o.per_token, active = 0;
+    memset(o.start, 0, (size_t)(o.experts + 1) * sizeof *o.start);
+    for (long p = 0; p < pairs; p++) o.start[o.ids[p] + 1]++;
+    for (long e = 0; e < o.experts; e++) {
+        if (o.start[e + 1]) o.used[active++] = e;
+        o.start[e + 1] += o.start[e];
+        o.next[e] = o.start[e];
     }
-    for (long p = 0; p < pairs; p++) place[p] = next[ids[p]]++;
-    Experts o = {x, residual, gate_up, down, ids, place, start, used, weights,
-        {gate_up_bias, down_bias}, {kind, limit, alpha}, left, made, out, sums, depth, inner,
-        kind >= SILU ? 2 * inner : inner, per_token, 0};
+    for (long p = 0; p < pairs; p++) o.place[p] = o.next[o.ids[p]]++;
     for (; o.second < 2; o.second++) {
-        long size = o.second ? inner : depth;
-        long blocks = active * (o.second ? column_blocks(depth, TO_FLOAT) : column_blocks(o.opened, kind));
-        double each = tile_time((pairs + active - 1) / active);
+        long size = o.second ? o.inner : o.depth;
+        long blocks = active * (o.second ? column_blocks(o.depth, TO_FLOAT) : column_blocks(o.opened, o.act.kind));
+        double tiles = 2.0 * (double)(blocks * parts(size, DEPTH));
         share_out(place_pairs, &o, pairs, threads_for(0.2 * (double)(pairs * size), threads));
-        share_out(multiply_experts, &o, blocks,
-            threads_for(2.0 * (double)(blocks * parts(size, DEPTH)) * each, threads));
+        share_out(multiply_experts, &o, blocks, threads_for(tiles * tile_time((pairs + active - 1) / active), threads));
     }
-    share_out(add_pairs, &o, rows, threads_for(0.2 * (double)(pairs * depth), threads));
+    share_out(add_pairs, &o, o.rows, threads_for(0.2 * (double)(pairs * o.depth), threads));
 }

@@ -6,12 +6,11 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+import struct
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,74 +32,31 @@ from spd.kernels.sampling.sampling import SamplingTensors, adjust_rows
 SIDE, DEPTH = 16, 32
 """Rows or columns of a tile, and its depth."""
 TILE_BYTES, LARGE_PAGE = 2 * SIDE * DEPTH, 1 << 21
-POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
-
-
-def address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def at(*tensors: Tensor | None) -> Iterator[int | None]:
-    """Where tensors lie. What every layer calls writes them out, which takes half the time."""
-    return map(address, tensors)
-
-
+Step = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function and its arguments."""
 ROUND = (
     *("tokens", "length", "length_limit", "draft", "num_drafts", "match", "draft_limit", "draft_cap"),
     *("page_table", "stop_ids", "active", "ring", "times", "counter"),
 )
-
-
-class RoundFields(ctypes.Structure):
-    """`RoundTensors` as the C files know them: round.c."""
-
-    _fields_ = (*((name, POINTER) for name in ROUND), ("sizes", LONG * 11))
-
-    @classmethod
-    def of(cls, state: RoundTensors) -> RoundFields:
-        wide = (state.page_table, state.stop_ids)
-        sizes = [state.length.shape[0], state.tokens.stride(0), state.draft.stride(0)]
-        sizes += [size for each in wide for size in (each.stride(0), each.shape[1])]
-        sizes += [*state.ring.shape, state.times.shape[1]]
-        return cls(*(getattr(state, name).data_ptr() for name in ROUND), (LONG * 11)(*sizes))
-
-
-class RowsFields(ctypes.Structure):
-    """`Rows` as the C files know them, and how positions become rows of the pools."""
-
-    _fields_ = (("tensors", POINTER * 4), ("sizes", LONG * 4))
-
-    @classmethod
-    def of(cls, rows: Rows, places: Places) -> RowsFields:
-        tensors = (rows.token_ids, rows.positions, rows.valid, rows.kv_slots)
-        return cls((POINTER * 4)(*at(*tensors)), (LONG * 4)(rows.token_ids.shape[1], *places))
-
-
-SIGNATURES: dict[str, Sequence[Any]] = {
-    "spd_init": (),
-    "spd_pack": (POINTER,) * 2 + (LONG,) * 2 + (INT,) * 2,
-    "spd_pack_codes": (*(POINTER,) * 6, *(LONG,) * 3, *(INT,) * 4),
-    "spd_linear": (POINTER, POINTER, FLOAT, *(POINTER,) * 4, *(LONG,) * 8, INT, FLOAT, FLOAT, POINTER, INT),
-    "spd_mark_time": (POINTER, POINTER, *(LONG,) * 3, INT),
-    "spd_round_window": (RoundFields, RowsFields, POINTER, POINTER, LONG, LONG),
-    "spd_committed_window": (RoundFields, RowsFields, POINTER, POINTER, LONG),
-    "spd_draft_step": (RoundFields, RowsFields, POINTER, LONG, LONG),
-    "spd_round_commit": (RoundFields, *(POINTER,) * 6, LONG, LONG),
-    "spd_norm": (POINTER, POINTER, FLOAT, POINTER, POINTER, LONG, LONG, INT),
-    "spd_rotary_store": (*(POINTER,) * 6, FLOAT, *(POINTER,) * 3, *(LONG,) * 5, INT),
-    "spd_attend": (*(POINTER,) * 4, LONG, *(POINTER,) * 3, *(LONG,) * 7, FLOAT, FLOAT, LONG, LONG, INT),
-    "spd_latent_store": (*(POINTER,) * 7, FLOAT, *(POINTER,) * 2, *(LONG,) * 7, INT),
-    "spd_router": (*(POINTER,) * 3, *(LONG,) * 3, INT),
-    "spd_route": (*(POINTER,) * 5, *(LONG,) * 6, INT, INT, FLOAT, FLOAT, INT),
-    "spd_sample": (*(POINTER,) * 10, *(LONG,) * 5, *(INT,) * 3),
-    "spd_lookup": (*(POINTER,) * 6, *(LONG,) * 6, INT),
-    "spd_short_conv": (*(POINTER,) * 7, *(LONG,) * 6, INT, INT),
-    "spd_delta_rule": (*(POINTER,) * 12, *(LONG,) * 8, INT, INT),
-    "spd_gated_norm": (*(POINTER,) * 3, FLOAT, POINTER, *(LONG,) * 5, INT, INT),
-    "spd_experts": (*(POINTER,) * 7, INT, FLOAT, FLOAT, *(POINTER,) * 2, *(LONG,) * 5, *(POINTER,) * 4, INT),
+"""The tensors of `RoundTensors` as round.c has them."""
+WEIGHT = "3P3l2i"
+STRUCTURES = {
+    "pack": "2P2li",
+    "pack_codes": "6P3l3i",
+    "linear": f"3P{WEIGHT}3P2li2f6lf",
+    "norm": "4P2lf",
+    "rotary_store": "9P5lf",
+    "attend": "7P10l2f",
+    "latent_store": "9P7lf",
+    "router": "3P3l",
+    "route": "5P6l2i2f",
+    "experts": f"6P{WEIGHT}{WEIGHT}i2f8P7l",
+    "sample": "10P5l2i",
+    "short_conv": "2P2l5P4li",
+    "delta_rule": "2P2l10P6li",
+    "gated_norm": "4P5lfi",
 }
-
-
+"""What C functions of several threads are given: their structures, as the module struct writes them."""
 ROUNDED, FLOAT32 = (0, math.inf, 1.0), (1, math.inf, 1.0)
 """What becomes of a product's sums: they are rounded to the library's dtype, or not; or see `ending_of`."""
 
@@ -115,14 +71,21 @@ CODES = ("int4", "int8", "e2m1", "e4m3")
 """Kinds of codes, numbered from 1."""
 
 
-class Weight(ctypes.Structure):
-    """A packed weight as the C files know it: codes.h."""
+def packed(form: str, *given: Any) -> bytes:
+    """A structure of C's. Tensors are where they lie; the library does not keep them."""
+    return struct.pack(form, *map(_address, given))
 
-    _fields_ = (
-        *((name, POINTER) for name in ("tiles", "scales", "zeros")),
-        *((name, LONG) for name in ("group", "groups", "steps")),
-        *((name, INT) for name in ("kind", "wide")),
-    )
+
+def _address(given: Any) -> Any:
+    return given.data_ptr() if isinstance(given, Tensor) else 0 if given is None else given
+
+
+def _round(state: RoundTensors) -> bytes:
+    wide = (state.page_table, state.stop_ids)
+    sizes = [state.length.shape[0], state.tokens.stride(0), state.draft.stride(0)]
+    sizes += [size for each in wide for size in (each.stride(0), each.shape[1])]
+    sizes += [*state.ring.shape, state.times.shape[1]]
+    return packed("14P11l", *(getattr(state, name) for name in ROUND), *sizes)
 
 
 @dataclass(frozen=True)
@@ -143,21 +106,19 @@ class PackedWeight:
     scales: Tensor | None = None
     zeros: Tensor | None = None
 
-    @cached_property
-    def described(self) -> Weight:
-        """What is handed to C: it points into these tensors."""
-        wide = self.scales is not None and self.scales.dtype == torch.float32
-        parts = at(self.tiles, self.scales, self.zeros)
-        return Weight(*parts, self.group, self.groups, ceil_div(self.depth, DEPTH), self.kind, wide)
-
     @property
-    def address(self) -> int:
-        return ctypes.addressof(self.described)
+    def fields(self) -> tuple[Any, ...]:
+        """What is handed to C: see codes.h."""
+        wide = self.scales is not None and self.scales.dtype == torch.float32
+        parts = (self.tiles, self.scales, self.zeros)
+        return (*parts, self.group, self.groups, ceil_div(self.depth, DEPTH), self.kind, wide)
 
 
-def _rows(slots: int, width: int) -> Rows:
-    ids, positions, places = (torch.empty(slots, width, dtype=torch.int64) for _ in range(3))
-    return Rows(ids, positions, torch.empty(slots, width, dtype=torch.bool), places)
+def _rows(slots: int, width: int, places: Places) -> tuple[Rows, bytes]:
+    """Room for rows, and their structure."""
+    ids, positions, slots_of = (torch.empty(slots, width, dtype=torch.int64) for _ in range(3))
+    rows = (ids, positions, torch.empty(slots, width, dtype=torch.bool), slots_of)
+    return Rows(*rows), packed("4P4l", *rows, width, *places)
 
 
 def in_large_pages(tensor: Tensor) -> Tensor:
@@ -165,8 +126,14 @@ def in_large_pages(tensor: Tensor) -> Tensor:
     skipped = -tensor.data_ptr() % mmap.PAGESIZE
     if tensor.nbytes > LARGE_PAGE:
         place, size = tensor.data_ptr() + skipped, tensor.nbytes - skipped
-        ctypes.CDLL(None).madvise(POINTER(place), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(place), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
     return tensor
+
+
+def _steps(width: int, depth: int, gated: bool) -> int:
+    """How many steps of 32 columns, a gated weight's of 16 and their gates, a weight [width, depth] has."""
+    blocks = ceil_div(width // 2, SIDE) if gated else ceil_div(width, 2 * SIDE)
+    return blocks * ceil_div(depth, DEPTH)
 
 
 @dataclass(frozen=True)
@@ -193,45 +160,56 @@ class NativeLibrary:
             library = ctypes.CDLL(str(path))
         except OSError as error:
             raise NativeUnavailable(f"the compiled library cannot be loaded: {error}") from error
-        for name, kinds in SIGNATURES.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = list(kinds), INT if name == "spd_init" else None
         chosen = library.spd_init()
         if chosen < 0:
             raise AmxRefused("the system does not grant AMX")
         self.instructions = ("AVX2", "AVX512", "AVX512-BF16", "AMX", "NEON")[chosen]
         self.dtype = dtype
-        self.library: Any = library
+        self.library = library
+        self.calls: list[Step] | None = None
         self.rooms = [torch.UntypedStorage(0)]
         """For a product's rows: the last one is used, recordings go on with those that they began with."""
         self.threads = torch.get_num_threads()
 
     @contextmanager
-    def noted(self, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> Iterator[None]:
+    def noted(self, calls: list[Step]) -> Iterator[None]:
         """Have calls of C functions noted, with arguments that need no conversion, instead of made."""
-        library, plain = self.library, ctypes.CDLL(None, handle=self.library._handle)
-
-        def note(name: str, *given: Any) -> None:
-            kinds = zip(SIGNATURES[name], given, strict=True)
-            converted = (each if isinstance(each, kind) else kind(each) for kind, each in kinds)
-            calls.append((getattr(plain, name), tuple(converted)))
-
-        self.library = SimpleNamespace(**{name: partial(note, name) for name in SIGNATURES})
+        self.calls = calls
         try:
             yield
         finally:
-            self.library = library
+            self.calls = None
+
+    def call(self, name: str, *given: Any) -> None:
+        """Call a C function with tensors, whole numbers and structures, or note the call."""
+        function, numbers = getattr(self.library, f"spd_{name}"), map(_address, given)
+        made = tuple(ctypes.c_long(each) if isinstance(each, int) else each for each in numbers)
+        if self.calls is None:
+            function(*made)
+        else:
+            self.calls.append((function, made))
+
+    def share(self, name: str, *given: Any) -> None:
+        """Call a C function of several threads with its structure."""
+        self.call(name, packed(STRUCTURES[name], *given), self.threads)
+
+    def room(self, tiles: int) -> int:
+        """The address of room for so many left-side tiles, of float32 where products are."""
+        size = 2 * tiles * TILE_BYTES
+        if self.rooms[-1].nbytes() < size:
+            self.rooms.append(torch.UntypedStorage(max(size, 2 * self.rooms[-1].nbytes())))
+        address: int = self.rooms[-1].data_ptr()
+        return address
 
     def mark_time(self, times: Tensor, counter: Tensor, column: int, advance: bool) -> None:
-        self.library.spd_mark_time(*at(times, counter), *times.shape, column, advance)
+        self.call("mark_time", times, counter, *times.shape, column, advance)
 
     def round_window(self, state: RoundTensors, k: int, places: Places, usable_vocab: int) -> RoundWindow:
         slots = state.length.shape[0]
-        rows, draft = _rows(slots, k + 1), torch.empty(slots, k, dtype=torch.int64)
-        num_drafts = torch.empty(slots, dtype=torch.int64)
-        given = (RoundFields.of(state), RowsFields.of(rows, places))
-        self.library.spd_round_window(*given, *at(draft, num_drafts), k, usable_vocab)
-        return RoundWindow(rows.token_ids, rows.positions, rows.valid, rows.kv_slots, draft, num_drafts)
+        rows, made = _rows(slots, k + 1, places)
+        draft, count = torch.empty(slots, k, dtype=torch.int64), torch.empty(slots, dtype=torch.int64)
+        self.call("round_window", _round(state), made, draft, count, k, usable_vocab)
+        return RoundWindow(rows.token_ids, rows.positions, rows.valid, rows.kv_slots, draft, count)
 
     def committed_window(
         self,
@@ -242,15 +220,13 @@ class NativeLibrary:
         first: Tensor | None = None,
         ahead: int = 0,
     ) -> Rows:
-        rows, chosen = _rows(state.length.shape[0], width + ahead), chosen.contiguous()
-        given = (RoundFields.of(state), RowsFields.of(rows, places))
-        self.library.spd_committed_window(*given, *at(chosen, first), ahead)
+        rows, made = _rows(state.length.shape[0], width + ahead, places)
+        self.call("committed_window", _round(state), made, chosen.contiguous(), first, ahead)
         return rows
 
     def draft_step(self, state: RoundTensors, sampled: Tensor, step: int, k: int, places: Places) -> Rows:
-        rows, sampled = _rows(state.length.shape[0], 1), sampled.contiguous()
-        given = (RoundFields.of(state), RowsFields.of(rows, places))
-        self.library.spd_draft_step(*given, *at(sampled), step, k)
+        rows, made = _rows(state.length.shape[0], 1, places)
+        self.call("draft_step", _round(state), made, sampled.contiguous(), step, k)
         return rows
 
     def round_commit(
@@ -263,8 +239,8 @@ class NativeLibrary:
         generated: Tensor | None = None,
     ) -> None:
         drawn = (window.draft.contiguous(), window.num_drafts, sampled.contiguous(), finite.contiguous())
-        stride, k = 0 if generated is None else generated.stride(0), window.draft.shape[1]
-        self.library.spd_round_commit(RoundFields.of(state), *at(*drawn, accepted, generated), k, stride)
+        k, stride = window.draft.shape[1], 0 if generated is None else generated.stride(0)
+        self.call("round_commit", _round(state), *drawn, accepted, generated, k, stride)
 
     def pack(self, weight: Tensor | GroupedWeight, *, gated: bool = False) -> PackedWeight:
         """A weight [N, K], or several [E, N, K], in tiles filled up with zeros."""
@@ -272,12 +248,10 @@ class NativeLibrary:
             return self._pack_codes(weight, gated)
         width, depth = weight.shape[-2:]
         every = weight.reshape(-1, width, depth)
-        blocks = ceil_div(width // 2, SIDE) if gated else ceil_div(width, 2 * SIDE)
-        size = blocks * ceil_div(depth, DEPTH) * 2 * SIDE * DEPTH
+        size = _steps(width, depth, gated) * 2 * SIDE * DEPTH
         tiles = in_large_pages(torch.empty(every.shape[0], size, dtype=self.dtype))
         for own, one in zip(tiles, every, strict=True):
-            source = one.to(self.dtype).contiguous()
-            self.library.spd_pack(*at(source, own), width, depth, gated, self.threads)
+            self.share("pack", one.to(self.dtype).contiguous(), own, width, depth, gated)
         return PackedWeight(tiles, width, depth, gated, every.shape[0])
 
     def _pack_codes(self, weight: GroupedWeight, gated: bool) -> PackedWeight:
@@ -285,20 +259,17 @@ class NativeLibrary:
         (width, depth), groups = weight.shape[-2:], weight.scales.shape[-1]
         group = weight.group if groups > 1 else ceil_div(depth, DEPTH) * DEPTH
         every = weight if len(weight.shape) == 3 else weight.each(lambda part: part[None])
-        blocks = ceil_div(width // 2, SIDE) if gated else ceil_div(width, 2 * SIDE)
-        count, kind = every.shape[0], 1 + CODES.index(weight.kind)
+        count, kind, steps = every.shape[0], 1 + CODES.index(weight.kind), _steps(width, depth, gated)
         step = SIDE * DEPTH if weight.kind in ("int4", "e2m1") else 2 * SIDE * DEPTH
-        tiles = in_large_pages(torch.empty(count, blocks * ceil_div(depth, DEPTH) * step, dtype=torch.uint8))
-        beside = [
-            torch.empty(count, blocks * groups * 2 * SIDE, dtype=each.dtype) for each in every.parts[1:]
-        ]
+        tiles = in_large_pages(torch.empty(count, steps * step, dtype=torch.uint8))
+        size = steps // ceil_div(depth, DEPTH) * groups * 2 * SIDE
+        beside = [torch.empty(count, size, dtype=each.dtype) for each in every.parts[1:]]
         for number in range(count):
             own = [part.contiguous() for part in every.expert(number).parts]
             to = [tiles[number], *(each[number] for each in beside)]
-            self.library.spd_pack_codes(
-                *at(*[*own, None][:3], *[*to, None][:3]), width, depth, groups, gated, kind,
-                weight.scales.dtype == torch.float32, self.threads,
-            )  # fmt: skip
+            wide = weight.scales.dtype == torch.float32
+            parts = (*[*own, None][:3], *[*to, None][:3])
+            self.share("pack_codes", *parts, width, depth, groups, gated, kind, wide)
         return PackedWeight(tiles, width, depth, gated, count, kind, group, groups, *beside)
 
     def linear(
@@ -315,43 +286,28 @@ class NativeLibrary:
         """x [T, K] times W, plus bias float32 [N] and residual [T, N]: [T, N], or [T, N / 2] with a gate.
 
         x is RMS-normed first where the scales norm float32 [K] are given. Summed in float32, rounded once.
+        Of x [T, H, K] each head is multiplied by its own of H weights.
         """
-        rows = x.shape[0]
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        rows, heads, depth = x.shape[0], weight.count, weight.depth
         width = weight.width // 2 if weight.gated else weight.width
         kind = torch.float32 if ending is FLOAT32 else self.dtype
-        y = torch.empty(rows, width, dtype=kind)
-        scratch = self.room(ceil_div(rows, SIDE) * ceil_div(weight.depth, DEPTH))
-        x = x.contiguous()
-        self.library.spd_linear(
-            x.data_ptr(), address(norm), epsilon, weight.address, address(bias), address(residual),
-            y.data_ptr(), rows, 1, weight.depth, weight.width, weight.depth, 0, width, 0, *ending, scratch,
-            self.threads,
-        )  # fmt: skip
+        y = torch.empty(*x.shape[:-1], width, dtype=kind)
+        room = self.room(heads * ceil_div(rows, SIDE) * ceil_div(depth, DEPTH))
+        ends = (bias, residual, y, weight.width, heads * width, *ending)
+        strides = (x.stride(0), x.stride(-2), width)
+        self.share("linear", x, norm, room, *weight.fields, *ends, rows, heads, depth, *strides, epsilon)
         return y
-
-    def room(self, tiles: int) -> int:
-        """The address of room for so many left-side tiles, of float32 where products are."""
-        size = 2 * tiles * TILE_BYTES
-        if self.rooms[-1].nbytes() < size:
-            self.rooms.append(torch.UntypedStorage(max(size, 2 * self.rooms[-1].nbytes())))
-        return self.rooms[-1].data_ptr()
 
     def head_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         """Weight packs the heads' own, transposed."""
-        rows, heads, depth = x.shape
-        assert x.stride(2) == 1 and heads == weight.count
-        y = torch.empty(rows, heads, weight.width, dtype=self.dtype)
-        self.library.spd_linear(
-            *at(x, None), 0.0, weight.address, *at(None, None, y), rows, heads, depth, weight.width,
-            x.stride(0), x.stride(1), y.stride(0), y.stride(1), *ROUNDED,
-            self.room(heads * ceil_div(rows, SIDE) * ceil_div(depth, DEPTH)), self.threads,
-        )  # fmt: skip
-        return y
+        assert x.shape[1] == weight.count
+        return self.linear(x, weight, None)
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None) -> Tensor:
         """The RMS norm of x [T, N] with scales weight float32 [N], plus residual [T, N]; rounded once."""
         x, y = x.contiguous(), torch.empty(x.shape, dtype=self.dtype)
-        self.library.spd_norm(*at(x, weight), epsilon, *at(residual, y), *x.shape, self.threads)
+        self.share("norm", x, residual, weight, y, *x.shape, epsilon)
         return y
 
     def rms_norm_rows(self, x: Tensor, squares: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
@@ -372,13 +328,10 @@ class NativeLibrary:
         A page holds what these kernels alone read, head by head: as if it were [K, page, D].
         """
         assert rows.positions is not None
-        (keys, values), (page, kv_heads, size) = pools, pools[0].shape[1:]
-        query = torch.empty(qkv.shape[0], num_heads, size, dtype=self.dtype)
-        self.library.spd_rotary_store(
-            qkv.data_ptr(), rows.cos.data_ptr(), rows.sin.data_ptr(), rows.positions.data_ptr(),
-            rows.kv_slots.data_ptr(), address(norm), epsilon, keys.data_ptr(), values.data_ptr(),
-            query.data_ptr(), qkv.shape[0], num_heads, kv_heads, size, page, self.threads,
-        )  # fmt: skip
+        count, (page, kv_heads, size) = qkv.shape[0], pools[0].shape[1:]
+        query = torch.empty(count, num_heads, size, dtype=self.dtype)
+        given = (qkv, rows.cos, rows.sin, rows.positions, rows.kv_slots, norm, *pools, query)
+        self.share("rotary_store", *given, count, num_heads, kv_heads, size, page, epsilon)
         return query
 
     def plan_attention(
@@ -392,14 +345,11 @@ class NativeLibrary:
     ) -> Tensor:
         """Of values the first `rank` elements."""
         assert isinstance(plan, NativePlan)
-        (slots, width, heads, size), (keys, values) = query.shape, pools
-        query, mixed = query.contiguous(), torch.empty(slots, width, heads, rank or size, dtype=self.dtype)
-        self.library.spd_attend(
-            query.data_ptr(), keys.data_ptr(), values.data_ptr(), plan.page_table.data_ptr(),
-            plan.page_table.shape[1], plan.positions.data_ptr(), address(scores.sinks), mixed.data_ptr(),
-            slots, width, heads, keys.shape[2], size, rank or size, keys.shape[1], scores.scale,
-            scores.softcap or 0.0, plan.first_key, scores.sliding or 0, self.threads,
-        )  # fmt: skip
+        (page, kv_heads, size), table = pools[0].shape[1:], plan.page_table
+        query, mixed = query.contiguous(), torch.empty(*query.shape[:3], rank or size, dtype=self.dtype)
+        given = (query, *pools, table, plan.positions, mixed, scores.sinks, *query.shape[:3], kv_heads, size)
+        more = (rank or size, page, table.shape[1], plan.first_key, scores.sliding or 0)
+        self.share("attend", *given, *more, scores.scale, scores.softcap or 0.0)
         return mixed
 
     def prefill_attention(
@@ -422,13 +372,10 @@ class NativeLibrary:
     ) -> Tensor:
         """Positions are needed."""
         assert rows.positions is not None and query.stride(2) == latent.stride(1) == 1
-        count, heads, turned = query.shape
-        out, scales = torch.empty(query.shape, dtype=self.dtype), norm.float()
-        self.library.spd_latent_store(
-            *at(query, latent, rows.cos, rows.sin, rows.positions, rows.kv_slots, scales), epsilon,
-            *at(pages, out), count, heads, norm.shape[0], turned, query.stride(0), query.stride(1),
-            latent.stride(0), self.threads,
-        )  # fmt: skip
+        (count, heads, turned), out = query.shape, torch.empty(query.shape, dtype=self.dtype)
+        given = (query, latent, rows.cos, rows.sin, rows.positions, rows.kv_slots, norm.float(), pages, out)
+        strides = (query.stride(0), query.stride(1), latent.stride(0))
+        self.share("latent_store", *given, count, heads, norm.shape[0], turned, *strides, epsilon)
         return out
 
     def mla_attention(
@@ -444,9 +391,8 @@ class NativeLibrary:
         return self.prefill_attention(query, (pool, pool), page_row, start, Scores(scale), rank=rank)
 
     def router_logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        x, weight = x.contiguous(), weight.contiguous()
         logits = torch.empty(x.shape[0], 1, weight.shape[0])
-        self.library.spd_router(*at(x, weight, logits), *x.shape, weight.shape[0], self.threads)
+        self.share("router", x.contiguous(), weight.contiguous(), logits, *x.shape, weight.shape[0])
         return logits
 
     def route(self, parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[Tensor, Tensor]:
@@ -457,11 +403,9 @@ class NativeLibrary:
         weights = torch.empty(rows, rule.per_token)
         each = ceil_div(4 * (2 * experts + rule.groups) + experts + rule.groups, 64) * 64
         room = torch.empty(rows * each, dtype=torch.uint8)
-        self.library.spd_route(
-            *at(parts, correction, ids, weights, room), rows, experts, rule.per_token, rule.groups,
-            rule.groups_kept, rule.group_best, rule.sigmoid, rule.normalised, rule.added, rule.scale,
-            self.threads,
-        )  # fmt: skip
+        sizes = (rows, experts, rule.per_token, rule.groups, rule.groups_kept, rule.group_best)
+        how = (rule.sigmoid, rule.normalised, rule.added, rule.scale)
+        self.share("route", parts, correction, ids, weights, room, *sizes, *how)
         return ids, weights
 
     def sample_rows(
@@ -480,34 +424,26 @@ class NativeLibrary:
         tokens = torch.empty(slots, width, dtype=torch.int64)
         finite = torch.empty(slots, width, dtype=torch.bool)
         usable = min(tensors.usable_vocab, vocab)
-        bytes_each = ceil_div(16 * usable, 64) * 64
+        room = self.room(ceil_div(self.threads * ceil_div(16 * usable, 64) * 64, TILE_BYTES))
         numbers = (tensors.temperature, tensors.top_p, tensors.min_p, tensors.top_k, tensors.seed)
-        self.library.spd_sample(
-            *at(logits, *numbers, positions, tokens, finite),
-            self.room(ceil_div(self.threads * bytes_each, TILE_BYTES)), slots, width, vocab, usable, stream,
-            tensors.noise, tensors.truncation, self.threads,
-        )  # fmt: skip
+        given = (logits, *numbers, positions, tokens, finite, room, slots, width, vocab, usable, stream)
+        self.share("sample", *given, tensors.noise, tensors.truncation)
         return tokens, finite
 
     def ngram_lookup(
         self, state: RoundTensors, k: int, ngram_min: int, ngram_max: int, bound: int, over: bool = False
     ) -> None:
         """Bound is not used."""
-        tokens, draft = state.tokens, state.draft
-        self.library.spd_lookup(
-            *at(tokens, state.length, state.active, draft, state.num_drafts, state.match), tokens.shape[0],
-            tokens.stride(0), draft.stride(0), k, ngram_min, ngram_max, over,
-        )  # fmt: skip
+        self.call("lookup", _round(state), k, ngram_min, ngram_max, over)
 
     def short_conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, rows: Segments, silu: bool = True
     ) -> Tensor:
         assert x.stride(1) == 1
         out, table = torch.zeros(x.shape), rows.table.contiguous()
-        self.library.spd_short_conv(
-            *at(x, weight, bias, ring, out, table, rows.applied), table.shape[1], x.stride(0), x.shape[1],
-            weight.shape[0], ring.shape[1], x.shape[0], silu, self.threads,
-        )  # fmt: skip
+        runs = (table, rows.applied, table.shape[1], x.shape[0])
+        sizes = (x.stride(0), x.shape[1], weight.shape[0], ring.shape[1])
+        self.share("short_conv", *runs, x, weight, bias, ring, out, *sizes, silu)
         return out
 
     def delta_rule(
@@ -515,13 +451,13 @@ class NativeLibrary:
     ) -> Tensor:
         assert raw_gates.stride(1) == 1
         (heads, width, size), (depth, key_heads) = memory.state.shape[1:], memory.keys.shape[1:3]
-        out, table = torch.zeros(mixed.shape[0], heads, size), rows.table.contiguous()
-        room = self.room(ceil_div(self.threads * (32 * width + len(mixed) * (2 * width + 2)), SIDE * DEPTH))
-        self.library.spd_delta_rule(
-            *at(mixed, raw_gates, rule.rate, rule.bias, *memory), room, *at(out, table, rows.applied),
-            table.shape[1], raw_gates.stride(0), heads, key_heads, width, size, depth, mixed.shape[0],
-            rule.corrects, self.threads,
-        )  # fmt: skip
+        count, table = mixed.shape[0], rows.table.contiguous()
+        out = torch.zeros(count, heads, size)
+        room = self.room(ceil_div(self.threads * (32 * width + count * (2 * width + 2)), SIDE * DEPTH))
+        runs = (table, rows.applied, table.shape[1], count)
+        given = (mixed, rule.rate, rule.bias, raw_gates, *memory, room, out)
+        sizes = (raw_gates.stride(0), heads, key_heads, width, size, depth)
+        self.share("delta_rule", *runs, *given, *sizes, rule.corrects)
         return out
 
     delta_chunks = delta_rule
@@ -531,33 +467,25 @@ class NativeLibrary:
         self, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, first: bool = False
     ) -> Tensor:
         assert gate.stride(1) == 1
-        out = torch.empty(gate.shape, dtype=self.dtype)
-        self.library.spd_gated_norm(
-            *at(x, gate, weight), epsilon, *at(out), x.shape[0], gate.stride(0), *x.shape[1:],
-            (weight.dim() - 1) * x.shape[2], first, self.threads,
-        )  # fmt: skip
+        out, own = torch.empty(gate.shape, dtype=self.dtype), (weight.dim() - 1) * x.shape[2]
+        sizes = (x.shape[0], gate.stride(0), *x.shape[1:], own)
+        self.share("gated_norm", x, weight, gate, out, *sizes, epsilon, first)
         return out
 
     def experts(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        own: ExpertWeights,
-        stream: Tensor,
+        self, x: Tensor, ids: Tensor, weights: Tensor, own: ExpertWeights, stream: Tensor
     ) -> tuple[Tensor, None]:
         """Of packed weights, onto a stream in a prompt chunk too; without squares."""
         gate_up, down = own.gate_up, own.down
         x, stream, (rows, per_token) = x.contiguous(), stream.contiguous(), ids.shape
         pairs, inner, depth, count = rows * per_token, down.depth, down.width, down.count
         out, made = torch.empty(x.shape, dtype=self.dtype), torch.empty(pairs, inner, dtype=self.dtype)
-        lists, sums = torch.empty(pairs + 3 * count + 1, dtype=torch.int64), torch.empty(pairs, depth)
+        lists = [torch.empty(size, dtype=torch.int64) for size in (pairs, count + 1, count, count)]
         room = self.room((pairs // SIDE + count + 1) * ceil_div(max(depth, inner), DEPTH))
-        self.library.spd_experts(
-            *at(x, ids, weights), gate_up.address, down.address, *at(own.gate_up_bias, own.down_bias),
-            *ending_of(own.act), *at(stream, out), rows, depth, inner, count, per_token, *at(lists), room,
-            *at(made, sums), self.threads,
-        )  # fmt: skip
+        given = (x, stream, ids, weights, own.gate_up_bias, own.down_bias, *gate_up.fields, *down.fields)
+        places = (*lists, made, out, torch.empty(pairs, depth), room)
+        sizes = (rows, depth, inner, gate_up.width, count, per_token, 0)
+        self.share("experts", *given, *ending_of(own.act), *places, *sizes)
         return out, None
 
 

@@ -37,17 +37,14 @@ static void pack(const void *work, Share *share, int member)
 
    gated: the first half of the rows are gates, and each block has 16 of them and the 16 rows that go with
    them. packed: `parts(gated ? width / 2 : width, gated ? 16 : 32) * parts(depth, 32) * 1024` elements. */
-void spd_pack(const element *weight, element *packed, long width, long depth, int gated, int threads)
+void spd_pack(const Packing *p, long threads)
 {
-    const Packing p = {weight, packed, width, depth, gated};
-    share_out(pack, &p, column_blocks(width, gated ? SILU : TO_ELEMENT), threads);
+    share_out(pack, p, column_blocks(p->width, p->gated ? SILU : TO_ELEMENT), threads);
 }
 
 typedef struct {
-    const uint8_t *codes, *zeros;
-    const void *scales;
-    uint8_t *packed, *packed_zeros;
-    void *packed_scales;
+    const uint8_t *codes, *scales, *zeros;
+    uint8_t *packed, *packed_scales, *packed_zeros;
     long width, depth, groups;
     int gated, kind, wide;
 } CodePacking;
@@ -65,9 +62,8 @@ static void pack_codes(const void *work, Share *share, int member)
                 long row = row_of(p->width, p->gated, block, side, column);
                 for (long g = 0; g < p->groups; g++) {
                     long at = (block * p->groups + g) * WIDTH + side * SIDE + column, from = row * p->groups + g;
-                    uint8_t *place = (uint8_t *)p->packed_scales + at * scale;
-                    if (row < 0) memset(place, 0, (size_t)scale);
-                    else memcpy(place, (const uint8_t *)p->scales + from * scale, (size_t)scale);
+                    if (row < 0) memset(p->packed_scales + at * scale, 0, (size_t)scale);
+                    else memcpy(p->packed_scales + at * scale, p->scales + from * scale, (size_t)scale);
                     if (p->zeros) p->packed_zeros[at] = row < 0 ? 0 : p->zeros[from];
                 }
                 for (long d = 0; row >= 0 && d < p->depth; d++) {
@@ -84,23 +80,19 @@ static void pack_codes(const void *work, Share *share, int member)
 
 /* Lay codes [width][depth], two in a byte where a kind has four bits, with scales and zeros [width][groups] out as
    codes.h says; see `spd_pack`. */
-void spd_pack_codes(const uint8_t *codes, const void *scales, const uint8_t *zeros, uint8_t *packed, void *packed_scales,
-    uint8_t *packed_zeros, long width, long depth, long groups, int gated, int kind, int wide, int threads)
+void spd_pack_codes(const CodePacking *p, long threads)
 {
-    const CodePacking p = {codes, zeros, scales, packed, packed_zeros, packed_scales, width, depth, groups, gated, kind, wide};
-    share_out(pack_codes, &p, column_blocks(width, gated ? SILU : TO_ELEMENT), threads);
+    share_out(pack_codes, p, column_blocks(p->width, p->gated ? SILU : TO_ELEMENT), threads);
 }
 
 typedef struct {
     const element *x;
-    const Weight *weight;
-    const float *norm, *bias;
-    const element *residual;
-    void *out;
+    const float *norm;
     Left *scratch;
-    long rows, heads, depth, width, x_row, x_head, out_row, out_head;
+    Weight weight;
+    Ending ending;
+    long rows, heads, depth, x_row, x_head, out_head;
     float epsilon;
-    Activation act;
 } Product;
 
 static void place_rows(const void *work, Share *share, int member)
@@ -109,7 +101,7 @@ static void place_rows(const void *work, Share *share, int member)
     long steps = parts(p->depth, DEPTH), room = parts(p->rows, SIDE) * steps * TILE;
     for (long i; (i = take(share, member)) >= 0;) {
         long r = i / p->heads, h = i % p->heads;
-        place_left(p->weight, p->x + r * p->x_row + h * p->x_head, p->norm, p->epsilon, p->depth,
+        place_left(&p->weight, p->x + r * p->x_row + h * p->x_head, p->norm, p->epsilon, p->depth,
             p->scratch + h * room + left_row(r, steps));
     }
 }
@@ -117,41 +109,35 @@ static void place_rows(const void *work, Share *share, int member)
 static void multiply_blocks(const void *work, Share *share, int member)
 {
     const Product *p = work;
-    long rows = p->rows, steps = parts(p->depth, DEPTH), blocks = column_blocks(p->width, p->act.kind);
-    long room = parts(rows, SIDE) * steps * TILE;
+    long rows = p->rows, blocks = column_blocks(p->ending.width, p->ending.act.kind);
+    long room = parts(rows, SIDE) * parts(p->depth, DEPTH) * TILE;
     tiles_begin(rows < SIDE ? (int)rows : SIDE, rows > SIDE && rows < WIDTH ? (int)rows - SIDE : SIDE);
     for (long i; (i = take(share, member)) >= 0;) {
-        long apart = i / blocks * p->out_head;
-        void *to = p->act.kind == TO_FLOAT ? (void *)((float *)p->out + apart) : (void *)((element *)p->out + apart);
-        const Ending ending = {p->bias, p->residual, to, p->width, p->out_row, p->act};
-        multiply_weight(p->scratch + i / blocks * room, rows, p->weight, i, &ending, i % blocks);
+        Ending ending = p->ending;
+        size_t size = ending.act.kind == TO_FLOAT ? sizeof(float) : sizeof(element);
+        ending.out = (char *)ending.out + (size_t)(i / blocks * p->out_head) * size;
+        multiply_weight(p->scratch + i / blocks * room, rows, &p->weight, i, &ending, i % blocks);
     }
     tiles_end();
 }
 
-/* x [rows][heads][depth] (normed where `norm` is given) times a packed weight for each head, plus bias [width] and
-   residual [rows][width] where they are given, rounded once: out [rows][heads][width], elements or float32 by
-   `kind`; or what an activation makes of it. Rows and heads lie `x_row`, `x_head`, `out_row`, `out_head` apart; a
-   residual is laid out like out and comes with one head. scratch: heads * parts(rows, 16) * parts(depth, 32) * 512
-   elements. */
-void spd_linear(const element *x, const float *norm, float epsilon, const Weight *weight, const float *bias,
-    const element *residual, void *out, long rows, long heads, long depth, long width, long x_row, long x_head,
-    long out_row, long out_head, int kind, float limit, float alpha, Left *scratch, int threads)
+/* x [rows][heads][depth] (normed where `norm` is given) times a packed weight for each head, and its ending: out
+   [rows][heads][width]. Rows and heads lie `x_row`, `x_head`, `ending.stride`, `out_head` apart; a residual is laid out
+   like out and comes with one head. scratch: heads * parts(rows, 16) * parts(depth, 32) * 512 elements. */
+void spd_linear(const Product *p, long threads)
 {
-    if (!rows) return;
-    const Product p = {x, weight, norm, bias, residual, out, scratch, rows, heads, depth, width, x_row, x_head, out_row,
-        out_head, epsilon, {kind, limit, alpha}};
-    long blocks = heads * column_blocks(width, kind);
-    double tiles = 2.0 * (double)(blocks * parts(depth, DEPTH));
-    share_out(place_rows, &p, rows * heads, threads_for(0.2 * (double)(rows * heads * depth), threads));
-    share_out(multiply_blocks, &p, blocks, threads_for(tiles * tile_time(rows), threads));
+    if (!p->rows) return;
+    long items = p->rows * p->heads, blocks = p->heads * column_blocks(p->ending.width, p->ending.act.kind);
+    double tiles = 2.0 * (double)(blocks * parts(p->depth, DEPTH));
+    share_out(place_rows, p, items, threads_for(0.2 * (double)(items * p->depth), threads));
+    share_out(multiply_blocks, p, blocks, threads_for(tiles * tile_time(p->rows), threads));
 }
 
 typedef struct {
     const element *x, *residual;
     const float *norm;
     element *out;
-    long depth;
+    long rows, depth;
     float epsilon;
 } Norm;
 
@@ -165,9 +151,7 @@ static void norm_rows(const void *work, Share *share, int member)
 }
 
 /* The root-mean-square norm of rows x [rows][depth] with scales norm [depth], plus residual where it is given. */
-void spd_norm(const element *x, const float *norm, float epsilon, const element *residual, element *out, long rows, long depth,
-    int threads)
+void spd_norm(const Norm *n, long threads)
 {
-    const Norm n = {x, residual, norm, out, depth, epsilon};
-    share_out(norm_rows, &n, rows, threads_for(0.2 * (double)(rows * depth), threads));
+    share_out(norm_rows, n, n->rows, threads_for(0.2 * (double)(n->rows * n->depth), threads));
 }

@@ -32,11 +32,12 @@ typedef struct {
     float limit, alpha;
 } Activation;
 
+/* Plus bias [width] and residual [rows][width] where they are given, rounded once to elements, or left as float32. */
 typedef struct {
     const float *bias;
     const element *residual;
     void *out;
-    long width, stride;
+    long width, stride; /* of out, from a row to the next */
     Activation act;
 } Ending;
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spd.kernels.native.library import NativeLibrary
+from spd.kernels.native.library import NativeLibrary, Step
 
 Result = TypeVar("Result")
 
@@ -39,7 +39,7 @@ class Recording(TorchDispatchMode):
     def __init__(self, pool: Tensor) -> None:
         super().__init__()
         self.pool, self.used = pool, 0
-        self.steps: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+        self.steps: list[Step] = []
         self.constants: list[Tensor] = []
 
     @classmethod
@@ -100,9 +100,7 @@ def _out_form(op: Any) -> tuple[Any, tuple[str, ...]]:
     return None, ()
 
 
-def _into(
-    op: Any, name: str, args: tuple[Any, ...], given: dict[str, Any], places: list[Tensor]
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def _into(op: Any, name: str, args: tuple[Any, ...], given: dict[str, Any], places: list[Tensor]) -> Step:
     """The step that makes an operation's results in their places."""
     if name in COPIES:
         return places[0].copy_, (args[0],)

@@ -3,15 +3,20 @@
 
 #include "tiles.h"
 
-/* Runs of rows: see `Segments`. */
+/* Runs of rows, and the pass's rows: see `Segments`; table is [5][count]. */
 typedef struct {
-    const int64_t *slots, *first, *count, *start, *keep, *applied;
+    const int64_t *table, *applied;
+    long count, rows;
 } Runs;
 
-/* table is [5][size]. */
-static Runs runs_of(const int64_t *table, const int64_t *applied, long size)
+typedef struct {
+    long slot, first, count, start, keep, applied;
+} Run;
+
+static Run run_of(const Runs *r, long number)
 {
-    return (Runs){table, table + size, table + 2 * size, table + 3 * size, table + 4 * size, applied};
+    const int64_t *of = r->table + number;
+    return (Run){of[0], of[r->count], of[2 * r->count], of[3 * r->count], of[4 * r->count], r->applied[of[0]]};
 }
 
 static inline long place(long position, long depth) { return ((position % depth) + depth) % depth; }
@@ -24,7 +29,7 @@ typedef struct {
     const float *weight, *bias;
     element *ring;
     float *out;
-    long stride, channels, taps, depth, blocks;
+    long stride, channels, taps, depth;
     int opens;
 } Convolution;
 
@@ -33,11 +38,13 @@ enum { CHANNELS = 4 * SIDE, MOST_TAPS = 16 };
 static void convolve(const void *work, Share *share, int member)
 {
     const Convolution *o = work;
+    long blocks = parts(o->channels, CHANNELS);
     for (long item; (item = take(share, member)) >= 0;) {
-        long run = item / o->blocks, from = item % o->blocks * CHANNELS, rows = o->runs.count[run];
-        long start = o->runs.start[run], to = from + CHANNELS < o->channels ? from + CHANNELS : o->channels;
-        const element *x = o->x + o->runs.first[run] * o->stride;
-        element *ring = o->ring + o->runs.slots[run] * o->depth * o->channels;
+        const Run run = run_of(&o->runs, item / blocks);
+        long from = item % blocks * CHANNELS, to = from + CHANNELS < o->channels ? from + CHANNELS : o->channels;
+        long rows = run.count, start = run.start;
+        const element *x = o->x + run.first * o->stride;
+        element *ring = o->ring + run.slot * o->depth * o->channels;
         for (long c = from; c < to; c += SIDE) {
             long left = to - c;
             vec seen[MOST_TAPS] = {0}; /* the inputs of the latest positions, the last one behind */
@@ -51,7 +58,7 @@ static void convolve(const void *work, Share *share, int member)
                 seen[o->taps - 1] = load(x + r * o->stride + c, left);
                 for (long t = 0; t < o->taps; t++)
                     total = vfma(seen[t], loadf(o->weight + t * o->channels + c, left), total);
-                storef(o->out + (o->runs.first[run] + r) * o->channels + c, left, o->opens ? silu(total) : total);
+                storef(o->out + (run.first + r) * o->channels + c, left, o->opens ? silu(total) : total);
                 if (r >= rows - o->depth)
                     store(ring + place(start + r, o->depth) * o->channels + c, left, seen[o->taps - 1]);
             }
@@ -60,14 +67,10 @@ static void convolve(const void *work, Share *share, int member)
 }
 
 /* See `spd.kernels.recurrent.short_conv`; weight is [taps][channels]. */
-void spd_short_conv(const element *x, const float *weight, const float *bias, element *ring, float *out,
-    const int64_t *table, const int64_t *applied, long size, long stride, long channels, long taps, long depth,
-    long rows, int opens, int threads)
+void spd_short_conv(const Convolution *o, long threads)
 {
-    long blocks = parts(channels, CHANNELS);
-    const Convolution o = {.runs = runs_of(table, applied, size), .x = x, .weight = weight, .bias = bias, .ring = ring, .out = out, .stride = stride, .channels = channels,
-        .taps = taps, .depth = depth, .blocks = blocks, .opens = opens};
-    share_out(convolve, &o, size * blocks, threads_for(0.5 * (double)(rows * channels), threads));
+    long items = o->runs.count * parts(o->channels, CHANNELS);
+    share_out(convolve, o, items, threads_for(0.5 * (double)(o->runs.rows * o->channels), threads));
 }
 
 typedef struct {
@@ -75,7 +78,7 @@ typedef struct {
     const float *mixed, *rate, *bias;
     const element *raw_gates;
     float *state, *keys, *values, *gates, *room, *out;
-    long gate_stride, heads, key_heads, width, size, depth, share;
+    long gate_stride, heads, key_heads, width, size, depth;
     int corrects;
 } Delta;
 
@@ -163,20 +166,21 @@ static void gates_of(const Delta *o, long row, long head, float *out)
 /* One head of one run. */
 typedef struct {
     const Delta *o;
-    long run, head, key_head, slot, start, end;
+    Run run;
+    long head, key_head, end;
     float *keys, *queries, *gates; /* of the run's rows */
 } Head;
 
 static Token token_of(const Head *h, long position, long column)
 {
     const Delta *o = h->o;
-    if (position < h->start) {
-        long at = h->slot * o->depth + place(position, o->depth);
+    if (position < h->run.start) {
+        long at = h->run.slot * o->depth + place(position, o->depth);
         return (Token){.key = o->keys + (at * o->key_heads + h->key_head) * o->width,
             .value = o->values + (at * o->heads + h->head) * o->size + column,
             .gates = o->gates + (at * o->heads + h->head) * 2};
     }
-    long r = position - h->start, row = o->runs.first[h->run] + r;
+    long r = position - h->run.start, row = h->run.first + r;
     const float *value = o->mixed + row * (2 * o->key_heads * o->width + o->heads * o->size);
     return (Token){.key = h->keys + r * o->width, .query = h->queries + r * o->width, .gates = h->gates + r * 2,
         .value = value + 2 * o->key_heads * o->width + h->head * o->size + column,
@@ -187,13 +191,13 @@ static Token token_of(const Head *h, long position, long column)
 static void correct_columns(const Head *h, float *kept, float *state, long column)
 {
     const Delta *o = h->o;
-    long left = o->size - column, keep = o->runs.keep[h->run], applied = o->runs.applied[h->slot];
+    long left = o->size - column, keep = h->run.keep, applied = h->run.applied;
     const float *from = applied ? kept + column : 0;
     vec found[2];
     Token token = token_of(h, applied, column);
     open_columns(from, state, token, found, o->width, o->size, left);
     for (long position = applied; position < h->end; position++) {
-        int goes_on = position + 1 < h->end && position + 1 != keep, reads = position >= h->start;
+        int goes_on = position + 1 < h->end && position + 1 != keep, reads = position >= h->run.start;
         Token next = position + 1 < h->end ? token_of(h, position + 1, column) : token;
         if (!o->corrects) found[0] = found[1] = vzero();
         if (reads && goes_on) pass_columns(state, token, &next, 1, found, o->width, left);
@@ -213,9 +217,9 @@ static void correct_columns(const Head *h, float *kept, float *state, long colum
 static void keep_operands(const Head *h)
 {
     const Delta *o = h->o;
-    for (long position = h->end - o->depth > h->start ? h->end - o->depth : h->start; position < h->end; position++) {
+    for (long position = h->end - o->depth > h->run.start ? h->end - o->depth : h->run.start; position < h->end; position++) {
         Token used = token_of(h, position, 0);
-        long at = h->slot * o->depth + place(position, o->depth), own = at * o->heads + h->head;
+        long at = h->run.slot * o->depth + place(position, o->depth), own = at * o->heads + h->head;
         memcpy(o->values + own * o->size, used.value, (size_t)o->size * sizeof(float));
         memcpy(o->gates + own * 2, used.gates, 2 * sizeof(float));
         if (h->head % (o->heads / o->key_heads) == 0)
@@ -223,22 +227,21 @@ static void keep_operands(const Head *h)
     }
 }
 
-static void correct_head(const Delta *o, long run, long head, float *room)
+static void correct_head(const Delta *o, Run run, long head, float *room)
 {
-    long width = o->width, count = o->runs.count[run], slot = o->runs.slots[run], start = o->runs.start[run];
+    long width = o->width, count = run.count;
     long key_head = head / (o->heads / o->key_heads), columns = 2 * o->key_heads * width + o->heads * o->size;
     if (!count) return;
     float *state = room, *keys = state + width * COLUMNS, *queries = keys + count * width;
-    const Head h = {.o = o, .run = run, .head = head, .key_head = key_head, .slot = slot, .start = start,
-        .end = start + count, .keys = keys, .queries = queries, .gates = queries + count * width};
+    const Head h = {o, run, head, key_head, run.start + count, keys, queries, queries + count * width};
     for (long r = 0; r < count; r++) {
-        long row = o->runs.first[run] + r;
+        long row = run.first + r;
         const float *own = o->mixed + row * columns;
         unit(own + key_head * width, width, o->corrects, 1.0f / __builtin_sqrtf((float)width), queries + r * width);
         unit(own + (o->key_heads + key_head) * width, width, o->corrects, 1.0f, keys + r * width);
         gates_of(o, row, head, h.gates + r * 2);
     }
-    float *kept = o->state + (slot * o->heads + head) * width * o->size;
+    float *kept = o->state + (run.slot * o->heads + head) * width * o->size;
     for (long column = 0; column < o->size; column += COLUMNS) correct_columns(&h, kept, state, column);
     keep_operands(&h);
 }
@@ -246,29 +249,23 @@ static void correct_head(const Delta *o, long run, long head, float *room)
 static void correct_heads(const void *work, Share *share, int member)
 {
     const Delta *o = work;
-    float *room = o->room + member * o->share;
-    for (long item; (item = take(share, member)) >= 0;) correct_head(o, item / o->heads, item % o->heads, room);
+    float *room = o->room + member * (COLUMNS * o->width + o->runs.rows * (2 * o->width + 2));
+    for (long item; (item = take(share, member)) >= 0;)
+        correct_head(o, run_of(&o->runs, item / o->heads), item % o->heads, room);
 }
 
-/* See `spd.kernels.recurrent.delta_rule`; room is threads * (32 * width + rows * (2 * width + 2))
-   floats. */
-void spd_delta_rule(const float *mixed, const element *raw_gates, const float *rate, const float *bias, float *state,
-    float *keys, float *values, float *gates, float *room, float *out, const int64_t *table, const int64_t *applied,
-    long count, long gate_stride, long heads, long key_heads, long width, long size, long depth, long rows,
-    int corrects, int threads)
+/* See `spd.kernels.recurrent.delta_rule`; room is threads * (32 * width + rows * (2 * width + 2)) floats. */
+void spd_delta_rule(const Delta *o, long threads)
 {
-    const Delta o = {.runs = runs_of(table, applied, count), .mixed = mixed, .rate = rate, .bias = bias, .raw_gates = raw_gates, .state = state, .keys = keys,
-        .values = values, .gates = gates, .room = room, .out = out, .gate_stride = gate_stride, .heads = heads,
-        .key_heads = key_heads, .width = width, .size = size, .depth = depth, .share = COLUMNS * width + rows * (2 * width + 2), .corrects = corrects};
-    double work = 0.2 * (double)(rows * heads * width * size);
-    share_out(correct_heads, &o, count * heads, threads_for(work, threads));
+    double work = 0.2 * (double)(o->runs.rows * o->heads * o->width * o->size);
+    share_out(correct_heads, o, o->runs.count * o->heads, threads_for(work, threads));
 }
 
 typedef struct {
     const float *x, *weight;
     const element *gate;
     element *out;
-    long stride, heads, size, own;
+    long rows, stride, heads, size, own;
     float epsilon;
     int first;
 } GatedNorm;
@@ -296,9 +293,7 @@ static void norm_rows(const void *work, Share *share, int member)
 }
 
 /* See `spd.kernels.recurrent.delta_rule.gated_norm`. */
-void spd_gated_norm(const float *x, const element *gate, const float *weight, float epsilon, element *out, long rows,
-    long stride, long heads, long size, long own, int first, int threads)
+void spd_gated_norm(const GatedNorm *o, long threads)
 {
-    const GatedNorm o = {x, weight, gate, out, stride, heads, size, own, epsilon, first};
-    share_out(norm_rows, &o, rows, threads_for(1.0 * (double)(rows * heads * size), threads));
+    share_out(norm_rows, o, o->rows, threads_for((double)(o->rows * o->heads * o->size), threads));
 }

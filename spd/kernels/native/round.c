@@ -7,24 +7,24 @@ enum { BEGAN, VERIFIED, COMMITTED, ENDED };
 enum { GOING_ON, STOPPED, FULL, FAILED };
 
 /* `RoundTensors`, and the sizes of the last dimensions; the ring is [depth, ring_slots, ring_width]. */
-struct round {
+typedef struct {
     int64_t *tokens, *length, *length_limit, *draft, *num_drafts, *match, *draft_limit, *draft_cap, *page_table;
     int64_t *stop_ids;
     uint8_t *active;
     int64_t *ring, *times, *counter;
     long slots, token_stride, draft_stride, page_stride, pages, stop_stride, stops, depth, ring_slots, ring_width;
     long num_times;
-};
+} Round;
 
 /* Rows of windows of `width`, as they are written. */
-struct rows {
+typedef struct {
     int64_t *ids, *positions;
     uint8_t *valid;
     int64_t *places;
     long width, page, limit, trash;
-};
+} Rows;
 
-void spd_mark_time(int64_t *times, int64_t *counter, long depth, long columns, long column, int advance)
+void spd_mark_time(int64_t *times, int64_t *counter, long depth, long columns, long column, long advance)
 {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -37,8 +37,7 @@ static int64_t within(int64_t value, int64_t low, int64_t high)
     return value < low ? low : value > high ? high : value;
 }
 
-static void put_row(const struct round *r, const struct rows *to, long slot, long row, int64_t id, int64_t position,
-    int valid)
+static void put_row(const Round *r, const Rows *to, long slot, long row, int64_t id, int64_t position, int valid)
 {
     long at = slot * to->width + row, clamped = within(position, 0, to->limit - 1), column = clamped / to->page;
     const int64_t *table = r->page_table + slot * r->page_stride;
@@ -46,14 +45,13 @@ static void put_row(const struct round *r, const struct rows *to, long slot, lon
     to->places[at] = valid ? table[within(column, 0, r->pages - 1)] * to->page + clamped % to->page : to->trash;
 }
 
-void spd_round_window(struct round r, struct rows to, int64_t *safe, int64_t *num_drafts, long k,
-    int64_t usable_vocab)
+void spd_round_window(const Round *r, const Rows *to, int64_t *safe, int64_t *num_drafts, long k, long usable_vocab)
 {
-    spd_mark_time(r.times, r.counter, r.depth, r.num_times, BEGAN, 0);
-    for (long s = 0; s < r.slots; s++) {
-        const int64_t *draft = r.draft + s * r.draft_stride, length = r.length[s];
-        int64_t most = within(r.length_limit[s] - length - 1, 0, k), leading = 0;
-        most = within(r.num_drafts[s], 0, within(r.draft_cap[s], 0, most));
+    spd_mark_time(r->times, r->counter, r->depth, r->num_times, BEGAN, 0);
+    for (long s = 0; s < r->slots; s++) {
+        const int64_t *draft = r->draft + s * r->draft_stride, length = r->length[s];
+        int64_t most = within(r->length_limit[s] - length - 1, 0, k), leading = 0;
+        most = within(r->num_drafts[s], 0, within(r->draft_cap[s], 0, most));
         for (long i = 0; i < k; i++) {
             int known = draft[i] >= 0 && draft[i] < usable_vocab;
             leading += known && leading == i;
@@ -61,62 +59,61 @@ void spd_round_window(struct round r, struct rows to, int64_t *safe, int64_t *nu
         }
         num_drafts[s] = leading < most ? leading : most;
         for (long i = 0; i <= k; i++) {
-            int64_t id = i ? safe[s * k + i - 1] : r.tokens[s * r.token_stride + length - 1];
-            put_row(&r, &to, s, i, id, length - 1 + i, r.active[s] && i <= num_drafts[s]);
+            int64_t id = i ? safe[s * k + i - 1] : r->tokens[s * r->token_stride + length - 1];
+            put_row(r, to, s, i, id, length - 1 + i, r->active[s] && i <= num_drafts[s]);
         }
     }
 }
 
-void spd_committed_window(struct round r, struct rows to, const uint8_t *chosen, const int64_t *first,
-    long ahead)
+void spd_committed_window(const Round *r, const Rows *to, const uint8_t *chosen, const int64_t *first, long ahead)
 {
-    for (long s = 0; s < r.slots; s++)
-        for (long i = 0, own = to.width - ahead; i < to.width; i++) {
-            int64_t position = r.length[s] - own + i, least = first && first[s] > 0 ? first[s] : 0;
-            const int64_t *tokens = r.tokens + s * r.token_stride, *draft = r.draft + s * r.draft_stride;
+    for (long s = 0; s < r->slots; s++)
+        for (long i = 0, own = to->width - ahead; i < to->width; i++) {
+            int64_t position = r->length[s] - own + i, least = first && first[s] > 0 ? first[s] : 0;
+            const int64_t *tokens = r->tokens + s * r->token_stride, *draft = r->draft + s * r->draft_stride;
             int64_t id = i < own ? tokens[position > 0 ? position : 0] : draft[i - own];
-            put_row(&r, &to, s, i, id, position, chosen[s] && position >= least && position < r.draft_limit[s]);
+            put_row(r, to, s, i, id, position, chosen[s] && position >= least && position < r->draft_limit[s]);
         }
 }
 
-void spd_draft_step(struct round r, struct rows to, const int64_t *sampled, long step, long k)
+void spd_draft_step(const Round *r, const Rows *to, const int64_t *sampled, long step, long k)
 {
-    for (long s = 0; s < r.slots; s++) {
-        int64_t position = r.length[s] + step, room = within(r.draft_limit[s] - r.length[s] + 1, 0, k);
-        r.draft[s * r.draft_stride + step] = sampled[s];
-        if (step == k - 1) r.num_drafts[s] = r.active[s] ? room : 0;
-        put_row(&r, &to, s, 0, sampled[s], position, r.active[s] && position >= 0 && position < r.draft_limit[s]);
+    for (long s = 0; s < r->slots; s++) {
+        int64_t position = r->length[s] + step, room = within(r->draft_limit[s] - r->length[s] + 1, 0, k);
+        r->draft[s * r->draft_stride + step] = sampled[s];
+        if (step == k - 1) r->num_drafts[s] = r->active[s] ? room : 0;
+        put_row(r, to, s, 0, sampled[s], position, r->active[s] && position >= 0 && position < r->draft_limit[s]);
     }
 }
 
-static int stops(const struct round *r, long slot, int64_t token)
+static int stops(const Round *r, long slot, int64_t token)
 {
     for (long i = 0; i < r->stops; i++)
         if (r->stop_ids[slot * r->stop_stride + i] == token) return 1;
     return 0;
 }
 
-void spd_round_commit(struct round r, const int64_t *draft, const int64_t *num_drafts, const int64_t *sampled,
+void spd_round_commit(const Round *r, const int64_t *draft, const int64_t *num_drafts, const int64_t *sampled,
     const uint8_t *finite, const int64_t *accepted, int32_t *generated, long k, long vocab)
 {
-    spd_mark_time(r.times, r.counter, r.depth, r.num_times, COMMITTED, 0);
-    for (long s = 0; s < r.slots; s++, sampled += k + 1, finite += k + 1, draft += k) {
-        int64_t taken = 0, count = 0, reason = GOING_ON, before = r.length[s];
+    spd_mark_time(r->times, r->counter, r->depth, r->num_times, COMMITTED, 0);
+    for (long s = 0; s < r->slots; s++, sampled += k + 1, finite += k + 1, draft += k) {
+        int64_t taken = 0, count = 0, reason = GOING_ON, before = r->length[s];
         while (!accepted && taken < k && taken < num_drafts[s] && draft[taken] == sampled[taken]) taken++;
         if (accepted) taken = accepted[s];
-        while (r.active[s] && count <= taken && reason == GOING_ON) {
+        while (r->active[s] && count <= taken && reason == GOING_ON) {
             if (!finite[count]) reason = FAILED;
-            else if (stops(&r, s, sampled[count++])) reason = STOPPED;
+            else if (stops(r, s, sampled[count++])) reason = STOPPED;
         }
-        if (r.active[s] && reason == GOING_ON && before + count >= r.length_limit[s]) reason = FULL;
+        if (r->active[s] && reason == GOING_ON && before + count >= r->length_limit[s]) reason = FULL;
         for (long i = 0; i < count; i++) {
-            r.tokens[s * r.token_stride + before + i] = sampled[i];
+            r->tokens[s * r->token_stride + before + i] = sampled[i];
             if (generated) generated[s * vocab + (sampled[i] > 0 ? sampled[i] : 0)]++;
         }
-        r.length[s] = before + count;
-        r.active[s] &= reason == GOING_ON;
-        int64_t *row = r.ring + (r.counter[0] % r.depth * r.ring_slots + s) * r.ring_width;
-        int64_t head[] = { before, num_drafts[s], taken, count, reason, k, r.match[s] };
+        r->length[s] = before + count;
+        r->active[s] &= reason == GOING_ON;
+        int64_t *row = r->ring + (r->counter[0] % r->depth * r->ring_slots + s) * r->ring_width;
+        int64_t head[] = { before, num_drafts[s], taken, count, reason, k, r->match[s] };
         for (int i = 0; i < 7; i++) *row++ = head[i];
         for (long i = 0; i <= k; i++) *row++ = sampled[i];
         for (long i = 0; i < k; i++) *row++ = draft[i];
@@ -132,23 +129,21 @@ static long match_length(const int64_t *row, long end, long last, long most)
 }
 
 /* Ends are walked from the last one on, so that the first of equals is the latest. */
-void spd_lookup(const int64_t *tokens, const int64_t *length, const uint8_t *active, int64_t *draft,
-    int64_t *num_drafts, int64_t *match, long slots, long stride, long draft_stride, long k, long ngram_min,
-    long ngram_max, int over)
+void spd_lookup(const Round *r, long k, long ngram_min, long ngram_max, long over)
 {
-    for (long s = 0; s < slots; s++) {
-        const int64_t *row = tokens + s * stride;
-        long last = length[s] - 1, best = 0, found = 0;
-        for (long end = active[s] ? last - 1 : -1; end >= 0 && best < ngram_max; end--) {
+    for (long s = 0; s < r->slots; s++) {
+        const int64_t *row = r->tokens + s * r->token_stride;
+        long last = r->length[s] - 1, best = 0, found = 0;
+        for (long end = r->active[s] ? last - 1 : -1; end >= 0 && best < ngram_max; end--) {
             if (end < best || row[end - best] != row[last - best]) continue; /* no longer than the best */
             long size = match_length(row, end, last, ngram_max);
             if (size > best) best = size, found = end;
         }
         if (best < ngram_min) best = 0;
-        if (active[s]) match[s] = best;
+        if (r->active[s]) r->match[s] = best;
         if (over && !best) continue;
-        num_drafts[s] = best ? k : 0;
-        int64_t *out = draft + s * draft_stride;
+        r->num_drafts[s] = best ? k : 0;
+        int64_t *out = r->draft + s * r->draft_stride;
         for (long i = 0; i < k; i++) out[i] = best ? row[found + 1 + i % (last - found)] : 0;
     }
 }

@@ -168,7 +168,7 @@ typedef struct {
     int64_t *tokens;
     uint8_t *finite;
     char *room;
-    long width, vocab, usable, stream;
+    long slots, width, vocab, usable, stream;
     int noise, truncation;
 } Sampling;
 
@@ -219,12 +219,9 @@ static void draw_rows(const void *work, Share *share, int member)
 /* Tokens int64 [rows] of logits float32 [rows][vocab], of which the first `usable` count, and whether each one's logit
    is finite. slots * width rows; temperature, top_p, min_p, top_k, seed [slots]; positions [rows]. room: for each
    thread 16 bytes for each usable token, for keys, masses and scaled logits. */
-void spd_sample(const float *logits, const float *temperature, const float *top_p, const float *min_p,
-    const int64_t *top_k, const int64_t *seed, const int64_t *positions, int64_t *tokens, uint8_t *finite, char *room,
-    long slots, long width, long vocab, long usable, long stream, int noise, int truncation, int threads)
+void spd_sample(const Sampling *o, long threads)
 {
-    const Sampling o = {logits, temperature, top_p, min_p, top_k, seed, positions, tokens, finite, room, width, vocab,
-        usable, stream, noise, truncation};
-    threads = threads_for((noise ? 4.0 : 0.2) * (double)(slots * width * usable), threads);
-    share_out(draw_rows, &o, slots * width, threads);
+    long rows = o->slots * o->width;
+    threads = threads_for((o->noise ? 4.0 : 0.2) * (double)(rows * o->usable), threads);
+    share_out(draw_rows, o, rows, (int)threads);
 }
