@@ -38,7 +38,7 @@ static inline vec scales_of(const Weight *w, long at, int side)
 }
 
 /* What codes in the lower bits of lanes stand for. */
-static inline __attribute__((always_inline)) vec number(ints x, const int kind, vec zero)
+INLINE vec number(ints x, const int kind, vec zero)
 {
     static const float e2m1[SIDE] = {OF_E2M1};
     if (kind == INT4) return vsub(of_ints(masked(x, 15)), zero);
@@ -61,7 +61,7 @@ static inline void place_pair(element *tile, int j, vec first, vec second)
 #endif
 }
 
-static inline __attribute__((always_inline)) void decode_kind(
+INLINE void decode_kind(
     const uint8_t *codes, const int kind, const vec *zeros, int from, int to, element *tiles)
 {
     for (int j = from; j < to; j++)

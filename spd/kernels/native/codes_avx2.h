@@ -13,11 +13,10 @@ static void into_digits(float *step)
 {
     const __m256i order = _mm256_setr_epi8(2, 10, 6, 14, 1, 9, 5, 13, 0, 8, 4, 12, -1, -1, -1, -1, 2, 10, 6, 14, 1, 9, 5,
         13, 0, 8, 4, 12, -1, -1, -1, -1);
-    const __m256i bias = _mm256_set1_epi32(0x8080), sign = _mm256_set1_epi32(INT32_MAX);
+    const __m256i bias = _mm256_set1_epi32(0x8080);
     vec a = loadf(step, SIDE), b = loadf(step + SIDE, SIDE), no = vadd(vsub(a, a), vsub(b, b));
-    __m256 parts[4] = {a.low, a.high, b.low, b.high}, all = _mm256_castsi256_ps(sign);
-    float most = vtop(vmax(BOTH(_mm256_and_ps(a.low, all), _mm256_and_ps(a.high, all)),
-        BOTH(_mm256_and_ps(b.low, all), _mm256_and_ps(b.high, all))));
+    __m256 parts[4] = {a.q[0], a.q[1], b.q[0], b.q[1]};
+    float most = vtop(vmax(as_vec(masked(as_ints(a), INT32_MAX)), as_vec(masked(as_ints(b), INT32_MAX))));
     int32_t bits, *lanes = (int32_t *)step;
     memcpy(&bits, &most, sizeof bits);
     int exponent = (bits >> 23) - 127;
@@ -41,7 +40,7 @@ static void into_digits(float *step)
 }
 
 /* Codes of eight columns of one side at four depths. Those of E2M1 become 12 and twice the number: not negative. */
-static inline __attribute__((always_inline)) __m256i codes_at(const uint8_t *codes, const int kind, const int side)
+INLINE __m256i codes_at(const uint8_t *codes, const int kind, const int side)
 {
     const __m128i e2m1 = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
     __m256i x = _mm256_loadu_si256((const __m256i *)codes);
@@ -63,7 +62,7 @@ static inline __m256 eight_of(const bf16 *p)
 static inline __m256i all_of(const int32_t *p) { return _mm256_castps_si256(_mm256_broadcast_ss((const float *)p)); }
 
 /* They are added at once: registers do not suffice where the compiler waits. */
-static inline __attribute__((always_inline)) void add_digits(Sums *s, __m256i codes, const int32_t *row)
+INLINE void add_digits(Sums *s, __m256i codes, const int32_t *row)
 {
     s->high = _mm256_add_epi16(s->high, _mm256_maddubs_epi16(codes, all_of(row)));
     s->middle = _mm256_add_epi16(s->middle, _mm256_maddubs_epi16(codes, all_of(row + 1)));
@@ -72,7 +71,7 @@ static inline __attribute__((always_inline)) void add_digits(Sums *s, __m256i co
 }
 
 /* Add sums, less the zero points' share, scaled, to c [8]. */
-static inline __attribute__((always_inline)) void end_sums(Sums s, __m256i zeros, __m256 scales, float *c)
+INLINE void end_sums(Sums s, __m256i zeros, __m256 scales, float *c)
 {
     const __m256i one = _mm256_set1_epi16(1), more = _mm256_set1_epi16(256);
     __m256i low = _mm256_add_epi32(_mm256_madd_epi16(s.middle, more), _mm256_madd_epi16(s.low, one));
@@ -83,7 +82,7 @@ static inline __attribute__((always_inline)) void end_sums(Sums s, __m256i zeros
 
 /* Of a row with eight columns of a step or, from depths 4 first on, half of one: both sides, to c [32]. at: where their
    scales and zeros are. 16 bits hold a whole step's sums of INT4, and half a step's of E2M1. */
-static inline __attribute__((always_inline)) void multiply_columns(const float *row, const Weight *w, const int kind,
+INLINE void multiply_columns(const float *row, const Weight *w, const int kind,
     const uint8_t *codes, long at, const int first, const int last, float *c)
 {
     __asm__ volatile("" : : : "memory"); /* registers do not suffice for what was read before */
@@ -104,7 +103,7 @@ static inline __attribute__((always_inline)) void multiply_columns(const float *
 }
 
 /* Of `rows`, `apart` from a on, with codes of one block: c [rows][32]. at: the block's first group. */
-static inline __attribute__((always_inline)) void codes_rows(
+INLINE void codes_rows(
     const float *a, long apart, long rows, const Weight *w, const int kind, const uint8_t *codes, long at, float *c)
 {
     const long last = at + w->groups, halved = w->group < DEPTH;

@@ -22,7 +22,7 @@ static inline __m512i zeros_of(const uint8_t *p)
 }
 
 /* Of `count` rows from a on, with codes of one block: c [count][32]. */
-static inline __attribute__((always_inline)) void codes_rows(const bf16 *a, const int count, const Weight *w,
+INLINE void codes_rows(const bf16 *a, const int count, const Weight *w,
     const int zeroed, const uint8_t *codes, long at, float *c)
 {
     const __m512i table = numbers_of(w), low = _mm512_set1_epi16(15);

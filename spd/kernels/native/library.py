@@ -7,9 +7,10 @@ import ctypes
 import math
 import mmap
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +72,14 @@ CODES = ("int4", "int8", "e2m1", "e4m3")
 """Kinds of codes, numbered from 1."""
 
 
+def numbers(given: Sequence[Any]) -> list[Any]:
+    """What C is given for tensors, where they lie, for what is not there, 0, and for anything else."""
+    return [each.data_ptr() if isinstance(each, Tensor) else each or 0 for each in given]
+
+
 def packed(form: str, *given: Any) -> bytes:
-    """A structure of C's. Tensors are where they lie; the library does not keep them."""
-    return struct.pack(form, *map(_address, given))
-
-
-def _address(given: Any) -> Any:
-    return given.data_ptr() if isinstance(given, Tensor) else 0 if given is None else given
+    """A structure of C's; it does not keep the tensors."""
+    return struct.pack(form, *numbers(given))
 
 
 def _round(state: RoundTensors) -> bytes:
@@ -106,7 +108,7 @@ class PackedWeight:
     scales: Tensor | None = None
     zeros: Tensor | None = None
 
-    @property
+    @cached_property
     def fields(self) -> tuple[Any, ...]:
         """What is handed to C: see codes.h."""
         wide = self.scales is not None and self.scales.dtype == torch.float32
@@ -182,8 +184,8 @@ class NativeLibrary:
 
     def call(self, name: str, *given: Any) -> None:
         """Call a C function with tensors, whole numbers and structures, or note the call."""
-        function, numbers = getattr(self.library, f"spd_{name}"), map(_address, given)
-        made = tuple(ctypes.c_long(each) if isinstance(each, int) else each for each in numbers)
+        function, plain = getattr(self.library, f"spd_{name}"), numbers(given)
+        made = tuple(each if isinstance(each, bytes) else ctypes.c_long(each) for each in plain)
         if self.calls is None:
             function(*made)
         else:
@@ -425,8 +427,8 @@ class NativeLibrary:
         finite = torch.empty(slots, width, dtype=torch.bool)
         usable = min(tensors.usable_vocab, vocab)
         room = self.room(ceil_div(self.threads * ceil_div(16 * usable, 64) * 64, TILE_BYTES))
-        numbers = (tensors.temperature, tensors.top_p, tensors.min_p, tensors.top_k, tensors.seed)
-        given = (logits, *numbers, positions, tokens, finite, room, slots, width, vocab, usable, stream)
+        rules = (tensors.temperature, tensors.top_p, tensors.min_p, tensors.top_k, tensors.seed)
+        given = (logits, *rules, positions, tokens, finite, room, slots, width, vocab, usable, stream)
         self.share("sample", *given, tensors.noise, tensors.truncation)
         return tokens, finite
 

@@ -21,7 +21,7 @@ static Run run_of(const Runs *r, long number)
 
 static inline long place(long position, long depth) { return ((position % depth) + depth) % depth; }
 
-static inline vec silu(vec x) { return vdiv(x, vadd(vall(1.0f), exponential(vsub(vzero(), x)))); }
+INLINE vec silu(vec x) { return vdiv(x, vadd(vall(1.0f), exponential(vsub(vzero(), x)))); }
 
 typedef struct {
     Runs runs;
@@ -119,7 +119,7 @@ static void open_columns(const float *from, float *state, Token token, vec *foun
 }
 
 /* Correct COLUMNS by what was found, read them, and decay them for the next token in the same pass. */
-static inline __attribute__((always_inline)) void pass_columns(
+INLINE void pass_columns(
     float *state, Token token, const Token *next, int reads, vec *found, long width, long left)
 {
     vec read[2], correction[2], decay = vall(next ? next->gates[0] : 1.0f), correct = vall(token.gates[1]);

@@ -70,7 +70,7 @@ static void cut(const uint32_t *keys, const int64_t *masses, long count, int64_t
 
 /* The natural logarithm of positive normal numbers, to about one unit in the last place. Source: the coefficients of
    Cephes' logf. */
-static inline vec logarithm(vec x)
+INLINE vec logarithm(vec x)
 {
     vec one = vall(1.0f), e = vexponent(x), m = vmantissa(x);
     mask high = vmore(m, vall(1.41421356f));

@@ -31,7 +31,7 @@ static inline void tile_product(
 
 /* Of `count` rows from a on: c [count][32]. Meanwhile `lines` of 32 elements a step are asked for, from `next` on:
    the processor by itself does not fetch far enough ahead. */
-static inline __attribute__((always_inline)) void rows_product(
+INLINE void rows_product(
     const bf16 *a, const int count, const bf16 *b, long steps, int fresh, const bf16 *next, long lines, float *c)
 {
     __m512 sums[8][2];

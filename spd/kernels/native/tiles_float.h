@@ -33,7 +33,7 @@ static inline vec weights_at(const element *tile, int j, int second)
 
 /* Add to c [count][32], or write there where `fresh`, `count` rows `apart` from a on times b [steps][2] tiles, of which
    `sides` are read. */
-static inline __attribute__((always_inline)) void rows_product(const Left *a, long apart, const int count,
+INLINE void rows_product(const Left *a, long apart, const int count,
     const int sides, const element *b, long steps, int fresh, const element *next, long lines, float *c)
 {
     vec sums[MOST_ROWS][2];
@@ -160,7 +160,7 @@ static inline int clean_values(Sides *s, long size, long count, uint8_t *wild)
     return some;
 }
 
-static inline __attribute__((always_inline)) int mix_rows(
+INLINE int mix_rows(
     const Sides *s, int row, const int rows, long d, long left, long count, float *mixed)
 {
     vec sums[4], rest = vzero();

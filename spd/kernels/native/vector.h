@@ -38,19 +38,38 @@ typedef bf16 element;
 #endif
 
 enum { SIDE = 16 };
+#define INLINE static inline __attribute__((always_inline))
 
 /* `count` tells how many lanes are read or written, the first ones: all from 16 on, none below 1. What is not read
-   is 0. */
+   is 0. vec and ints: lanes of numbers, and of whole ones. between: which of the numbers first, first + 1, ... lie in
+   low to last. vscaled: x * 2^power for whole powers from -126 to 252; vbelow_infinity: so that a power that is too
+   large is one that can be made, and NaN stays. vexponent and vmantissa, of positive normal numbers:
+   x = mantissa * 2^exponent, the mantissa from 1 to 2. */
 
 #if SPD_WIDE
 #include "vector_avx512.h"
 #else
+/* A function whose result has in each part i what the expression says, or which does so much with each part. */
+#define EACH(type, name, expression, ...) \
+    INLINE type name(__VA_ARGS__) \
+    { \
+        type made; \
+        _Pragma("GCC unroll 4") for (int i = 0; i < PARTS; i++) made.q[i] = (expression); \
+        return made; \
+    }
+#define EACH_TO(name, statement, ...) \
+    INLINE void name(__VA_ARGS__) \
+    { \
+        _Pragma("GCC unroll 4") for (int i = 0; i < PARTS; i++) statement; \
+    }
+enum { PARTS = SPD_NEON ? 4 : 2 };
 #if SPD_NEON
 #include "vector_neon.h"
 #else
 #include "vector_avx2.h"
 #endif
 
+static inline vec vzero(void) { return vall(0.0f); }
 static inline mask lanes(long count) { return between(0, 0, count < SIDE ? (int32_t)count - 1 : SIDE); }
 
 #define LOADED(type, name, whole, kind) \
@@ -73,7 +92,6 @@ LOADED(half_vec, halves, load_halves, bf16)
 STORED(vec, storef, store_all, float)
 STORED(half_vec, store_halves, save_halves, bf16)
 
-/* Of positive normal numbers: x = mantissa * 2^exponent, the mantissa from 1 to 2. */
 static inline vec vexponent(vec x) { return of_ints(plus(right(as_ints(x), 23), -127)); }
 static inline vec vmantissa(vec x) { return as_vec(either(masked(as_ints(x), 0x7fffff), as_ints(vall(1.0f)))); }
 #endif
@@ -115,7 +133,7 @@ static inline vec as_kept(vec x) { return widened(rounded(x)); }
 #endif
 
 /* e^x to about one unit in the last place, 1 of 0; NaN stays. Source: the coefficients of Cephes' expf. */
-static inline vec exponential(vec x)
+INLINE vec exponential(vec x)
 {
     x = vbelow_infinity(vmax(vall(-87.0f), x));
     vec n = vnearest(vmul(x, vall(1.44269504f)));

@@ -39,7 +39,6 @@ static inline mask vmore(vec x, vec y) { return _mm512_cmp_ps_mask(x, y, _CMP_GT
 static inline mask vdiffers(vec x, vec y) { return _mm512_cmp_ps_mask(x, y, _CMP_NEQ_UQ); }
 static inline int any_nan(vec x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) != 0; }
 
-/* Which of the numbers first, first + 1, ... lie in low to last. */
 static inline mask between(int32_t first, int32_t low, int32_t last)
 {
     const __m512i order = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -51,11 +50,9 @@ static inline vec vnearest(vec x) { return _mm512_roundscale_ps(x, 0); }
 static inline vec vbelow_infinity(vec x) { return x; }
 static inline vec vscaled(vec x, vec power) { return _mm512_scalef_ps(x, power); }
 
-/* Of positive normal numbers: x = mantissa * 2^exponent, the mantissa from 1 to 2. */
 static inline vec vexponent(vec x) { return _mm512_getexp_ps(x); }
 static inline vec vmantissa(vec x) { return _mm512_getmant_ps(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_src); }
 
-/* Lanes of whole numbers. */
 typedef __m512i ints;
 static inline ints loadi(const void *p) { return _mm512_loadu_si512(p); }
 static inline ints right(ints x, unsigned n) { return _mm512_srli_epi32(x, n); }

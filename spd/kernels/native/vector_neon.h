@@ -11,16 +11,8 @@ typedef struct {
     uint16x4_t q[4];
 } half_vec;
 
-/* A function whose result has in each quarter i what the expression says. */
-#define QUARTERS(type, name, expression, ...) \
-    static inline type name(__VA_ARGS__) \
-    { \
-        type made; \
-        _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) made.q[i] = (expression); \
-        return made; \
-    }
-#define OF_TWO(name, op) QUARTERS(vec, name, four_##op(x.q[i], y.q[i]), vec x, vec y)
-#define OF_THREE(name, op) QUARTERS(vec, name, four_##op(x.q[i], y.q[i], z.q[i]), vec x, vec y, vec z)
+#define OF_TWO(name, op) EACH(vec, name, four_##op(x.q[i], y.q[i]), vec x, vec y)
+#define OF_THREE(name, op) EACH(vec, name, four_##op(x.q[i], y.q[i], z.q[i]), vec x, vec y, vec z)
 
 /* Of the larger and the smaller the second one where either is NaN, as on other processors. */
 #define four_add_ps vaddq_f32
@@ -38,27 +30,19 @@ static inline uint32x4_t four_between(int32_t first, int32_t low, int32_t last)
     int32x4_t own = vaddq_s32(vld1q_s32(ORDER), vdupq_n_s32(first));
     return vandq_u32(vcgeq_s32(own, vdupq_n_s32(low)), vcleq_s32(own, vdupq_n_s32(last)));
 }
-/* Which of the numbers first, first + 1, ... lie in low to last. */
-QUARTERS(mask, between, four_between(first + 4 * i, low, last), int32_t first, int32_t low, int32_t last)
+EACH(mask, between, four_between(first + 4 * i, low, last), int32_t first, int32_t low, int32_t last)
 static inline uint32x4_t four_bits(uint32_t bits)
 {
     return vtstq_u32(vdupq_n_u32(bits), vreinterpretq_u32_s32(vshlq_s32(vdupq_n_s32(1), vld1q_s32(ORDER))));
 }
-QUARTERS(mask, mask_of, four_bits((uint32_t)(bits >> 4 * i)), uint64_t bits)
+EACH(mask, mask_of, four_bits((uint32_t)(bits >> 4 * i)), uint64_t bits)
 
-QUARTERS(vec, vall, vdupq_n_f32(x), float x)
-static inline vec vzero(void) { return vall(0.0f); }
-QUARTERS(vec, load_all, vld1q_f32(p + 4 * i), const float *p)
-QUARTERS(half_vec, load_halves, vld1_u16(p + 4 * i), const bf16 *p)
-static inline void store_all(float *p, vec x)
-{
-    for (int i = 0; i < 4; i++) vst1q_f32(p + 4 * i, x.q[i]);
-}
-static inline void save_halves(bf16 *p, half_vec x)
-{
-    for (int i = 0; i < 4; i++) vst1_u16(p + 4 * i, x.q[i]);
-}
-QUARTERS(vec, widened, vreinterpretq_f32_u32(vshll_n_u16(x.q[i], 16)), half_vec x)
+EACH(vec, vall, vdupq_n_f32(x), float x)
+EACH(vec, load_all, vld1q_f32(p + 4 * i), const float *p)
+EACH(half_vec, load_halves, vld1_u16(p + 4 * i), const bf16 *p)
+EACH_TO(store_all, vst1q_f32(p + 4 * i, x.q[i]), float *p, vec x)
+EACH_TO(save_halves, vst1_u16(p + 4 * i, x.q[i]), bf16 *p, half_vec x)
+EACH(vec, widened, vreinterpretq_f32_u32(vshll_n_u16(x.q[i], 16)), half_vec x)
 
 /* To bfloat16, ties to even; NaN stays. */
 static inline uint16x4_t four_rounded(float32x4_t x)
@@ -67,7 +51,7 @@ static inline uint16x4_t four_rounded(float32x4_t x)
     uint32x4_t near = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
     return vshrn_n_u32(vbslq_u32(vceqq_f32(x, x), near, vorrq_u32(bits, vdupq_n_u32(0x400000))), 16);
 }
-QUARTERS(half_vec, rounded, four_rounded(x.q[i]), vec x)
+EACH(half_vec, rounded, four_rounded(x.q[i]), vec x)
 
 #define FOLD(name, op) \
     static inline float name(vec x) \
@@ -90,41 +74,35 @@ static inline void sum_four(const vec *x, float *to)
     vst1q_f32(to, vaddq_f32(sums[0][0], sums[1][0]));
 }
 
-QUARTERS(vec, vselect, vbslq_f32(m.q[i], yes.q[i], no.q[i]), mask m, vec yes, vec no)
-QUARTERS(mask, vmore, vcgtq_f32(x.q[i], y.q[i]), vec x, vec y)
-QUARTERS(mask, vdiffers, vmvnq_u32(vceqq_f32(x.q[i], y.q[i])), vec x, vec y)
+EACH(vec, vselect, vbslq_f32(m.q[i], yes.q[i], no.q[i]), mask m, vec yes, vec no)
+EACH(mask, vmore, vcgtq_f32(x.q[i], y.q[i]), vec x, vec y)
+EACH(mask, vdiffers, vmvnq_u32(vceqq_f32(x.q[i], y.q[i])), vec x, vec y)
 static inline int any_nan(vec x)
 {
     mask m = vdiffers(x, x);
     return vmaxvq_u32(vorrq_u32(vorrq_u32(m.q[0], m.q[1]), vorrq_u32(m.q[2], m.q[3]))) != 0;
 }
 
-QUARTERS(vec, vnearest, vrndnq_f32(x.q[i]), vec x)
-/* So that a power of two that is too large is one that can be made; NaN stays. */
-QUARTERS(vec, vbelow_infinity, four_min_ps(vdupq_n_f32(100.0f), x.q[i]), vec x)
+EACH(vec, vnearest, vrndnq_f32(x.q[i]), vec x)
+EACH(vec, vbelow_infinity, four_min_ps(vdupq_n_f32(100.0f), x.q[i]), vec x)
 static inline float32x4_t four_scaled(float32x4_t x, float32x4_t power)
 {
     int32x4_t n = vcvtnq_s32_f32(power), part = vshrq_n_s32(n, 1), bias = vdupq_n_s32(127);
     x = vmulq_f32(x, vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(part, bias), 23)));
     return vmulq_f32(x, vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vsubq_s32(n, part), bias), 23)));
 }
-/* x * 2^power for whole powers from -126 to 252. */
-QUARTERS(vec, vscaled, four_scaled(x.q[i], power.q[i]), vec x, vec power)
+EACH(vec, vscaled, four_scaled(x.q[i], power.q[i]), vec x, vec power)
 
-/* Lanes of whole numbers. */
-QUARTERS(ints, loadi, vld1q_u32((const uint32_t *)p + 4 * i), const void *p)
-static inline void storei(void *p, ints x)
-{
-    for (int i = 0; i < 4; i++) vst1q_u32((uint32_t *)p + 4 * i, x.q[i]);
-}
-QUARTERS(ints, left_by, vshlq_u32(x.q[i], vdupq_n_s32((int32_t)n)), ints x, unsigned n)
-QUARTERS(ints, right, vshlq_u32(x.q[i], vdupq_n_s32(-(int32_t)n)), ints x, unsigned n)
-QUARTERS(ints, masked, vandq_u32(x.q[i], vdupq_n_u32((uint32_t)bits)), ints x, int32_t bits)
-QUARTERS(ints, either, vorrq_u32(x.q[i], y.q[i]), ints x, ints y)
-QUARTERS(ints, plus, vaddq_u32(x.q[i], vdupq_n_u32((uint32_t)n)), ints x, int32_t n)
-QUARTERS(vec, of_ints, vcvtq_f32_s32(vreinterpretq_s32_u32(x.q[i])), ints x)
-QUARTERS(vec, as_vec, vreinterpretq_f32_u32(x.q[i]), ints x)
-QUARTERS(ints, as_ints, vreinterpretq_u32_f32(x.q[i]), vec x)
+EACH(ints, loadi, vld1q_u32((const uint32_t *)p + 4 * i), const void *p)
+EACH_TO(storei, vst1q_u32((uint32_t *)p + 4 * i, x.q[i]), void *p, ints x)
+EACH(ints, left_by, vshlq_u32(x.q[i], vdupq_n_s32((int32_t)n)), ints x, unsigned n)
+EACH(ints, right, vshlq_u32(x.q[i], vdupq_n_s32(-(int32_t)n)), ints x, unsigned n)
+EACH(ints, masked, vandq_u32(x.q[i], vdupq_n_u32((uint32_t)bits)), ints x, int32_t bits)
+EACH(ints, either, vorrq_u32(x.q[i], y.q[i]), ints x, ints y)
+EACH(ints, plus, vaddq_u32(x.q[i], vdupq_n_u32((uint32_t)n)), ints x, int32_t n)
+EACH(vec, of_ints, vcvtq_f32_s32(vreinterpretq_s32_u32(x.q[i])), ints x)
+EACH(vec, as_vec, vreinterpretq_f32_u32(x.q[i]), ints x)
+EACH(ints, as_ints, vreinterpretq_u32_f32(x.q[i]), vec x)
 static inline vec of_bytes(const uint8_t *p)
 {
     uint16x8_t low = vmovl_u8(vld1_u8(p)), high = vmovl_u8(vld1_u8(p + 8));
@@ -136,4 +114,4 @@ static inline float32x4_t four_of_table(uint8x16x4_t table, uint32x4_t x)
     x = vmlaq_n_u32(vdupq_n_u32(0x03020100), vandq_u32(x, vdupq_n_u32(15)), 0x04040404);
     return vreinterpretq_f32_u8(vqtbl4q_u8(table, vreinterpretq_u8_u32(x)));
 }
-QUARTERS(vec, of_table, four_of_table(vld1q_u8_x4((const uint8_t *)table), x.q[i]), const float *table, ints x)
+EACH(vec, of_table, four_of_table(vld1q_u8_x4((const uint8_t *)table), x.q[i]), const float *table, ints x)
