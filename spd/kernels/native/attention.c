@@ -52,8 +52,7 @@ static void rotate_rows(const void *work, Share *share, int member)
    A page holds its positions head by head, [kv_heads][page][size]: what attention reads together lies together. */
 void spd_rotary_store(const Rotation *o, long threads)
 {
-    double values = (double)(o->rows * (o->heads + 2 * o->kv_heads) * o->size);
-    share_out(rotate_rows, o, o->rows, threads_for(0.5 * values, threads));
+    share_out(rotate_rows, o, o->rows, 0.5 * (double)(o->rows * (o->heads + 2 * o->kv_heads) * o->size), threads);
 }
 
 typedef struct {
@@ -86,8 +85,8 @@ static void latent_rows(const void *work, Share *share, int member)
    [turned] rotated to out; rows and heads of them lie the given numbers of elements apart. */
 void spd_latent_store(const Latents *o, long threads)
 {
-    double values = (double)(o->rows * (o->rank + o->turned + o->heads * o->turned));
-    share_out(latent_rows, o, o->rows, threads_for(0.5 * values, threads));
+    long values = o->rank + o->turned + o->heads * o->turned;
+    share_out(latent_rows, o, o->rows, 0.5 * (double)(o->rows * values), threads);
 }
 
 typedef struct {
@@ -305,6 +304,5 @@ void spd_attend(const Attention *a, long threads)
     long units = units_of(a);
     double seen = 0;
     for (long i = a->width - 1; i < a->slots * a->width; i += a->width) seen += (double)(a->positions[i] + 1);
-    double nanoseconds = seen * 0.3 * (double)a->size * (double)units / (double)a->slots;
-    share_out(attend_units, a, units, threads_for(nanoseconds, threads));
+    share_out(attend_units, a, units, seen * 0.3 * (double)a->size * (double)units / (double)a->slots, threads);
 }

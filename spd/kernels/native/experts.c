@@ -28,7 +28,7 @@ static void score_experts(const void *work, Share *share, int member)
 void spd_router(const Router *o, long threads)
 {
     long items = o->rows * o->experts;
-    share_out(score_experts, o, items, threads_for(0.2 * (double)(items * o->depth), threads));
+    share_out(score_experts, o, items, 0.2 * (double)(items * o->depth), threads);
 }
 
 /* Whether a comes before b in descending order, NaN first. */
@@ -104,7 +104,7 @@ static void choose_experts(const void *work, Share *share, int member)
    floats and experts + groups bytes behind them, of each row. */
 void spd_route(const Choice *o, long threads)
 {
-    share_out(choose_experts, o, o->rows, threads_for(20.0 * (double)(o->rows * o->experts), threads));
+    share_out(choose_experts, o, o->rows, 20.0 * (double)(o->rows * o->experts), threads);
 }
 
 typedef struct {
@@ -188,8 +188,8 @@ void spd_experts(const Experts *given, long threads)
         long size = o.second ? o.inner : o.depth;
         long blocks = active * (o.second ? column_blocks(o.depth, TO_FLOAT) : column_blocks(o.opened, o.act.kind));
         double tiles = 2.0 * (double)(blocks * parts(size, DEPTH));
-        share_out(place_pairs, &o, pairs, threads_for(0.2 * (double)(pairs * size), threads));
-        share_out(multiply_experts, &o, blocks, threads_for(tiles * tile_time((pairs + active - 1) / active), threads));
+        share_out(place_pairs, &o, pairs, 0.2 * (double)(pairs * size), threads);
+        share_out(multiply_experts, &o, blocks, tiles * tile_time((pairs + active - 1) / active), threads);
     }
-    share_out(add_pairs, &o, o.rows, threads_for(0.2 * (double)(pairs * o.depth), threads));
+    share_out(add_pairs, &o, o.rows, 0.2 * (double)(pairs * o.depth), threads);
 }

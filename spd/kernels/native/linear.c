@@ -1,5 +1,7 @@
 /* Products with a packed weight, with what stands before and after them in a layer. */
 
+#include <math.h>
+
 #include "codes.h"
 
 /* The row of a weight of so many that column `column` of a block's side has, or -1; see `spd_pack`. */
@@ -39,7 +41,7 @@ static void pack(const void *work, Share *share, int member)
    them. packed: `parts(gated ? width / 2 : width, gated ? 16 : 32) * parts(depth, 32) * 1024` elements. */
 void spd_pack(const Packing *p, long threads)
 {
-    share_out(pack, p, column_blocks(p->width, p->gated ? SILU : TO_ELEMENT), threads);
+    share_out(pack, p, column_blocks(p->width, p->gated ? SILU : TO_ELEMENT), INFINITY, threads);
 }
 
 typedef struct {
@@ -82,7 +84,7 @@ static void pack_codes(const void *work, Share *share, int member)
    codes.h says; see `spd_pack`. */
 void spd_pack_codes(const CodePacking *p, long threads)
 {
-    share_out(pack_codes, p, column_blocks(p->width, p->gated ? SILU : TO_ELEMENT), threads);
+    share_out(pack_codes, p, column_blocks(p->width, p->gated ? SILU : TO_ELEMENT), INFINITY, threads);
 }
 
 typedef struct {
@@ -129,8 +131,8 @@ void spd_linear(const Product *p, long threads)
     if (!p->rows) return;
     long items = p->rows * p->heads, blocks = p->heads * column_blocks(p->ending.width, p->ending.act.kind);
     double tiles = 2.0 * (double)(blocks * parts(p->depth, DEPTH));
-    share_out(place_rows, p, items, threads_for(0.2 * (double)(items * p->depth), threads));
-    share_out(multiply_blocks, p, blocks, threads_for(tiles * tile_time(p->rows), threads));
+    share_out(place_rows, p, items, 0.2 * (double)(items * p->depth), threads);
+    share_out(multiply_blocks, p, blocks, tiles * tile_time(p->rows), threads);
 }
 
 typedef struct {
@@ -153,5 +155,5 @@ static void norm_rows(const void *work, Share *share, int member)
 /* The root-mean-square norm of rows x [rows][depth] with scales norm [depth], plus residual where it is given. */
 void spd_norm(const Norm *n, long threads)
 {
-    share_out(norm_rows, n, n->rows, threads_for(0.2 * (double)(n->rows * n->depth), threads));
+    share_out(norm_rows, n, n->rows, 0.2 * (double)(n->rows * n->depth), threads);
 }

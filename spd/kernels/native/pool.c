@@ -26,6 +26,8 @@
 #endif
 
 enum { MOST = 256, STACK = 1 << 20 };
+/* Nanoseconds of work: meeting costs each thread one or two thousand. */
+enum { WORTH_A_THREAD = 2000 };
 /* Nanoseconds spent spinning: for the next loop, and for the others' last items. */
 enum { IDLE_SPIN = 200000, LAST_SPIN = 20000 };
 /* The gate's bits: threads may join, the caller sleeps until all have left; below them how many are inside. */
@@ -128,8 +130,10 @@ static int grow(int members)
     return started;
 }
 
-void share_out(Body body, const void *work, long count, int members)
+void share_out(Body body, const void *work, long count, double nanoseconds, long threads)
 {
+    double most = nanoseconds / WORTH_A_THREAD;
+    int members = (int)(most < (double)threads ? (long)most : threads);
     if (members > count) members = (int)count;
     if (members < 2 || pthread_mutex_trylock(&owner)) {
         Range all = {0, count};

@@ -70,7 +70,7 @@ static void convolve(const void *work, Share *share, int member)
 void spd_short_conv(const Convolution *o, long threads)
 {
     long items = o->runs.count * parts(o->channels, CHANNELS);
-    share_out(convolve, o, items, threads_for(0.5 * (double)(o->runs.rows * o->channels), threads));
+    share_out(convolve, o, items, 0.5 * (double)(o->runs.rows * o->channels), threads);
 }
 
 typedef struct {
@@ -227,38 +227,35 @@ static void keep_operands(const Head *h)
     }
 }
 
-static void correct_head(const Delta *o, Run run, long head, float *room)
-{
-    long width = o->width, count = run.count;
-    long key_head = head / (o->heads / o->key_heads), columns = 2 * o->key_heads * width + o->heads * o->size;
-    if (!count) return;
-    float *state = room, *keys = state + width * COLUMNS, *queries = keys + count * width;
-    const Head h = {o, run, head, key_head, run.start + count, keys, queries, queries + count * width};
-    for (long r = 0; r < count; r++) {
-        long row = run.first + r;
-        const float *own = o->mixed + row * columns;
-        unit(own + key_head * width, width, o->corrects, 1.0f / __builtin_sqrtf((float)width), queries + r * width);
-        unit(own + (o->key_heads + key_head) * width, width, o->corrects, 1.0f, keys + r * width);
-        gates_of(o, row, head, h.gates + r * 2);
-    }
-    float *kept = o->state + (run.slot * o->heads + head) * width * o->size;
-    for (long column = 0; column < o->size; column += COLUMNS) correct_columns(&h, kept, state, column);
-    keep_operands(&h);
-}
-
 static void correct_heads(const void *work, Share *share, int member)
 {
     const Delta *o = work;
-    float *room = o->room + member * (COLUMNS * o->width + o->runs.rows * (2 * o->width + 2));
-    for (long item; (item = take(share, member)) >= 0;)
-        correct_head(o, run_of(&o->runs, item / o->heads), item % o->heads, room);
+    long width = o->width, columns = 2 * o->key_heads * width + o->heads * o->size;
+    float *state = o->room + member * (COLUMNS * width + o->runs.rows * (2 * width + 2)), *keys = state + COLUMNS * width;
+    for (long item; (item = take(share, member)) >= 0;) {
+        const Run run = run_of(&o->runs, item / o->heads);
+        long head = item % o->heads, key_head = head / (o->heads / o->key_heads);
+        if (!run.count) continue;
+        float *queries = keys + run.count * width, *gates = queries + run.count * width;
+        const Head h = {o, run, head, key_head, run.start + run.count, keys, queries, gates};
+        for (long r = 0; r < run.count; r++) {
+            long row = run.first + r;
+            const float *own = o->mixed + row * columns, *key = own + o->key_heads * width;
+            unit(own + key_head * width, width, o->corrects, 1.0f / __builtin_sqrtf((float)width), queries + r * width);
+            unit(key + key_head * width, width, o->corrects, 1.0f, keys + r * width);
+            gates_of(o, row, head, gates + r * 2);
+        }
+        float *kept = o->state + (run.slot * o->heads + head) * width * o->size;
+        for (long column = 0; column < o->size; column += COLUMNS) correct_columns(&h, kept, state, column);
+        keep_operands(&h);
+    }
 }
 
 /* See `spd.kernels.recurrent.delta_rule`; room is threads * (32 * width + rows * (2 * width + 2)) floats. */
 void spd_delta_rule(const Delta *o, long threads)
 {
-    double work = 0.2 * (double)(o->runs.rows * o->heads * o->width * o->size);
-    share_out(correct_heads, o, o->runs.count * o->heads, threads_for(work, threads));
+    double nanoseconds = 0.2 * (double)(o->runs.rows * o->heads * o->width * o->size);
+    share_out(correct_heads, o, o->runs.count * o->heads, nanoseconds, threads);
 }
 
 typedef struct {
@@ -295,5 +292,5 @@ static void norm_rows(const void *work, Share *share, int member)
 /* See `spd.kernels.recurrent.delta_rule.gated_norm`. */
 void spd_gated_norm(const GatedNorm *o, long threads)
 {
-    share_out(norm_rows, o, o->rows, threads_for((double)(o->rows * o->heads * o->size), threads));
+    share_out(norm_rows, o, o->rows, (double)(o->rows * o->heads * o->size), threads);
 }

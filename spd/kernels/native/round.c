@@ -86,13 +86,6 @@ void spd_draft_step(const Round *r, const Rows *to, const int64_t *sampled, long
     }
 }
 
-static int stops(const Round *r, long slot, int64_t token)
-{
-    for (long i = 0; i < r->stops; i++)
-        if (r->stop_ids[slot * r->stop_stride + i] == token) return 1;
-    return 0;
-}
-
 void spd_round_commit(const Round *r, const int64_t *draft, const int64_t *num_drafts, const int64_t *sampled,
     const uint8_t *finite, const int64_t *accepted, int32_t *generated, long k, long vocab)
 {
@@ -103,7 +96,9 @@ void spd_round_commit(const Round *r, const int64_t *draft, const int64_t *num_d
         if (accepted) taken = accepted[s];
         while (r->active[s] && count <= taken && reason == GOING_ON) {
             if (!finite[count]) reason = FAILED;
-            else if (stops(r, s, sampled[count++])) reason = STOPPED;
+            for (long i = 0; i < r->stops && reason == GOING_ON; i++)
+                if (r->stop_ids[s * r->stop_stride + i] == sampled[count]) reason = STOPPED;
+            count += reason != FAILED;
         }
         if (r->active[s] && reason == GOING_ON && before + count >= r->length_limit[s]) reason = FULL;
         for (long i = 0; i < count; i++) {
@@ -120,14 +115,6 @@ void spd_round_commit(const Round *r, const int64_t *draft, const int64_t *num_d
     }
 }
 
-/* How many tokens that end at `end` are those that end at `last`, `most` at most. */
-static long match_length(const int64_t *row, long end, long last, long most)
-{
-    long size = 0;
-    while (size < most && size <= end && row[end - size] == row[last - size]) size++;
-    return size;
-}
-
 /* Ends are walked from the last one on, so that the first of equals is the latest. */
 void spd_lookup(const Round *r, long k, long ngram_min, long ngram_max, long over)
 {
@@ -136,7 +123,8 @@ void spd_lookup(const Round *r, long k, long ngram_min, long ngram_max, long ove
         long last = r->length[s] - 1, best = 0, found = 0;
         for (long end = r->active[s] ? last - 1 : -1; end >= 0 && best < ngram_max; end--) {
             if (end < best || row[end - best] != row[last - best]) continue; /* no longer than the best */
-            long size = match_length(row, end, last, ngram_max);
+            long size = 0;
+            while (size < ngram_max && size <= end && row[end - size] == row[last - size]) size++;
             if (size > best) best = size, found = end;
         }
         if (best < ngram_min) best = 0;

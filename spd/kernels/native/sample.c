@@ -11,11 +11,14 @@ static const float EXP2[] = {0.00021715024195145816f, 0.00124408770352602f, 0.00
 enum { RADIX = 11, BINS = 1 << RADIX, BLOCK = 4 * SIDE };
 
 typedef struct {
-    float temperature, top_p, min_p;
-    int64_t top_k;
-    uint64_t seed;
-    int64_t position, stream;
-} Draw;
+    const float *logits, *temperature, *top_p, *min_p;
+    const int64_t *top_k, *seed, *positions;
+    int64_t *tokens;
+    uint8_t *finite;
+    char *room;
+    long slots, width, vocab, usable, stream;
+    int noise, truncation;
+} Sampling;
 
 /* An integer in the order of numbers, the two zeros being one. */
 static inline uint32_t ordered(float x)
@@ -87,13 +90,13 @@ INLINE vec logarithm(vec x)
 }
 
 /* Standard Gumbel noise of tokens first to first + 63. */
-static void gumbel(const Draw *d, long first, float *noise)
+static void gumbel(uint64_t seed, int64_t position, int64_t stream, long first, float *noise)
 {
-    uint32_t c0[SIDE], c1[SIDE], c2[SIDE], c3[SIDE], k0 = (uint32_t)d->seed, k1 = (uint32_t)(d->seed >> 32);
+    uint32_t c0[SIDE], c1[SIDE], c2[SIDE], c3[SIDE], k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
     for (int i = 0; i < SIDE; i++) {
         c0[i] = (uint32_t)(first / 4 + i);
-        c1[i] = (uint32_t)d->position;
-        c2[i] = (uint32_t)d->stream;
+        c1[i] = (uint32_t)position;
+        c2[i] = (uint32_t)stream;
         c3[i] = 0;
     }
     for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u)
@@ -135,42 +138,21 @@ static long largest(const float *x, long count)
 
 /* Which of x [count] a draw may take: those down to key `least`, and of that key up to id `last`; where min-p counts
    their mass is asked too. top_p is above 0, min_p at most 1. */
-static void kept(const Draw *d, const float *x, long count, float highest, uint32_t *keys, int64_t *masses,
+static void kept(const Sampling *o, long slot, const float *x, float highest, uint32_t *keys, int64_t *masses,
     uint32_t *least, long *last)
 {
+    long count = o->usable, top_k = o->top_k[slot];
     for (long i = 0; i < count; i++) keys[i] = ordered(x[i]);
-    if (d->top_p < 1 || d->min_p > 0)
+    if (o->top_p[slot] < 1 || o->min_p[slot] > 0)
         for (long i = 0; i < count; i++) masses[i] = mass_of(x[i], highest);
-    if (d->top_k > 0 && d->top_k < count) cut(keys, 0, count, d->top_k, least, last);
-    if (d->top_p < 1) {
+    if (top_k > 0 && top_k < count) cut(keys, 0, count, top_k, least, last);
+    if (o->top_p[slot] < 1) {
         int64_t total = 0;
         for (long i = 0; i < count; i++)
             if (keys[i] > *least || (keys[i] == *least && i <= *last)) total += masses[i];
-        cut(keys, masses, count, (int64_t)ceil((double)d->top_p * (double)total), least, last);
+        cut(keys, masses, count, (int64_t)ceil((double)o->top_p[slot] * (double)total), least, last);
     }
 }
-
-/* Which of the tokens first to first + count - 1 may be drawn, as bits. */
-static uint64_t open_tokens(
-    const uint32_t *keys, const int64_t *masses, long first, long count, uint32_t least, long last, int64_t limit)
-{
-    uint64_t open = 0;
-    for (long i = 0; i < count; i++) {
-        int in = keys[first + i] > least || (keys[first + i] == least && first + i <= last);
-        if (in && (!limit || masses[first + i] >= limit)) open |= (uint64_t)1 << i;
-    }
-    return open;
-}
-
-typedef struct {
-    const float *logits, *temperature, *top_p, *min_p;
-    const int64_t *top_k, *seed, *positions;
-    int64_t *tokens;
-    uint8_t *finite;
-    char *room;
-    long slots, width, vocab, usable, stream;
-    int noise, truncation;
-} Sampling;
 
 static void draw_rows(const void *work, Share *share, int member)
 {
@@ -182,26 +164,30 @@ static void draw_rows(const void *work, Share *share, int member)
         o->tokens[r] = best;
         o->finite[r] = (uint8_t)(isfinite(x[best]) != 0);
         if (!o->noise || !(o->temperature[s] > 0) || !o->finite[r]) continue;
-        Draw d = {o->temperature[s], o->top_p[s], o->min_p[s], o->top_k[s], (uint64_t)o->seed[s], o->positions[r], o->stream};
+        float temperature = o->temperature[s], min_p = o->min_p[s];
         int64_t *masses = (int64_t *)(o->room + member * each);
         float *scaled = (float *)(masses + o->usable);
         uint32_t *keys = (uint32_t *)(scaled + o->usable), least = 0;
         long last = o->usable;
-        for (long i = 0; i < o->usable; i++) scaled[i] = x[i] / d.temperature;
+        for (long i = 0; i < o->usable; i++) scaled[i] = x[i] / temperature;
         if (!isfinite(scaled[best])) {
             o->tokens[r] = largest(scaled, o->usable), o->finite[r] = 0;
             continue;
         }
-        int cutting = o->truncation && (d.top_k > 0 || d.top_p < 1 || d.min_p > 0);
-        if (cutting) kept(&d, scaled, o->usable, scaled[best], keys, masses, &least, &last);
-        int64_t limit = d.min_p > 0 ? (int64_t)ceil((double)d.min_p * 4294967296.0) : 0;
+        int cutting = o->truncation && (o->top_k[s] > 0 || o->top_p[s] < 1 || min_p > 0);
+        if (cutting) kept(o, s, scaled, scaled[best], keys, masses, &least, &last);
+        int64_t limit = min_p > 0 ? (int64_t)ceil((double)min_p * 4294967296.0) : 0;
         float top = -INFINITY, noisy[BLOCK];
         for (long first = 0; first < o->usable; first += BLOCK) {
             long count = o->usable - first < BLOCK ? o->usable - first : BLOCK;
             uint64_t open = ~(uint64_t)0 >> (BLOCK - count);
-            if (cutting) open = open_tokens(keys, masses, first, count, least, last, limit);
+            for (long i = 0; cutting && i < count; i++) {
+                uint32_t key = keys[first + i];
+                int in = key > least || (key == least && first + i <= last);
+                if (!in || (limit && masses[first + i] < limit)) open &= ~((uint64_t)1 << i);
+            }
             if (!open) continue;
-            gumbel(&d, first, noisy);
+            gumbel((uint64_t)o->seed[s], o->positions[r], o->stream, first, noisy);
             vec peak = vall(-INFINITY);
             for (int i = 0; i < BLOCK; i += SIDE) {
                 vec sum = vadd(loadf(scaled + first + i, count - i), loadf(noisy + i, SIDE));
@@ -222,6 +208,5 @@ static void draw_rows(const void *work, Share *share, int member)
 void spd_sample(const Sampling *o, long threads)
 {
     long rows = o->slots * o->width;
-    threads = threads_for((o->noise ? 4.0 : 0.2) * (double)(rows * o->usable), threads);
-    share_out(draw_rows, o, rows, (int)threads);
+    share_out(draw_rows, o, rows, (o->noise ? 4.0 : 0.2) * (double)(rows * o->usable), threads);
 }

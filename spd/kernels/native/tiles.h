@@ -22,20 +22,12 @@ static inline int tile_place(int d, int column)
     return sizeof(element) == sizeof(float) ? d * SIDE + column : d / 2 * DEPTH + column * 2 + d % 2;
 }
 
-/* Threads for work of about so many nanoseconds: meeting costs each a microsecond or two. */
-enum { WORTH_A_THREAD = 2000 };
-
-static inline int threads_for(double nanoseconds, int threads)
-{
-    double most = nanoseconds / WORTH_A_THREAD;
-    return most >= threads ? threads : most < 1 ? 1 : (int)most;
-}
-
 #if SPD_PAIRS && defined(__AMX_BF16__) && defined(__AMX_TILE__) && !defined(SPD_NO_AMX)
 #define SPD_AMX 1
 #include "tiles_amx.h"
-#elif SPD_PAIRS
-#include "tiles_avx512.h"
+#else
+static inline void tiles_begin(int first, int second) { (void)first, (void)second; }
+static inline void tiles_end(void) {}
 #endif
 
 #if SPD_PAIRS

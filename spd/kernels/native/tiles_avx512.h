@@ -1,8 +1,5 @@
 /* Products of tiles by AVX512-BF16. */
 
-static inline void tiles_begin(int first, int second) { (void)first, (void)second; }
-static inline void tiles_end(void) {}
-
 /* Nanoseconds that a tile takes. */
 static inline double tile_time(long rows) { return 25.0 + 5.0 * (double)rows; }
 

@@ -1,8 +1,5 @@
 /* Products in float32 by FMA: elements are widened as they are read, the left side is kept in float32. */
 
-static inline void tiles_begin(int first, int second) { (void)first, (void)second; }
-static inline void tiles_end(void) {}
-
 /* A left side: rows of [steps][32], values of elements. */
 typedef float Left;
 enum { LEFT_STEP = DEPTH };
@@ -132,8 +129,6 @@ static inline void place_weights(Sides *s, int row, long i, vec weights)
     storef(s->weights[row] + i * SIDE, SIDE, weights);
 }
 
-static inline vec finite_or_zero(vec x) { return vselect(vdiffers(vsub(x, x), vzero()), vzero(), x); }
-
 /* Where the values of keys k and k + 1 lie, null beyond the last. What is not finite shows in sums: see clean_values. */
 static inline int place_values(Sides *s, long k, const element *one, const element *other, long size, uint8_t *wild)
 {
@@ -149,9 +144,9 @@ static inline int clean_values(Sides *s, long size, long count, uint8_t *wild)
     for (long k = 0; k < count; k++) {
         vec rest = vzero(); /* x - x is 0 where x is finite, else NaN, which stays */
         for (long d = 0; d < size; d += SIDE) {
-            vec x = load(s->values[k] + d, size - d);
-            rest = vadd(rest, vsub(x, x));
-            store(s->clean[k] + d, SIDE, finite_or_zero(x));
+            vec x = load(s->values[k] + d, size - d), none = vsub(x, x);
+            rest = vadd(rest, none);
+            store(s->clean[k] + d, SIDE, vselect(vdiffers(none, vzero()), vzero(), x));
         }
         if (!any_nan(rest)) continue;
         s->values[k] = s->clean[k];

@@ -1,5 +1,9 @@
 /* Left sides and attention where the processor multiplies pairs of bfloat16. */
 
+#if !SPD_AMX
+#include "tiles_avx512.h"
+#endif
+
 /* A left side: [parts(rows, 16)][steps] tiles of [16 rows][32]. */
 typedef bf16 Left;
 enum { LEFT_STEP = TILE };
