@@ -45,6 +45,7 @@ WIDE = 256  # elements of a head
 COMBINED_VALUES, COMBINED_CHUNKS = 4096, (16, 32)
 """Values of results that a warp combines at a time, and chunks, from and to: more need too many registers."""
 PLANNED_CHUNKS = 128
+CHUNKS = {"SMALL": SMALL_CHUNK, "LARGE": LARGE_CHUNK, "FROM": LARGE_FROM}
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,6 @@ def fitting_stages(stages: int, rows: int, keys: int, head_dim: int, itemsize: i
     return max(1, min(stages, room // (2 * keys * width)))
 
 
-def chunk_constants() -> dict[str, int]:
-    return {"SMALL": SMALL_CHUNK, "LARGE": LARGE_CHUNK, "FROM": LARGE_FROM}
-
-
 def plan_attention(
     windows: Windows, heads: AttentionHeads, page_size: int, dtype: torch.dtype
 ) -> AttentionPlan:
@@ -124,14 +121,12 @@ def plan_attention(
         max_chunks=max_chunks,
         programs=PROGRAMS_A_PROCESSOR * device_facts(device).processors,
     )
-    sizes = {"SLOTS": power_of_two(slots), "BLOCK": PLANNED_CHUNKS}
+    sizes = {"SLOTS": power_of_two(slots), "BLOCK": PLANNED_CHUNKS, "num_warps": 1, **CHUNKS}
     for sliding, chunks in plan.lists.items():
         plan_attention_kernel[(slots,)](
             *(plan.positions, plan.valid, chunks.last, chunks.items, chunks.count, slots, width, max_chunks),
             SLIDING=sliding,
-            num_warps=1,
             **sizes,
-            **chunk_constants(),
         )
     return plan
 
@@ -153,7 +148,7 @@ def attend_chunks(
         PAGE=pools[0].shape[1],
         FIRST=plan.heads.first_key,
         **options,
-        **chunk_constants(),
+        **CHUNKS,
         **overlap(query.device),
     )
 
@@ -165,7 +160,7 @@ def combine_chunks(out: Tensor, plan: SplitPlan, sinks: Tensor | None, **options
         *(plan.partial, plan.stats, plan.positions, plan.valid, sinks, out, width, plan.max_chunks),
         BLOCK=max(least, min(most, COMBINED_VALUES // power_of_two(size))),
         **options,
-        **chunk_constants(),
+        **CHUNKS,
         **overlap(out.device),
     )
     return out
@@ -194,16 +189,12 @@ def prefill_attention(
     page_size, kv_heads = pools[0].shape[1:3]
     out = torch.empty((rows, num_heads, size), dtype=query.dtype, device=query.device)
     tile, block, stages = tile_shape(query.dtype, size, device_facts(query.device))
-    shape = {"K": kv_heads, "GROUPS": num_heads // kv_heads, "D": size, "PAGE": page_size}
+    shape = {"K": kv_heads, "GROUPS": num_heads // kv_heads, "D": size, "PAGE": page_size, "FIRST": first_key}
+    shape |= {"BLOCK_D": max(16, power_of_two(size)), "TILE": tile, "BLOCK": block, "num_stages": stages}
     prefill_attention_kernel[(num_heads, ceil_div(rows, tile))](
         *(query.contiguous(), *pools, page_row, scores.sinks, out, score_scale(scores), rows, start),
-        BLOCK_D=max(16, power_of_two(size)),
         SLIDING=scores.sliding,
         SOFTCAP=scores.softcap,
-        FIRST=first_key,
-        TILE=tile,
-        BLOCK=block,
-        num_stages=stages,
         num_warps=WARPS[size <= WIDE],
         **shape,
     )

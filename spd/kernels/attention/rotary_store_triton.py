@@ -82,14 +82,11 @@ def rotary_store(
     pairs, count = pairs_of(size), qkv.shape[0]
     query = torch.empty((count, num_heads, size), dtype=qkv.dtype, device=qkv.device)
     where = (rows.cos, rows.sin, rows.positions.contiguous(), rows.kv_slots.contiguous())
+    sizes = {"H": num_heads, "K": kv_heads, "HALF": pairs, "BLOCK": power_of_two(pairs)}
+    sizes |= {"HEADS": HEADS_A_PROGRAM, "num_warps": 1}
     rotary_store_kernel[(count, ceil_div(num_heads + 2 * kv_heads, HEADS_A_PROGRAM))](
         *(qkv.contiguous(), *where, qk_weight, *pools, query, epsilon),
-        H=num_heads,
-        K=kv_heads,
-        HALF=pairs,
-        HEADS=HEADS_A_PROGRAM,
-        BLOCK=power_of_two(pairs),
-        num_warps=1,
+        **sizes,
         **overlap(qkv.device),
     )
     return query

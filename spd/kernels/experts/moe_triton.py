@@ -263,15 +263,10 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     rows, k = x.shape
     experts = weight.shape[0]
     parts = torch.empty(rows, ROUTER.split_k, experts, dtype=torch.float32, device=x.device)
+    sizes = {"BLOCK_N": ROUTER.block_n, "BLOCK_T": TOKEN_TILE, "BLOCK_K": ROUTER.block_k}
+    options = {"SPLIT_K": ROUTER.split_k, "num_warps": ROUTER.warps, "num_stages": ROUTER.stages}
     router_kernel[(ceil_div(rows, TOKEN_TILE), ceil_div(experts, ROUTER.block_n), ROUTER.split_k)](
-        *(weight, x, parts, rows, experts, k),
-        BLOCK_N=ROUTER.block_n,
-        BLOCK_T=TOKEN_TILE,
-        BLOCK_K=ROUTER.block_k,
-        SPLIT_K=ROUTER.split_k,
-        num_warps=ROUTER.warps,
-        num_stages=ROUTER.stages,
-        **overlap(x.device),
+        *(weight, x, parts, rows, experts, k), **sizes, **options, **overlap(x.device)
     )
     return parts
 
@@ -281,21 +276,16 @@ def route(parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[
     rows, count, experts = parts.shape
     ids = parts.new_empty(rows, rule.per_token, dtype=torch.int64)
     weights = parts.new_empty(rows, rule.per_token)
+    sizes = {"E": experts, "BLOCK_E": power_of_two(experts), "PARTS": count}
+    sizes |= {"PER_TOKEN": rule.per_token, "BLOCK_S": power_of_two(rule.per_token), "GROUPS": rule.groups}
+    sizes |= {"GROUPS_KEPT": rule.groups_kept, "GROUP_BEST": rule.group_best}
+    options = {"num_warps": 4, "enable_fp_fusion": False, **overlap(parts.device)}
     choose_experts_kernel[(rows,)](
         *(parts, correction, ids, weights, rule.added, rule.scale),
-        E=experts,
-        BLOCK_E=power_of_two(experts),
-        PARTS=count,
-        PER_TOKEN=rule.per_token,
-        BLOCK_S=power_of_two(rule.per_token),
-        GROUPS=rule.groups,
-        GROUPS_KEPT=rule.groups_kept,
-        GROUP_BEST=rule.group_best,
         SIGMOID=rule.sigmoid,
         NORMALISED=rule.normalised,
-        num_warps=4,
-        enable_fp_fusion=False,
-        **overlap(parts.device),
+        **sizes,
+        **options,
     )
     return ids, weights
 
@@ -352,12 +342,8 @@ def experts(
     y, squares = torch.empty(x.shape[0], k, dtype=x.dtype, device=device), None
     if stream is not None:
         squares = torch.empty(x.shape[0], ceil_div(k, block), dtype=torch.float32, device=device)
+    options = {"num_warps": 4, "enable_fp_fusion": False, **overlap(device)}
     sum_experts_kernel[(x.shape[0], ceil_div(k, block))](
-        *(made, weights, stream, y, squares, k),
-        PER_TOKEN=ids.shape[1],
-        BLOCK=block,
-        num_warps=4,
-        enable_fp_fusion=False,
-        **overlap(device),
+        *(made, weights, stream, y, squares, k), PER_TOKEN=ids.shape[1], BLOCK=block, **options
     )
     return y, squares

@@ -275,16 +275,12 @@ def latent_store(
     rank, pairs = norm.shape[0], pairs_of(size)
     turned = torch.empty(count, heads, size, dtype=query.dtype, device=query.device)
     several = min(HEADS_A_PROGRAM, power_of_two(heads))
+    sizes = {"H": heads, "HEADS": several, "HALF": pairs, "BLOCK": power_of_two(pairs)}
+    sizes |= {"L": rank, "BLOCK_L": power_of_two(rank), "num_warps": 4}
     latent_store_kernel[(count, ceil_div(heads, several))](
         *(query, latent, rows.cos, rows.sin, rows.positions, rows.kv_slots, norm, pages, turned, epsilon),
         *(query.stride(0), query.stride(1), latent.stride(0)),
-        H=heads,
-        L=rank,
-        HALF=pairs,
-        HEADS=several,
-        BLOCK_L=power_of_two(rank),
-        BLOCK=power_of_two(pairs),
-        num_warps=4,
+        **sizes,
         **overlap(query.device),
     )
     return turned
@@ -296,15 +292,13 @@ def head_linear(x: Tensor, weight: Tensor) -> Tensor:
     rows = x.shape[0]
     assert x.stride(-1) == 1
     y = torch.empty(rows, heads, b, dtype=x.dtype, device=x.device)
+    sizes = {"A": a, "BLOCK_A": min(BLOCK_A, max(16, power_of_two(a))), "B": b, "BLOCK_B": BLOCK_B}
     head_linear_kernel[(ceil_div(rows, TOKEN_TILE), heads, ceil_div(b, BLOCK_B))](
         *(weight, x, y, rows, x.stride(0), x.stride(1), y.stride(0), y.stride(1)),
-        A=a,
-        B=b,
-        BLOCK_A=min(BLOCK_A, max(16, power_of_two(a))),
-        BLOCK_B=BLOCK_B,
         BLOCK_T=TOKEN_TILE,
         num_warps=4,
         num_stages=min(3, ceil_div(a, BLOCK_A)),  # more than there are steps cost registers
+        **sizes,
         **overlap(x.device),
     )
     return y

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -60,18 +62,16 @@ def head_input(
     rings = (states.rings.shape[0], batch.width, states.depth, states.rings.stride(0))
     head_input_kernel[(rows, 2)](
         *(*inputs, out, kept, *rings, norms.masked, norms.epsilon),
-        H=size,
-        BLOCK=power_of_two(size),
         HIDDEN_FIRST=norms.hidden_first,
-        num_warps=warps_for(size),
-        **overlap(table.device),
+        **row_options(size, table.device),
     )
     return out, kept
 
 
-def warps_for(size: int) -> int:
-    """Warps of a program that holds a whole row of `size` elements."""
-    return 4 if size <= 2048 else 8
+def row_options(size: int, device: torch.device) -> dict[str, Any]:
+    """Of a program that holds a whole row of `size` elements."""
+    warps = 4 if size <= 2048 else 8
+    return {"H": size, "BLOCK": power_of_two(size), "num_warps": warps, **overlap(device)}
 
 
 _KEPT = ("width", "depth", "rows_stride", "states_stride")
@@ -102,10 +102,5 @@ def keep_states(made: Tensor, rows: Rows, states: Tensor, page_states: Tensor, p
     places = (rows.positions.contiguous(), rows.valid.contiguous(), rows.kv_slots.contiguous())
     sizes = (width, states.shape[1] - 1, made.stride(0), states.stride(0))
     keep_states_kernel[(slots * width,)](
-        *(made, *places, states, page_states, *sizes),
-        H=size,
-        PAGE=page_size,
-        BLOCK=power_of_two(size),
-        num_warps=warps_for(size),
-        **overlap(made.device),
+        *(made, *places, states, page_states, *sizes), PAGE=page_size, **row_options(size, made.device)
     )

@@ -326,14 +326,13 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, first: b
     assert gate.stride(1) == 1
     rows, heads, size = x.shape
     out = torch.empty((rows, heads * size), dtype=gate.dtype, device=x.device)
+    own = weight.numel() // heads * (weight.dim() - 1)
+    sizes = {"H": heads, "SIZE": size, "OWN": own, "BLOCK": power_of_two(size)}
     gated_norm_kernel[(rows, heads)](
         *(x, gate, weight, out, gate.stride(0), epsilon),
-        H=heads,
-        SIZE=size,
-        OWN=weight.numel() // heads * (weight.dim() - 1),
-        BLOCK=power_of_two(size),
         FIRST=first,
         num_warps=1 if size <= 512 else 4,
+        **sizes,
         **overlap(x.device),
     )
     return out

@@ -86,15 +86,13 @@ def short_conv(
     assert x.stride(1) == 1
     (count, channels), runs = x.shape, rows.table.shape[1]
     out = torch.empty((count, channels), dtype=torch.float32, device=x.device)
+    sizes = {"C": channels, "TAPS": weight.shape[0], "DEPTH": ring.shape[1], "BLOCK": CHANNELS}
     short_conv_kernel[(runs, ceil_div(channels, CHANNELS), ceil_div(count, runs * WALKED))](
         *(x, weight, bias, ring, out, rows.table, rows.applied, runs, count, x.stride(0)),
-        C=channels,
-        TAPS=weight.shape[0],
-        DEPTH=ring.shape[1],
-        BLOCK=CHANNELS,
         SILU=silu,
         num_warps=1,
         enable_fp_fusion=False,
+        **sizes,
         **overlap(x.device),
     )
     return out

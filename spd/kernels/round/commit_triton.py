@@ -110,18 +110,16 @@ def round_commit(
     slots, k = draft.shape
     timer, now = timer_and_now(commit_kernel)
     counts, given = length if generated is None else generated, length if accepted is None else accepted
+    sizes = {"ROWS": power_of_two(k + 1), "STOPS": power_of_two(stops.shape[1])}
+    kinds = {"COUNTED": generated is not None, "GIVEN": accepted is not None, "TIMER": timer}
     commit_kernel[(slots,)](
         *(draft, window.num_drafts, sampled, finite),
         *(state.tokens, length, state.length_limit, stops, state.active),
         *(counts, ring, state.counter, given, state.times, state.match),
         *(rows.stride(0) for rows in (draft, sampled, finite, state.tokens, stops)),
         0 if generated is None else generated.stride(0),
-        *(ring.stride(0), ring.stride(1), ring.shape[0]),
-        *(k, stops.shape[1], now),
-        ROWS=power_of_two(k + 1),
-        STOPS=power_of_two(stops.shape[1]),
-        COUNTED=generated is not None,
-        GIVEN=accepted is not None,
-        TIMER=timer,
+        *(ring.stride(0), ring.stride(1), ring.shape[0], k, stops.shape[1], now),
+        **sizes,
+        **kinds,
         num_warps=1,
     )
