@@ -30,6 +30,13 @@ def release(PDL: tl.constexpr):
 
 
 @triton.jit
+def wait_and_release(PDL: tl.constexpr):
+    """Wait, and let the next kernel be launched."""
+    wait(PDL)
+    release(PDL)
+
+
+@triton.jit
 def prefetch(pointers):
     """Bring the cache lines of pointers, which must be readable, into L2; returns nothing."""
     tl.inline_asm_elementwise(

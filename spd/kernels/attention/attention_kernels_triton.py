@@ -13,7 +13,7 @@ import math
 import triton
 import triton.language as tl
 
-from spd.kernels.overlap_triton import prefetch, release, wait
+from spd.kernels.overlap_triton import prefetch, wait_and_release
 
 LOG2_E = math.log2(math.e)
 """Weights are powers of two, so that scales of scores take this along."""
@@ -41,9 +41,7 @@ def begin_of(chunk, SMALL: tl.constexpr, LARGE: tl.constexpr, FROM: tl.constexpr
 
 
 @triton.jit
-def first_chunk(
-    position, SLIDING: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr, FROM: tl.constexpr
-):
+def first_chunk(position, SLIDING, SMALL, LARGE, FROM):
     """The chunk that holds the first position that a row sees."""
     return chunk_of(tl.maximum(position - (SLIDING - 1), 0), SMALL, LARGE, FROM)
 
@@ -105,10 +103,7 @@ def plan_attention_kernel(
 
 
 @triton.jit
-def softmax_step(
-    maximum, total, acc, q, k, v, key, position, scale, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr, FIRST: tl.constexpr,
-):  # fmt: skip
+def softmax_step(maximum, total, acc, q, k, v, key, position, scale, SLIDING, SOFTCAP, MASKED, FIRST):
     """Take one block of keys and values into a tile's online softmax; FIRST is `causal_bias`'s first_key.
 
     Scores meet their scale in one multiply-add, written out: else it is fused only where nothing is masked.
@@ -157,10 +152,8 @@ def item_of(items, work, each, most):
 
 @triton.jit
 def prefetch_item(
-    key_pages, value_pages, page_table, pages, item, head, written,
-    K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    SMALL: tl.constexpr, LARGE: tl.constexpr, FROM: tl.constexpr,
-):  # fmt: skip
+    key_pages, value_pages, page_table, pages, item, head, written, K, D, PAGE, SMALL, LARGE, FROM
+):
     """Bring the first page of an item into L2, for one head; nothing is read because of one not written."""
     begin = begin_of(item & 0xFFFF, SMALL, LARGE, FROM)
     page = tl.load(page_table + (item >> 16).to(tl.int64) * pages + begin // PAGE, mask=written, other=0)
@@ -171,10 +164,8 @@ def prefetch_item(
 
 @triton.jit
 def attend_blocks(
-    maximum, total, acc, q, key_pages, value_pages, page_row, page_ids, head, position, begin, end,
-    scale,
-    K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    SLIDING: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr,
+    maximum, total, acc, q, key_pages, value_pages, page_row, page_ids, head, position, begin, end, scale,
+    K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, MASKED, FIRST,
 ):  # fmt: skip
     """Take keys [begin, end) into a tile's online softmax; MASKED unless every row sees all of them.
 
@@ -229,8 +220,7 @@ def attend_chunk_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """TILE rows (a slot's queries by its group's heads) against one chunk of one KV head, item by item."""
-    wait(PDL)
-    release(PDL)
+    wait_and_release(PDL)
     FEW: tl.constexpr = FROM // SMALL
     # One more than a span fills, since it may begin inside a page; a power of two.
     PAGES: tl.constexpr = 2 * (LARGE // PAGE) if LARGE >= PAGE else 2
@@ -289,8 +279,7 @@ def combine_chunks_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One row of one head: the chunks of what it sees, BLOCK at a time; zeros for an invalid row."""
-    wait(PDL)
-    release(PDL)
+    wait_and_release(PDL)
     head = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
     slot = token // queries

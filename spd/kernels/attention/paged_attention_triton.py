@@ -79,14 +79,9 @@ def tile_shape(dtype: torch.dtype, head_dim: int, device: Device) -> tuple[int, 
     else:
         rows = ROW_TILE // 2 if wide and (device.capability[0] != 9 or head_dim > WIDE) else ROW_TILE
         keys, stages = KEY_BLOCK // (2 if wide else 1), 2 if wide else 3
-    return rows, keys, fitting_stages(stages, rows, keys, head_dim, dtype.itemsize, device)
-
-
-def fitting_stages(stages: int, rows: int, keys: int, head_dim: int, itemsize: int, device: Device) -> int:
-    """As many of the stages, of keys and values each, as shared memory holds beside the rows."""
-    width = max(16, power_of_two(head_dim)) * itemsize
-    room = device.shared - RESERVED_BYTES - rows * width
-    return max(1, min(stages, room // (2 * keys * width)))
+    width = max(16, power_of_two(head_dim)) * dtype.itemsize
+    room = device.shared - RESERVED_BYTES - rows * width  # for stages of keys and values each
+    return rows, keys, max(1, min(stages, room // (2 * keys * width)))
 
 
 def plan_attention(

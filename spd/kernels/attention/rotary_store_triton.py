@@ -14,7 +14,7 @@ from torch import Tensor
 from spd.kernels.attention.attention_kernels_triton import not_finite
 from spd.kernels.attention.rotary_store import Pools, RotatedRows, pairs_of
 from spd.kernels.launch import ceil_div, overlap, power_of_two
-from spd.kernels.overlap_triton import release, wait
+from spd.kernels.overlap_triton import wait_and_release
 
 HEADS_A_PROGRAM = 4
 """Fills a warp with 16-byte loads of 128 16-bit elements a head, and sums a head within the warp."""
@@ -27,8 +27,7 @@ def rotary_store_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One row and HEADS of its H + 2K heads; a head is two halves of HALF elements, padded to BLOCK."""
-    wait(PDL)
-    release(PDL)
+    wait_and_release(PDL)
     D: tl.constexpr = 2 * HALF
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)

@@ -17,24 +17,17 @@ from torch import Tensor
 
 from spd.kernels.experts.moe import ExpertWeights, RoutingRule
 from spd.kernels.launch import ceil_div, device_facts, overlap, power_of_two
-from spd.kernels.linear.skinny_config import (
-    TOKEN_TILE,
-    LinearConfig,
-    config_for,
-    paired,
-    with_tile,
-)
+from spd.kernels.linear.skinny_config import TOKEN_TILE, LinearConfig, config_for, paired, with_tile
 from spd.kernels.linear.skinny_linear import AnyWeight, step_of
 from spd.kernels.linear.skinny_linear_triton import launch_of, operands_of
 from spd.kernels.linear.skinny_product_triton import (
     activated,
     gate_and_up,
-    of_expert,
     product,
     row_width,
     rows_of_weight,
 )
-from spd.kernels.overlap_triton import release, wait
+from spd.kernels.overlap_triton import release, wait, wait_and_release
 
 ROUTER = LinearConfig(block_n=16, block_k=32, split_k=8, warps=4, stages=3)
 TALL = 128
@@ -55,8 +48,7 @@ def router_kernel(
     weight_rows = rows_of_weight(w, first, n, k, BLOCK_N)
     size = tl.cdiv(tl.cdiv(k, BLOCK_K), SPLIT_K) * BLOCK_K
     begin = tl.program_id(2) * size
-    wait(PDL)
-    release(PDL)
+    wait_and_release(PDL)
     total = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     for start in range(begin, tl.minimum(begin + size, k), BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)
@@ -83,8 +75,7 @@ def choose_experts_kernel(
     SIGMOID: tl.constexpr, NORMALISED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token a program: its experts, best first, and their weights."""
-    wait(PDL)
-    release(PDL)
+    wait_and_release(PDL)
     row = tl.program_id(0)
     index = tl.arange(0, BLOCK_E)
     inside = index < E
@@ -144,8 +135,7 @@ def kept_groups(choice, index, SIZE, GROUPS: tl.constexpr, GROUPS_KEPT: tl.const
 @triton.jit(do_not_specialize=["pairs"])
 def list_rows_kernel(ids, lists, counts, pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One expert a program: the pairs (row * k + place) that chose it, ascending, and how many."""
-    wait(PDL)
-    release(PDL)
+    wait_and_release(PDL)
     expert = tl.program_id(0)
     found = 0
     for start in range(0, pairs, BLOCK):
@@ -155,6 +145,13 @@ def list_rows_kernel(ids, lists, counts, pairs, BLOCK: tl.constexpr, PDL: tl.con
         tl.store(lists + expert.to(tl.int64) * pairs + place, pair, mask=mine)
         found += tl.sum(mine.to(tl.int32), 0)
     tl.store(counts + expert, found)
+
+
+@triton.jit
+def of_expert(kept, expert, stride):
+    """Where an expert's scales, or zeros, begin; None where there are none."""
+    if kept is not None:
+        return kept + expert * stride
 
 
 @triton.jit(do_not_specialize=["pairs", "per_token"])
@@ -240,8 +237,7 @@ def sum_experts_kernel(
     made, weights, stream, y, squares, n, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row and part of it a program: the weighted sum, best expert first, onto the stream if given."""
-    wait(PDL)
-    release(PDL)
+    wait_and_release(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -325,18 +321,15 @@ def experts(
     )
     inner = torch.empty(pairs, n, dtype=x.dtype, device=device)
     made = torch.empty(pairs, k, dtype=torch.float32, device=device)
-    fuses = x.dtype == torch.float32
     config = _product_config(gate_up.shape[1], k, gate_up, pair=act.gated)
     experts_gate_up_kernel[(ceil_div(gate_up.shape[1], config.block_n), count)](
         *(*_operands(gate_up), own.gate_up_bias, x, lists, counts, inner, pairs, ids.shape[1], n, k),
-        **launch_of(config, gate_up, act),
-        enable_fp_fusion=fuses,
+        **launch_of(config, gate_up, x, act),
     )
     config = _product_config(k, n, down, pair=False)
     experts_down_kernel[(ceil_div(k, config.block_n), count)](
         *(*_operands(down), own.down_bias, inner, lists, counts, made, pairs, k, n),
-        **launch_of(config, down),
-        enable_fp_fusion=fuses,
+        **launch_of(config, down, x),
     )
     block = min(power_of_two(k), SUM_BLOCK)
     y, squares = torch.empty(x.shape[0], k, dtype=x.dtype, device=device), None

@@ -25,7 +25,7 @@ from spd.kernels.attention.paged_attention_triton import (
 from spd.kernels.attention.rotary_store import RotatedRows, pairs_of
 from spd.kernels.launch import Device, ceil_div, device_facts, overlap, power_of_two
 from spd.kernels.linear.skinny_config import SUMS_APART, TOKEN_TILE
-from spd.kernels.overlap_triton import release, wait
+from spd.kernels.overlap_triton import release, wait, wait_and_release
 
 HEADS_A_PROGRAM = 8
 ROW_TILE, KEY_BLOCK = 64, 32
@@ -43,8 +43,7 @@ def latent_store_kernel(
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row and HEADS of its H rotated query heads; the first of a row's programs also keeps the row."""
-    wait(PDL)
-    release(PDL)
+    wait_and_release(PDL)
     R: tl.constexpr = 2 * HALF
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -104,10 +103,7 @@ def head_linear_kernel(
 
 
 @triton.jit
-def load_half(
-    source, inside, FROM: tl.constexpr, L: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr,
-    HALF: tl.constexpr,
-):  # fmt: skip
+def load_half(source, inside, FROM, L, R, TILE, HALF):
     """Columns [FROM, FROM + HALF) of TILE rows of L + R values each: [TILE, HALF], zeros beyond L."""
     PIECE: tl.constexpr = HALF if HALF < 64 else 64
     column = FROM + (tl.arange(0, HALF // PIECE) * PIECE)[:, None, None] + tl.arange(0, PIECE)[None, None, :]
@@ -117,9 +113,7 @@ def load_half(
 
 
 @triton.jit
-def store_half(
-    to, values, inside, FROM: tl.constexpr, L: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr
-):
+def store_half(to, values, inside, FROM, L, TILE, HALF):
     """values [TILE, HALF] to the columns from FROM on of rows of L values each."""
     PIECE: tl.constexpr = HALF if HALF < 64 else 64
     pieces = tl.permute(tl.reshape(values, (TILE, HALF // PIECE, PIECE)), (1, 0, 2))
@@ -130,10 +124,8 @@ def store_half(
 
 @triton.jit
 def attend_latents(
-    maximum, total, sums_a, sums_b, query_a, query_b, turned, pool, page_row, position, begin, end,
-    scale,
-    L: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_R: tl.constexpr, FIRST: tl.constexpr,
+    maximum, total, sums_a, sums_b, query_a, query_b, turned, pool, page_row, position, begin, end, scale,
+    L, R, PAGE, BLOCK, HALF, BLOCK_R, FIRST,
 ):  # fmt: skip
     """Take positions [begin, end) into a tile's online softmax, masked by each row's position.
 
@@ -184,8 +176,7 @@ def attend_latent_chunk_kernel(
     LARGE: tl.constexpr, FROM: tl.constexpr, FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """TILE rows (a slot's queries by heads) against one chunk, item by item; see `attend_chunk_kernel`."""
-    wait(PDL)
-    release(PDL)
+    wait_and_release(PDL)
     FEW: tl.constexpr = FROM // SMALL
     HALF: tl.constexpr = BLOCK_L // 2
     rows = queries * H

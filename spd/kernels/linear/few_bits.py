@@ -66,8 +66,8 @@ class GroupedWeight:
         codes, scales, *zeros = map(change, self.parts)
         return replace(self, codes=codes, scales=scales, zeros=zeros[0] if zeros else None)
 
-    def expert(self, number: int) -> GroupedWeight:
-        """One of several weights."""
+    def expert(self, number: int | slice) -> GroupedWeight:
+        """One of several weights, or some rows of one."""
         return self.each(lambda part: part[number])
 
     def stacked(self, count: int) -> GroupedWeight:
@@ -76,17 +76,14 @@ class GroupedWeight:
 
     def plain(self, dtype: torch.dtype) -> Tensor:
         """The weight [..., N, K] in a dtype, each value rounded once."""
-        rows, width = self.codes.flatten(0, -2), self.shape[-1]
-        scales = self.scales.flatten(0, -2)
-        zeros = None if self.zeros is None else self.zeros.flatten(0, -2)
-        whole = torch.empty(rows.shape[0], width, dtype=dtype, device=rows.device)
+        rows, width = self.each(lambda part: part.flatten(0, -2)), self.shape[-1]
+        whole = torch.empty(rows.shape[0], width, dtype=dtype, device=self.device)
         step = max(1, STRIP // width)
         for first in range(0, rows.shape[0], step):
-            part = slice(first, first + step)
-            codes = unpaired(rows[part]) if self.kind in ("int4", "e2m1") else rows[part]
-            own = None if zeros is None else zeros[part]
-            made = values(self.kind, codes, scales[part], own, self.group)
-            whole[part] = made if self.columns is None else made * self.columns.float()
+            own = rows.expert(slice(first, first + step))
+            codes = unpaired(own.codes) if self.kind in ("int4", "e2m1") else own.codes
+            made = values(self.kind, codes, own.scales, own.zeros, self.group)
+            whole[first : first + step] = made if self.columns is None else made * self.columns.float()
         return whole.view(self.shape)
 
 
@@ -202,9 +199,8 @@ def int8_rows(weight: Tensor, largest: Tensor | None = None) -> GroupedWeight:
     for strip, to, scale in zip(*(torch.split(each, step) for each in (rows, codes, scales)), strict=True):
         rounded = torch.round(strip.float() / scale[:, None]).clamp_(-INT8_LARGEST, INT8_LARGEST)
         to.copy_(rounded.add_(MIDDLE["int8"]))
-    return GroupedWeight(
-        "int8", codes.view(weight.shape), scales.view(*weight.shape[:-1], 1), None, weight.shape[-1]
-    )
+    scales = scales.view(*weight.shape[:-1], 1)
+    return GroupedWeight("int8", codes.view(weight.shape), scales, None, weight.shape[-1])
 
 
 def int4_groups(weight: Tensor) -> GroupedWeight:
@@ -244,9 +240,8 @@ def grouped_linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None)
 
     Torch form: by the plain weight, in float32. Kernels scale each group's sum, in ascending order of groups.
     """
-    return F.linear(x.float(), weight.plain(torch.float32), None if bias is None else bias.float()).to(
-        x.dtype
-    )
+    wide = None if bias is None else bias.float()
+    return F.linear(x.float(), weight.plain(torch.float32), wide).to(x.dtype)
 
 
 def expert_linear(x: Tensor, weights: Tensor | GroupedWeight | TiledWeight, expert: int) -> Tensor:

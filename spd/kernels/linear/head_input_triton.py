@@ -12,21 +12,18 @@ from torch import Tensor
 
 from spd.kernels.launch import overlap, power_of_two
 from spd.kernels.linear.head_input import HeadRows, PairNorms
-from spd.kernels.overlap_triton import release, wait
+from spd.kernels.overlap_triton import wait_and_release
 from spd.kernels.round.window import Rows
 
-_PAIRS = ("slots", "width", "depth", "states_stride", "masked")
 
-
-@triton.jit(do_not_specialize=_PAIRS)
+@triton.jit(do_not_specialize=["slots", "width", "depth", "states_stride", "masked"])
 def head_input_kernel(
     token_ids, table, states, positions, token_norm, hidden_norm, out, kept, slots, width, depth,
     states_stride, masked, epsilon,
     H: tl.constexpr, BLOCK: tl.constexpr, HIDDEN_FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, 0) norms the embedding, (row, 1) the state, and stores it where `kept` is given."""
-    wait(PDL)
-    release(PDL)
+    wait_and_release(PDL)
     row, is_state = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
     inside = column < H
@@ -74,17 +71,13 @@ def row_options(size: int, device: torch.device) -> dict[str, Any]:
     return {"H": size, "BLOCK": power_of_two(size), "num_warps": warps, **overlap(device)}
 
 
-_KEPT = ("width", "depth", "rows_stride", "states_stride")
-
-
-@triton.jit(do_not_specialize=_KEPT)
+@triton.jit(do_not_specialize=["width", "depth", "rows_stride", "states_stride"])
 def keep_states_kernel(
     rows, positions, valid, kv_slots, states, page_states, width, depth, rows_stride, states_stride,
     H: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a row [S * W] of `rows`, whose slots lie rows_stride apart."""
-    wait(PDL)
-    release(PDL)
+    wait_and_release(PDL)
     at = tl.program_id(0).to(tl.int64)
     slot, column = at // width, tl.arange(0, BLOCK)
     kept = column < tl.where(tl.load(valid + at) != 0, H, 0)

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from spd.kernels.launch import ceil_div, overlap, power_of_two
-from spd.kernels.overlap_triton import release, wait
+from spd.kernels.overlap_triton import wait_and_release
 
 COPY_BLOCK = 2048
 """Values that a program of a part of a row moves."""
@@ -22,8 +22,7 @@ def embed_kernel(
     token_ids, table, x, squares, h, SCALE: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr
 ):
     """One program a row and part of it: table[id], times SCALE if there is one, and the part's squares."""
-    wait(PDL)
-    release(PDL)
+    wait_and_release(PDL)
     row, part = tl.program_id(0), tl.program_id(1)
     token = tl.load(token_ids + row).to(tl.int64)
     column = part * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -41,8 +40,7 @@ def rms_norm_rows_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a row and part of it."""
-    wait(PDL)
-    release(PDL)
+    wait_and_release(PDL)
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     part = tl.arange(0, BLOCK_P)
@@ -58,8 +56,7 @@ def norm_residual_kernel(
     y, weight, residual, x, squares, epsilon, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a row, which it holds whole."""
-    wait(PDL)
-    release(PDL)
+    wait_and_release(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < N

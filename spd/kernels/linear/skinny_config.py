@@ -72,13 +72,8 @@ def config_for(n: int, k: int, itemsize: int, device: Device, step: int | None =
         stages = 4
     else:
         stages = 6 if k < 8192 else 8
-    return LinearConfig(
-        block_n,
-        block_k,
-        split_k,
-        4,
-        _fitting(stages, _step_bytes(block_n, TOKEN_TILE, block_k, itemsize), device),
-    )
+    stages = _fitting(stages, _step_bytes(block_n, TOKEN_TILE, block_k, itemsize), device)
+    return LinearConfig(block_n, block_k, split_k, 4, stages)
 
 
 def _step_bytes(block_n: int, block_t: int, block_k: int, itemsize: int) -> int:

@@ -41,9 +41,7 @@ STREAM = tl.constexpr(STREAM_TARGET)
 
 
 @triton.jit
-def prefetch_weights(
-    weight_rows, k, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, CODE: tl.constexpr, PDL: tl.constexpr
-):
+def prefetch_weights(weight_rows, k, BLOCK_K, SPLIT_K, CODE, PDL):
     """Bring the first columns of this part into L2 while the previous kernel ends: weights come from none."""
     if PDL:
         LINE: tl.constexpr = 128 // (weight_rows.dtype.element_ty.primitive_bitwidth // 8)

@@ -30,11 +30,7 @@ from spd.kernels.linear.skinny_config import (
     with_tile,
     workspace_sizes,
 )
-from spd.kernels.linear.skinny_kernels_triton import (
-    gate_up_kernel,
-    head_kernel,
-    linear_kernel,
-)
+from spd.kernels.linear.skinny_kernels_triton import gate_up_kernel, head_kernel, linear_kernel
 from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm, step_of
 from spd.kernels.sampling.philox_triton import choose_kernel
 
@@ -71,14 +67,14 @@ def operands_of(weight: AnyWeight) -> tuple[Tensor, Tensor | None, Tensor | None
     return weight, None, None, None
 
 
-def _fuses(x: Tensor) -> bool:
-    """Whether multiply-adds may be fused: where tiles have one size, and float32 products consist of them.
-    Else which pairs meet in a thread, and so are fused, would follow from the tile."""
-    return x.dtype == torch.float32
+def launch_of(
+    config: LinearConfig, weight: AnyWeight, x: Tensor, act: Activation | None = None
+) -> dict[str, Any]:
+    """Constants and options of a product's kernel; before a gated `act` a tile has rows of both halves.
 
-
-def launch_of(config: LinearConfig, weight: AnyWeight, act: Activation | None = None) -> dict[str, Any]:
-    """Constants and options of a product's kernel; before a gated `act` a tile has rows of both halves."""
+    Multiply-adds may be fused where tiles have one size, and float32 products consist of them. Else which
+    pairs meet in a thread, and so are fused, would follow from the tile.
+    """
     columns = weight.group if isinstance(weight, TiledWeight) else 0
     code = weight.kind if isinstance(weight, TiledWeight) and columns else None
     return {
@@ -90,6 +86,7 @@ def launch_of(config: LinearConfig, weight: AnyWeight, act: Activation | None = 
         "EVEN_K": weight.shape[-1] % config.block_k == 0,
         "num_warps": config.warps,
         "num_stages": config.stages,
+        "enable_fp_fusion": x.dtype == torch.float32,
         **({"ACT": act.kind, "LIMIT": act.limit, "ALPHA": act.alpha} if act else {}),
         **overlap(weight.device),
     }
@@ -145,8 +142,7 @@ def linear(
     linear_kernel[(ceil_div(rows, config.block_t), tiles, config.split_k)](
         *(*operands_of(weight), x, *outputs, rows, n, k, epsilon),
         **_sums_of(config, squares),
-        **launch_of(config, weight),
-        enable_fp_fusion=_fuses(x),
+        **launch_of(config, weight, x),
     )
     return y, squares_out
 
@@ -171,26 +167,19 @@ def norm_gate_up(
     gate_up_kernel[(ceil_div(rows, config.block_t), ceil_div(2 * n, config.block_n), config.split_k)](
         *(*operands_of(weight), x, y, bias, norm.squares, partials, counters, rows, n, k, norm.epsilon),
         **_sums_of(config, norm.squares),
-        **launch_of(config, weight, act),
-        enable_fp_fusion=_fuses(x),
+        **launch_of(config, weight, x, act),
     )
     return y
 
 
 def _head(
-    x: Tensor,
-    weight: AnyWeight,
-    n: int,
-    logits: Tensor | None,
-    draw: tuple[Tensor | int | None, ...],
-    config: LinearConfig,
+    x: Tensor, weight: AnyWeight, n: int, logits: Tensor | None, draw: tuple[Any, ...], config: LinearConfig
 ) -> None:
     """Launch the one kernel that both forms of the head share, over the first n rows of weight."""
     rows, k = x.shape
     head_kernel[(ceil_div(rows, config.block_t), ceil_div(n, config.block_n))](
         *(*operands_of(weight), x, logits, *draw, rows, n, k),
-        **launch_of(config, weight),
-        enable_fp_fusion=False,
+        **{**launch_of(config, weight, x), "enable_fp_fusion": False},
     )
 
 

@@ -126,9 +126,7 @@ def of_group(kept, group, k, GROUP_K: tl.constexpr):
 
 
 @triton.jit
-def load_step(
-    x, columns, row_t, rows, start, k, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, CODE: tl.constexpr
-):
+def load_step(x, columns, row_t, rows, start, k, BLOCK_K, EVEN_K, CODE):
     """A step's tokens in two halves for codes of four bits; whole, twice, for others."""
     if per_byte(CODE) == 2:
         HALF: tl.constexpr = BLOCK_K // 2
@@ -142,10 +140,7 @@ def load_step(
 
 
 @triton.jit
-def take_codes(
-    total, weight_rows, scales, zeros, tokens, others, start, k,
-    GROUP_K: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, CODE: tl.constexpr,
-):  # fmt: skip
+def take_codes(total, weight_rows, scales, zeros, tokens, others, start, k, GROUP_K, BLOCK_K, EVEN_K, CODE):
     """total [BLOCK_N, BLOCK_T] plus a step of codes times tokens: each group's sum is scaled, in order."""
     DTYPE: tl.constexpr = tokens.dtype
     group = start // GROUP_K
@@ -171,8 +166,7 @@ def take_codes(
 @triton.jit
 def walk(
     weight_rows, scales, zeros, columns, x, row_t, rows, k,
-    GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
+    GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
 ):  # fmt: skip
     """float32 [BLOCK_N, BLOCK_T]: weight rows times tokens row_t, over this part of K."""
     begin, end = part_of_k(k, BLOCK_K, SPLIT_K)
@@ -196,8 +190,7 @@ def walk(
 @triton.jit
 def product(
     weight_rows, scale, zero, columns, x, first, row_t, rows, n, k,
-    GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
+    GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
 ):  # fmt: skip
     """`walk` over a tile's weight rows, from `first` on."""
     row = tl.minimum(first + tl.arange(0, BLOCK_N), n - 1)
@@ -212,8 +205,7 @@ def product(
 @triton.jit
 def gate_and_up(
     w, scale, zero, columns, x, first, row_t, rows, n, k,
-    GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
+    GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
 ):  # fmt: skip
     """float32 [BLOCK_N, BLOCK_T] each: gate rows from `first` on, and the up rows n below them.
 
@@ -262,10 +254,3 @@ def activated(gate, up, ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.conste
         else:
             opened = tl.where(opened > LIMIT, LIMIT, opened)
     return opened * up
-
-
-@triton.jit
-def of_expert(kept, expert, stride):
-    """Where an expert's scales, or zeros, begin; None where there are none."""
-    if kept is not None:
-        return kept + expert * stride

@@ -74,9 +74,7 @@ def find_compiler() -> tuple[str, ...]:
     if found := next(filter(None, map(shutil.which, COMPILERS)), None):
         return (found,)
     package = find_spec("ziglang")
-    return (
-        () if package is None or package.origin is None else (str(Path(package.origin).parent / "zig"), "cc")
-    )
+    return (str(Path(package.origin).parent / "zig"), "cc") if package and package.origin else ()
 
 
 def instructions(dtype: str = "bfloat16") -> str | None:

@@ -317,13 +317,7 @@ class NativeLibrary:
         return self.norm(x, weight.float(), epsilon)
 
     def rotary_store(
-        self,
-        qkv: Tensor,
-        rows: RotatedRows,
-        norm: Tensor | None,
-        epsilon: float,
-        pools: Pools,
-        num_heads: int,
+        self, qkv: Tensor, rows: RotatedRows, norm: Tensor | None, epsilon: float, pools: Pools, heads: int
     ) -> Tensor:
         """Positions are needed, the norm's scales are float32.
 
@@ -331,9 +325,9 @@ class NativeLibrary:
         """
         assert rows.positions is not None
         count, (page, kv_heads, size) = qkv.shape[0], pools[0].shape[1:]
-        query = torch.empty(count, num_heads, size, dtype=self.dtype)
+        query = torch.empty(count, heads, size, dtype=self.dtype)
         given = (qkv, rows.cos, rows.sin, rows.positions, rows.kv_slots, norm, *pools, query)
-        self.share("rotary_store", *given, count, num_heads, kv_heads, size, page, epsilon)
+        self.share("rotary_store", *given, count, heads, kv_heads, size, page, epsilon)
         return query
 
     def plan_attention(

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from spd.kernels.native.library import NativeLibrary, Step
 
@@ -59,7 +60,8 @@ class Recording(TorchDispatchMode):
         masked = name == "index" and any(each is not None and each.dtype == torch.bool for each in args[1])
         if name in ASKING or masked or not all(isinstance(each, Tensor) for each in results):
             raise NotRecordable(name)
-        known = {each.untyped_storage().data_ptr() for each in _tensors((args, given))}
+        tensors = [each for each in tree_leaves((args, given)) if isinstance(each, Tensor)]
+        known = {each.untyped_storage().data_ptr() for each in tensors}
         if all(each.untyped_storage().data_ptr() in known for each in results):
             return made  # a view
         if name == "arange":
@@ -78,13 +80,6 @@ class Recording(TorchDispatchMode):
             raise NotRecordable("pool")
         room = self.pool[begin : self.used].zero_().view(made.dtype)
         return room.as_strided(made.shape, made.stride())
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for part in parts for tensor in _tensors(part)]
 
 
 @cache

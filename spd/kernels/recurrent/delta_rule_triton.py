@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from spd.kernels.launch import ceil_div, overlap, power_of_two
-from spd.kernels.overlap_triton import release, wait
+from spd.kernels.overlap_triton import wait_and_release
 from spd.kernels.recurrent.delta_rule import CHUNK, NORM_EPSILON, DeltaMemory, Rule
 from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.recurrent.short_conv_triton import clear_around, run_of
@@ -93,8 +93,7 @@ def delta_rule_kernel(
 
     Neighbouring programs read neighbouring columns, and a token is loaded while the one before is applied.
     """
-    wait(PDL)
-    release(PDL)
+    wait_and_release(PDL)
     block, head, run = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot, first, count, start, keep, begin = run_of(table, applied, run, G)
     i, j = tl.arange(0, ROWS), block * COLUMNS + tl.arange(0, COLUMNS)
@@ -186,8 +185,7 @@ def delta_solve_kernel(
     L: tl.constexpr, PART: tl.constexpr, EPSILON: tl.constexpr, CORRECTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one run, one head: how rows read each other, and the inverse of how they write."""
-    wait(PDL)
-    release(PDL)
+    wait_and_release(PDL)
     run, chunk, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     _, first, count, _, _, _ = run_of(table, applied, run, G)
     if chunk * L >= count:
@@ -230,8 +228,7 @@ def delta_chunks_kernel(
     CORRECTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One run, one head, COLUMNS of its state's columns, which one chunk after another reads and writes."""
-    wait(PDL)
-    release(PDL)
+    wait_and_release(PDL)
     run, head = tl.program_id(0), tl.program_id(1)
     slot, first, count, start, _, _ = run_of(table, applied, run, G)
     j, t = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, L)
@@ -307,8 +304,7 @@ def gated_norm_kernel(
     BLOCK: tl.constexpr, FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row of one head."""
-    wait(PDL)
-    release(PDL)
+    wait_and_release(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     j = tl.arange(0, BLOCK)
     within = j < SIZE

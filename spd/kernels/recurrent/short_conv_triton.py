@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from spd.kernels.launch import ceil_div, overlap
-from spd.kernels.overlap_triton import release, wait
+from spd.kernels.overlap_triton import wait_and_release
 from spd.kernels.recurrent.short_conv import Segments
 
 CHANNELS = 128
@@ -21,11 +21,8 @@ WALKED = 4
 @triton.jit
 def run_of(table, applied, run, G):
     """Slot, first row, rows, position of the first, position to keep, and applied position, of a run."""
-    slot = tl.load(table + run)
-    first = tl.load(table + G + run)
-    count = tl.load(table + 2 * G + run)
-    start = tl.load(table + 3 * G + run)
-    keep = tl.load(table + 4 * G + run)
+    slot, first, count = tl.load(table + run), tl.load(table + G + run), tl.load(table + 2 * G + run)
+    start, keep = tl.load(table + 3 * G + run), tl.load(table + 4 * G + run)
     return slot, first, count, start, keep, tl.load(applied + slot)
 
 
@@ -51,8 +48,7 @@ def short_conv_kernel(
 
     All rows that read the ring are the first program's, which then writes it.
     """
-    wait(PDL)
-    release(PDL)
+    wait_and_release(PDL)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = channel < C
     slot, first, count, start, _, _ = run_of(table, applied, tl.program_id(0), G)

@@ -42,9 +42,7 @@ def suffix_lengths(row, ends, last, ngram_max):
 
 
 @triton.jit
-def write_draft(
-    row, best, last, live, ngram_min, k, draft, num_drafts, match, DRAFTS: tl.constexpr, OVER: tl.constexpr
-):  # fmt: skip
+def write_draft(row, best, last, live, ngram_min, k, draft, num_drafts, match, DRAFTS, OVER):
     """Write what followed the best find, its period going on behind the last token, and its length."""
     end = best & 0xFFFFFFFF
     found = (best >> 32) >= ngram_min

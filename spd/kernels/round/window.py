@@ -138,16 +138,11 @@ def draft_step(state: RoundTensors, sampled: Tensor, step: int, k: int, places: 
     if step == k - 1:
         room = (state.draft_limit - state.length + 1).clamp(0, k)
         state.num_drafts.copy_(torch.where(state.active, room, 0))
-    return _rows(state, sampled, state.length.unsqueeze(-1) + step, state.active, places)
+    return _rows(state, sampled, state.length.unsqueeze(-1) + step, state.active, places, None)
 
 
 def _rows(
-    state: RoundTensors,
-    token_ids: Tensor,
-    positions: Tensor,
-    chosen: Tensor,
-    places: Places,
-    first: Tensor | None = None,
+    state: RoundTensors, ids: Tensor, positions: Tensor, chosen: Tensor, places: Places, first: Tensor | None
 ) -> Rows:
     """Rows at positions [S, W]; those outside the limits or of slots that are not chosen are not valid."""
     valid = chosen.unsqueeze(-1) & (positions >= 0) & (positions < state.draft_limit.unsqueeze(-1))
@@ -155,4 +150,4 @@ def _rows(
         valid &= positions >= first.unsqueeze(-1)
     clamped = positions.clamp(0, places.limit - 1)
     slots = kv_slots(state.page_table, clamped, valid, places.page_size, places.trash_slot)
-    return Rows(token_ids, clamped, valid, slots)
+    return Rows(ids, clamped, valid, slots)

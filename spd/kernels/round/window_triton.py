@@ -23,9 +23,7 @@ _NUM_TIMES = tl.constexpr(NUM_TIMES)
 
 
 @triton.jit
-def write_time(
-    times, counter, depth, now, chosen, COLUMN: tl.constexpr, COLUMNS: tl.constexpr, TIMER: tl.constexpr,
-):  # fmt: skip
+def write_time(times, counter, depth, now, chosen, COLUMN, COLUMNS, TIMER):
     """Write the timer, or `now` where there is none, to the round's row, in the chosen program only."""
     at = times + tl.load(counter) % depth * COLUMNS + COLUMN
     if TIMER:
@@ -34,7 +32,14 @@ def write_time(
         tl.store(at, now, mask=chosen)
 
 
-@triton.jit(do_not_specialize=["depth", "now"])
+_VARYING = (
+    *("tokens_stride", "draft_stride", "table_stride", "table_width", "sampled_stride", "trash_slot", "k"),
+    *("usable_vocab", "max_len", "limit", "width", "ahead", "step", "depth", "now"),
+)
+"""What differs between calls of one model, and must therefore not choose a program."""
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def mark_kernel(
     times, counter, depth, now, COLUMN: tl.constexpr, COLUMNS: tl.constexpr, ADVANCE: tl.constexpr,
     TIMER: tl.constexpr,
@@ -63,12 +68,6 @@ def page_slots(table_row, positions, valid, table_width, trash_slot, PAGE: tl.co
     columns = tl.minimum(positions // PAGE, table_width - 1)
     pages = tl.load(table_row + columns, mask=valid, other=0)
     return tl.where(valid, pages * PAGE + positions % PAGE, trash_slot)
-
-
-_VARYING = (
-    *("tokens_stride", "draft_stride", "table_stride", "table_width", "k", "usable_vocab", "max_len"),
-    *("trash_slot", "depth", "now"),
-)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -151,13 +150,7 @@ def store_rows(
     tl.store(out_slots + at, slots, mask=inside)
 
 
-_COMMITTED = (
-    *("tokens_stride", "table_stride", "draft_stride", "table_width"),
-    *("width", "ahead", "limit", "trash_slot"),
-)
-
-
-@triton.jit(do_not_specialize=_COMMITTED)
+@triton.jit(do_not_specialize=_VARYING)
 def committed_kernel(
     tokens, length, active, draft_limit, page_table, first, draft, out_ids, out_positions, out_valid,
     out_slots, tokens_stride, table_stride, draft_stride, table_width, width, ahead, limit, trash_slot,
@@ -201,13 +194,7 @@ def committed_window(
     return window
 
 
-_STEPPING = (
-    *("sampled_stride", "table_stride", "table_width", "draft_stride"),
-    *("step", "k", "limit", "trash_slot"),
-)
-
-
-@triton.jit(do_not_specialize=_STEPPING)
+@triton.jit(do_not_specialize=_VARYING)
 def step_kernel(
     sampled, length, active, draft_limit, page_table, draft_out, num_drafts_out, out_positions,
     out_valid, out_slots, sampled_stride, table_stride, table_width, draft_stride, step, k, limit,

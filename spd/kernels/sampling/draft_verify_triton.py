@@ -47,9 +47,7 @@ def draft_ratio(target, draft_probs, draft, slot, i, drafts, vocab_size, ONE_HOT
 
 
 @triton.jit
-def excess_over_draft(
-    p, scale, draft_probs, draft, slot, i, drafts, ids, vocab_size, ONE_HOT: tl.constexpr
-):  # fmt: skip
+def excess_over_draft(p, scale, draft_probs, draft, slot, i, drafts, ids, vocab_size, ONE_HOT):
     """What scale times the target's probabilities of a block exceeds the law of draft i by."""
     if ONE_HOT:
         q = (ids == tl.load(draft + slot * drafts + i)).to(tl.float32)

@@ -11,14 +11,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from spd.kernels.overlap_triton import release, wait
+from spd.kernels.overlap_triton import wait_and_release
 from spd.kernels.sampling.philox import MULTIPLIERS, WEYL
 
 MULTIPLIER_0, MULTIPLIER_1 = map(tl.constexpr, MULTIPLIERS)
 WEYL_0, WEYL_1 = map(tl.constexpr, WEYL)
-UNIT = tl.constexpr(2.0**-32)
-LOWEST_UNIFORM = tl.constexpr(2.0**-33)
-HIGHEST_UNIFORM = tl.constexpr(1.0 - 2.0**-24)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 KEY_OF_INFINITY = tl.constexpr(0x7F800000)
 KEY_OF_MINUS_INFINITY = tl.constexpr(-0x7F800001)
@@ -53,7 +50,7 @@ def random_bits4(seed, position, stream, groups):
 @triton.jit
 def uniform(bits):
     """Float32 uniforms in [2**-33, 1 - 2**-24] from uint32 blocks."""
-    return tl.minimum(tl.maximum(bits.to(tl.float32) * UNIT, LOWEST_UNIFORM), HIGHEST_UNIFORM)
+    return tl.minimum(tl.maximum(bits.to(tl.float32) * 2.0**-32, 2.0**-33), 1.0 - 2.0**-24)
 
 
 @triton.jit
@@ -148,8 +145,7 @@ NO_RANK = tl.constexpr(-(2**63))
 @triton.jit
 def choose_kernel(ranks, token, finite, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One program a row: the best of its tiles [T, tiles]."""
-    wait(PDL)
-    release(PDL)
+    wait_and_release(PDL)
     row = tl.program_id(0)
     best = tl.full((BLOCK,), NO_RANK, dtype=tl.int64)
     for start in range(0, tiles, BLOCK):

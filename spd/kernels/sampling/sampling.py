@@ -19,7 +19,7 @@ MASS_BITS = 32
 """A token as likely as the likeliest has the mass 2**32."""
 LOG2_E = 1.4426950216293335
 LOWEST_EXPONENT = -40.0
-EXP2_COEFFICIENTS = (
+EXP2 = (
     # Of 2**f for f in [0, 1], from the highest power down; each is a float32 number. Relative error 1e-7.
     0.00021715024195145816,
     0.00124408770352602,
@@ -141,9 +141,8 @@ def count_rows(generated: Tensor, draft: Tensor) -> Tensor:
     k = draft.shape[1]
     counts = generated.unsqueeze(1).repeat(1, k + 1, 1)
     for i in range(k):
-        counts[:, i + 1 :].scatter_add_(
-            2, draft[:, i, None, None].expand(-1, k - i, 1), counts.new_ones(draft.shape[0], k - i, 1)
-        )
+        one = counts.new_ones(draft.shape[0], k - i, 1)
+        counts[:, i + 1 :].scatter_add_(2, draft[:, i, None, None].expand_as(one), one)
     return counts
 
 
@@ -190,8 +189,8 @@ def token_mass(logits: Tensor, highest: Tensor) -> Tensor:
     power = torch.where(power > LOWEST_EXPONENT, power, LOWEST_EXPONENT)
     whole = power.floor()
     part = power - whole
-    value = torch.full_like(part, EXP2_COEFFICIENTS[0])
-    for coefficient in EXP2_COEFFICIENTS[1:]:
+    value = torch.full_like(part, EXP2[0])
+    for coefficient in EXP2[1:]:
         value = value * part + coefficient
     return (value * 2.0**MASS_BITS).to(torch.int64) >> (-whole).to(torch.int64)
 
@@ -214,6 +213,5 @@ def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
     keep = keep & ((before < limit) | (share >= 1))
     keep = keep & (mass >= (min_p.view(-1, 1, 1).double() * 2.0**MASS_BITS).ceil().long())
     keep = keep | (ranks == 0)
-    return torch.full_like(logits, NEGATIVE_INFINITY).scatter_(
-        -1, order.indices, torch.where(keep, order.values, NEGATIVE_INFINITY)
-    )
+    kept = torch.where(keep, order.values, NEGATIVE_INFINITY)
+    return torch.full_like(logits, NEGATIVE_INFINITY).scatter_(-1, order.indices, kept)

@@ -203,8 +203,7 @@ def sample_rows(
 ) -> tuple[Tensor, Tensor]:
     """Every tensor but draft and positions lies dense."""
     slots, rows_per_slot, vocab_size = logits.shape
-    rows, blocks = slots * rows_per_slot, ceil_div(vocab_size, BLOCK)
-    device = logits.device
+    rows, blocks, device = slots * rows_per_slot, ceil_div(vocab_size, BLOCK), logits.device
     ranks = torch.empty(rows, blocks, dtype=torch.int64, device=device)
     if tensors.truncation and tensors.noise:
         processed, highest = processed_rows(logits, draft, tensors)
