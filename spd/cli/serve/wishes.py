@@ -412,7 +412,7 @@ def tools_of(body: Mapping[str, Any], template: str, tokenizer: Tokenizer) -> To
         refuse("tool_choice", "it is only allowed with `tools`")
     if choice == "auto" and "tools" not in template:
         why = "this model's chat template has no place for tools, so the model cannot be told of them"
-        refuse("tools", f"{why}; tool_choice `required` or a named function holds it to a call")
+        refuse("tools", f"{why}: leave them out, or force a call by tool_choice `required` or by name")
     tokens = {mark: number for mark in MARKS if (number := tokenizer.token_to_id(mark)) is not None}
     parallel = body.get("parallel_tool_calls", True)
     return Tools(functions, call_form(template), named, choice == "required", parallel, strict, tokens)

@@ -191,6 +191,8 @@ def test_calls_that_have_to_come(served: Served, choice: Any, stream: bool) -> N
 def test_a_template_without_tools_refuses_calls_that_may_come(served: Served) -> None:
     status, answer = served.send("POST", "/v1/chat/completions", {"messages": MESSAGES, "tools": TOOLS})
     assert status == 400 and answer["error"]["param"] == "tools"
+    assert "leave them out" in answer["error"]["message"]
+    assert served.chat(tools=[])["choices"][0]["message"]["content"]
     assert served.chat(tools=TOOLS, tool_choice="none")["choices"][0]["message"]["content"]
 
 
