@@ -172,6 +172,32 @@ def test_the_official_clients(served: Served, package: str) -> None:
     assert served.service.open == 0
 
 
+@pytest.mark.openai
+def test_llm(served: Served, tmp_path: Path) -> None:
+    """The command `llm` with the page's lines: whole, streamed, and held to a schema."""
+    python = os.environ.get("OPENAI_PYTHON", sys.executable)
+    if subprocess.run([python, "-c", "import llm"], check=False, capture_output=True).returncode:
+        pytest.skip("no interpreter has the llm package; OPENAI_PYTHON names one")
+    lines = blocks("yaml")[0].replace("7373", str(served.port))
+    (tmp_path / "extra-openai-models.yaml").write_text(lines, encoding="utf-8")
+    environment = {**os.environ, "LLM_USER_PATH": str(tmp_path)}
+
+    def ask(*options: str) -> str:
+        command = [python, "-m", "llm", "-m", "spd", "What does os.path.join do?", "-o", "temperature", "0"]
+        ran = subprocess.run(
+            [*command, *options], env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+
+    short = "-o", "max_tokens", "24"
+    streamed = ask(*short)
+    assert streamed.startswith("Join two or more") and ask(*short, "--no-stream") == streamed
+    yes_or_no = '{"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]'
+    held = ask("-o", "max_tokens", "80", "--schema", yes_or_no + ', "additionalProperties": false}')
+    assert list(json.loads(held)) == ["ok"]
+
+
 def test_curl(served: Served) -> None:
     (command,) = (block for block in blocks("sh") if block.startswith("curl"))
     command = command.replace("curl", "curl -s", 1).replace("7373", str(served.port))
