@@ -79,20 +79,10 @@ def read_messages(value: Any, service: Service, *, counted: bool = False) -> Wis
 class MessagesReply(Reply):
     """As messages: each part of a reply is a block."""
 
-    def _message(
-        self, content: Sequence[Any], prompt: int, cached: int, completion: int, **ended: Any
-    ) -> dict[str, Any]:
-        return {
-            "id": f"msg_{self._name}",
-            "type": "message",
-            "role": "assistant",
-            "model": self._service.name,
-            "content": content,
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": _usage(prompt, cached, completion),
-            **ended,
-        }
+    def _message(self, content: Sequence[Any], *counts: int, **ended: Any) -> dict[str, Any]:
+        head = {"id": f"msg_{self._name}", "type": "message", "role": "assistant"}
+        ends = {"stop_reason": None, "stop_sequence": None, "usage": _usage(*counts), **ended}
+        return {**head, "model": self._service.name, "content": content, **ends}
 
     def begin(self, cached: int) -> Iterator[bytes]:
         yield self._event("message_start", message=self._message([], self._size, cached, 0))

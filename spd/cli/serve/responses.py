@@ -27,6 +27,7 @@ ITEMS = {
 _items = blocks(ITEMS, usual="message")
 _tools = read.listed(some({**FUNCTION, "type": TEXT, "tools": read.anything}, "type"), 1024)
 FORMAT = {"type": read.one_of("text", "json_object", "json_schema"), "name": TEXT, "schema": OBJECT}
+_kept = read.unsupported("this server keeps nothing: send the conversation as `input`")
 RESPONSES = {
     **{name: SAMPLING[name] for name in ("temperature", "top_p")},
     "max_output_tokens": SAMPLING["max_tokens"],
@@ -41,12 +42,7 @@ RESPONSES = {
     "parallel_tool_calls": FLAG,
     "text": some({"format": some(FORMAT, "type")}),
     "reasoning": some({"effort": TEXT}),
-    "previous_response_id": read.unsupported(
-        "this server keeps no responses: send the conversation as `input`"
-    ),
-    "conversation": read.unsupported("this server keeps none: send it as `input`"),
-    "prompt": read.unsupported("this server keeps none"),
-    "background": read.unsupported("this server keeps no responses"),
+    **dict.fromkeys(("previous_response_id", "conversation", "prompt", "background"), _kept),
 }
 """Others are passed over, for agents send new ones with each version."""
 _body = some(RESPONSES, "input", max_output_tokens="max_tokens")
@@ -111,20 +107,10 @@ class ResponseReply(Reply):
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
         body, usual = self._wish.asked, {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
         names = (*usual, "instructions", "max_output_tokens", "temperature", "top_p")
-        return {
-            "id": f"resp_{self._name}",
-            "object": "response",
-            "created_at": self._created,
-            **{name: usual.get(name) if body.get(name) is None else body[name] for name in names},
-            "model": self._service.name,
-            "status": status,
-            "error": None,
-            "incomplete_details": None,
-            "output": [],
-            "usage": None,
-            "store": False,
-            **more,
-        }
+        head = {"id": f"resp_{self._name}", "object": "response", "created_at": self._created}
+        told = {name: usual.get(name) if body.get(name) is None else body[name] for name in names}
+        rest = dict[str, Any](error=None, incomplete_details=None, output=[], usage=None, store=False)
+        return {**head, **told, "model": self._service.name, "status": status, **rest, **more}
 
     def _event(self, kind: str, /, **fields: Any) -> bytes:
         self._number += 1
@@ -166,13 +152,9 @@ class ResponseReply(Reply):
         prompt, cached, completion, reasoning = self._counts
         status = "incomplete" if choice.reason == "length" else "completed"
         output = [self._item(one) for one in choice.parts]
-        usage = {
-            "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": cached},
-            "output_tokens": completion,
-            "output_tokens_details": {"reasoning_tokens": reasoning},
-            "total_tokens": prompt + completion,
-        }
+        usage: dict[str, Any] = {"input_tokens": prompt, "input_tokens_details": {"cached_tokens": cached}}
+        usage |= {"output_tokens": completion, "output_tokens_details": {"reasoning_tokens": reasoning}}
+        usage["total_tokens"] = prompt + completion
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None
         ended = {"output": output, "usage": usage, "incomplete_details": why, **choice.noted}
         return self._response(status, **ended)
