@@ -28,7 +28,7 @@ for what cannot become one."""
 Reader = Callable[[str, "Form", Schemas], Found | bool]
 """What begins a text: calls, True for a call that goes on, False for what more text may make one."""
 
-NAME, BLANK = r"([\w.-]+)", r"[\s,;\[]*"
+NAME, BLANK, NUMBER = r"([\w.-]+)", r"[\s,;\[]*", "#"
 QUOTE = '<|"|>'
 
 
@@ -60,13 +60,14 @@ def _objects(text: str, form: Form, schemas: Schemas) -> Found | bool:
 def _loose(text: str) -> str:
     """A form's text as an expression, with any blanks where it has some."""
     words = r"\s*".join(map(re.escape, text.split()))
-    return words.replace("NAME", NAME).replace("KEY", r"([^<>\n]+?)")
+    return words.replace("NAME", NAME).replace("KEY", r"([^<>\n]+?)").replace(re.escape(NUMBER), r"\d+")
 
 
 def _tagged(text: str, form: Form, schemas: Schemas) -> Found | bool:
     """Calls of keys and values between tags: a value is closed where a key or the call's end follows."""
     pair = form.pairs.text if form.pairs else ""
     (head, tail), (key, close) = (map(_loose, re.split("ARGUMENTS|VALUE", one)) for one in (form.call, pair))
+    edge = "\n" * ("\nVALUE\n" in pair)
     end = rf"\s*(?:{tail}|(?={re.escape(form.closing)}))" if tail else rf"\s*(?={re.escape(form.closing)})"
     if (begun := re.match(rf"\s*{head}(?=\s*{key}|{end})", text)) is None:
         return False
@@ -76,7 +77,7 @@ def _tagged(text: str, form: Form, schemas: Schemas) -> Found | bool:
         closed = re.compile(rf"{close}(?=\s*{key}|{end})").search(text, named.end()) if named else None
         if named is None or closed is None:
             return True
-        value = text[named.end() : closed.start()].removeprefix("\n").removesuffix("\n")
+        value = text[named.end() : closed.start()].removeprefix(edge).removesuffix(edge)
         shown[named[1].strip()], place = value, closed.end()
     schema = properties_of(schemas.get(begun[1], {}))
     written = (f"{as_json(name)}: {_value(schema.get(name), value)}" for name, value in shown.items())
@@ -173,7 +174,7 @@ class Form(NamedTuple):
     opening: str
     closing: str
     call: str = '{"name": "NAME", "arguments": ARGUMENTS}'
-    """A call, with NAME and ARGUMENTS in their places."""
+    """A call, with NAME and ARGUMENTS in their places, and # for its number in the conversation."""
     pairs: Pairs | None = None
     signs: tuple[str, ...] = ()
     """What the chat template of such a model holds, where that is not the opening mark alone."""
@@ -204,7 +205,7 @@ DEEPSEEK_HEAD = (
     r"\s*(?:```json)?\s*(?=\{)"
 )
 KIMI = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-KIMI_CALL = "<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>"
+KIMI_CALL = "<|tool_call_begin|>functions.NAME:#<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>"
 KIMI_HEAD = (
     r"\s*(?:<\|tool_call_end\|>)?\s*<\|tool_call_begin\|>\s*(?=(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<)"
     r"([\w.:-]+)\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
@@ -221,7 +222,7 @@ CODER = "\n<function=NAME>\nARGUMENTS</function>\n", Pairs("<parameter=KEY>\nVAL
 GLM = "NAME\nARGUMENTS", Pairs("<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n")
 LFM = "<|tool_call_start|>", "<|tool_call_end|>", "NAME(ARGUMENTS)", Pairs("KEY=VALUE", _python, None, ", ")
 GEMMA = "<|tool_call>", "<tool_call|>", "call:NAME{ARGUMENTS}", Pairs("KEY:VALUE", _gemma, QUOTE, ",")
-ACTION = '{"tool_call_id": "0", "tool_name": "NAME", "parameters": ARGUMENTS}'
+ACTION = '{"tool_call_id": "#", "tool_name": "NAME", "parameters": ARGUMENTS}'
 LLAMA = '{"name": "NAME", "parameters": ARGUMENTS}'
 MISTRAL = rf"\s*{NAME}(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(?=\{{)"
 HERMES = Form(*TAGS, '\n{"name": "NAME", "arguments": ARGUMENTS}\n')
@@ -314,8 +315,8 @@ class Tools:
         if form.channels is not None:  # each message is one call, with the name in its header
             head, tail, opening, closing = form.channels.call + opening + head, tail + closing, "", ""
         for number, (name, schema) in enumerate(chosen.items()):
-            parts = self._literal(head.replace("NAME", name)), self._arguments(schema, rules)
-            rules.append(f"call_{number}: {' '.join(parts)} {self._literal(tail)}")
+            named = self._literal(head.replace("NAME", name)).replace(NUMBER, '" /[0-9]+/ "')
+            rules.append(f"call_{number}: {named} {self._arguments(schema, rules)} {self._literal(tail)}")
         one = f"({' | '.join(f'call_{number}' for number in range(len(chosen)))})"
         opening, closing = self._literal(opening), self._literal(closing)
         if form.between is None:

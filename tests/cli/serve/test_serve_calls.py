@@ -49,6 +49,9 @@ LLAMA_OBJECT, LLAMA_NOW = (text.replace('"arguments"', '"parameters"') for text 
 CITY, DAYS = '<parameter=city>\nPa"ris}{ \\\n</parameter>\n', "<parameter=days>\n3\n</parameter>\n"
 KEYS = '<arg_key>city</arg_key>\n<arg_value>Pa"ris}{ \\</arg_value>\n'
 KEYS += "<arg_key>days</arg_key><arg_value>3</arg_value>"
+OWN: list[Call] = [("now", {"a": "\nx\n"})]
+LINES = "<parameter=a>\n\nx\n\n</parameter>\n"
+LINES_GLM = "now\n<arg_key>a</arg_key>\n<arg_value>\nx\n</arg_value>\n"
 JSON, OLD = "```json\n", f"{CALL_BEGIN}function{SEPARATOR}"
 KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 KIMI_CALL, KIMI_ARGUMENTS = "<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>"
@@ -94,6 +97,8 @@ CASES: dict[str, tuple[str, str, str, list[Call]]] = {
         "",
         [("now", {"a": "</parameter> x </tool_call>"})],
     ),
+    "qwen, newlines of a value's own": (QWEN, tag(f"<function=now>\n{LINES}</function>"), "", OWN),
+    "glm, newlines of a value's own": ("GLM-4.5, GLM-4.7", tag(LINES_GLM), "", OWN),
     "qwen without arguments": (QWEN, tag("<function=now>\n</function>"), "", BOTH[1:]),
     "qwen without an end": (QWEN, tag(f"<function=get_weather>\n{CITY}{DAYS}"), "", ONE),
     "qwen cut": (QWEN, *2 * [f"<tool_call>\n<function=get_weather>\n{CITY}".rstrip()], []),
@@ -271,7 +276,7 @@ def test_a_call_keeps_the_id_that_the_model_gave() -> None:
 
 def call_text(form: Form, *, required: bool = False) -> str:
     """A call in a form's own marks, which hold it together as a grammar does, with {} for its arguments."""
-    call = form.call.replace("NAME", "get_weather").replace("ARGUMENTS", "{}")
+    call = form.call.replace("NAME", "get_weather").replace("ARGUMENTS", "{}").replace("#", "0")
     opening = "" if form.is_bare and required else form.opening
     text = opening + (f"[{call}]" if form.is_array else call) + form.closing
     return text if form.channels is None else form.channels.call.replace("NAME", "get_weather") + text
@@ -352,6 +357,25 @@ def test_calls_are_held_to_their_schemas(form: str, how: str) -> None:
     assert [(name, json.loads(one)) for name, one in calls] == ONE and told.strip() == text.strip()
 
 
+NUMBERED = {
+    "Kimi K2": f"{KIMI[0]}{KIMI_CALL}now:12{KIMI_ARGUMENTS}{{}}<|tool_call_end|>{KIMI[1]}",
+    "Command R7B, A": '<|START_ACTION|>[{"tool_call_id": "12", "tool_name": "now", "parameters": {}}]'
+    "<|END_ACTION|>",
+}
+
+
+@pytest.mark.parametrize("form", NUMBERED)
+def test_calls_are_numbered_through_a_conversation(form: str) -> None:
+    """A grammar that began with 0 in each reply would give the same id to calls of several turns."""
+    tools, said, demo = tools_of(form, required=True), NUMBERED[form], ModelFolder.named("demo")
+    assert tools.grammar is not None
+    compiler = GrammarCompiler(demo.path, demo.config.vocab_size)
+    assert is_allowed(compiler, tools.grammar, demo.tokenizer.encode(said))
+    assert replies(tools, list(said)) == ("", [("now", "{}")])
+    for wrong_one in (said.replace("12", "x"), said.replace("12", "")):
+        assert not is_allowed(compiler, tools.grammar, demo.tokenizer.encode(wrong_one))
+
+
 def test_arguments_with_commas_are_held_whichever_there_are() -> None:
     """All that have to come, in their order, with nothing but commas between them."""
     schema = {"type": "object", "properties": {key: {"type": "integer"} for key in "abc"}, "required": ["b"]}
@@ -384,7 +408,7 @@ def test_held_arguments_come_as_they_are_written(form: str) -> None:
     """The name first, whatever the pieces; a cut reply holds them as far as they came."""
     tools, written = tools_of(form, required=True), FORMS[form]
     calls = [
-        written.call.replace("NAME", name).replace("ARGUMENTS", said)
+        written.call.replace("NAME", name).replace("ARGUMENTS", said).replace("#", "0")
         for name, said in (("get_weather", ARGS), ("now", "{}"))
     ]
     opening = "" if written.is_bare else written.opening
