@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from spd.cli.text.channels import CALL, CHANNEL, ENDS, HARMONY, MESSAGE, MUSE, Channels, json_of, literal
-from spd.runtime.engine.request import tail_of
+from spd.runtime.engine.request import JSON_STYLE, tail_of
 
 if TYPE_CHECKING:
     from spd.runtime.engine.request import GrammarText
@@ -275,6 +275,8 @@ NOTE = "what follows {} is no whole call in this model's form, so it is text"
 """What is said of a malformed call."""
 MAX_CALLS = 8
 """Calls in one reply that a grammar allows."""
+LOOSELY = {"x-guidance": {**JSON_STYLE, "lenient": True, "coerce_one_of": True}}
+"""In a schema: what no grammar can hold of it is passed over."""
 
 
 @dataclass(frozen=True)
@@ -345,8 +347,9 @@ class Tools:
 
     def _arguments(self, schema: Mapping[str, Any], rules: list[str]) -> str:
         """What arguments look like; a text that is no JSON, a pair and what follows it need rules."""
+        loosely = {} if self.required or self.strict else LOOSELY
         if (pairs := self.form.pairs) is None:
-            return json_of(schema)
+            return json_of({**loosely, **schema})
         required, before, behind = schema.get("required"), *pairs.text.split("VALUE")
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         first = more = ""  # what may come where no pair has come, and where one has
@@ -363,7 +366,7 @@ class Tools:
                 value = f"text_{len(rules)}"
                 rules.append(f"{value}{suffix}: {text}")
             else:
-                value = json_of({**shared, **one} if isinstance(one, dict) else one)
+                value = json_of({**loosely, **shared, **one} if isinstance(one, dict) else one)
             pair, rest, comma = f"pair_{len(rules)}", f"rest_{len(rules)}", self._literal(pairs.comma)
             rules += [f"{pair}: {head} {value} {end}", f"{rest}: {more}"]
             if isinstance(required, list) and name in required:

@@ -368,7 +368,16 @@ def test_calls_that_may_come_are_held_where_a_grammar_can(
     known = {"<tool_call>": tokenizer.special_tokens["<|im_start|>"]}
     monkeypatch.setattr(tokenizer, "token_to_id", lambda mark: known.get(mark))
     other = {**TOOL, "properties": {"path": {"$ref": "file:///etc"}}}
-    for schema, strict, held in ((TOOL, False, True), (other, False, False), (other, True, None)):
+    turns = {"oneOf": [{"type": "string", "enum": ["all"]}, {"type": "string", "pattern": "^[1-9][0-9]*$"}]}
+    loose = {**TOOL, "properties": {"path": {"type": "string"}, "turns": turns}}
+    cases = (
+        (TOOL, False, True),
+        (loose, False, True),
+        (loose, True, None),
+        (other, False, False),
+        (other, True, None),
+    )
+    for schema, strict, held in cases:
         tools = [{"type": "function", "name": "read", "parameters": schema, "strict": strict}]
         with scripted(served):
             wish = read_response(response(tools=tools), served.service)
