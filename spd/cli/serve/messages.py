@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from spd.cli.serve import body as read
 from spd.cli.serve.body import FLAG, OBJECT, TEXT, ApiError, listed, one_of, refuse, some
+from spd.cli.serve.forms import as_json
 from spd.cli.serve.replies import Part, Reply, sse
 from spd.cli.serve.wishes import FUNCTION, SAMPLING, Wish, conversation, function, name_of, thinking, wish_of
 from spd.cli.text.prompt import CLOSING
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _text = some({"text": TEXT}, "text", text="content")
 CALL = {"id": TEXT, "name": name_of, "input": OBJECT}
-RESULT = {"tool_use_id": TEXT, "content": read.texts("text")}
+_reference = some({"tool_name": name_of}, "tool_name", tool_name="text")
+PARTS = {"text": some({"text": TEXT}, "text"), "tool_reference": _reference}
+RESULT = {"tool_use_id": TEXT, "content": read.blocks(PARTS)}
 BLOCKS = {
     "text": _text,
     "thinking": some({"thinking": TEXT}, "thinking", thinking="reasoning_content"),
@@ -29,7 +32,7 @@ BLOCKS = {
 }
 """They become pieces of a message as `conversation` wants them."""
 MESSAGE = {"role": one_of("user", "assistant", "system"), "content": read.blocks(BLOCKS)}
-TOOL = {**FUNCTION, "type": one_of("custom"), "input_schema": OBJECT}
+TOOL = {**FUNCTION, "type": one_of("custom"), "input_schema": OBJECT, "defer_loading": FLAG}
 CHOICE = {"type": one_of("auto", "any", "tool", "none"), "name": TEXT, "disable_parallel_tool_use": FLAG}
 THINKING = {"type": one_of("enabled", "disabled", "adaptive"), "budget_tokens": SAMPLING["max_tokens"]}
 _format = some({"type": one_of("json_schema"), "schema": OBJECT}, "type", "schema")
@@ -54,14 +57,18 @@ _body = some(MESSAGES, "messages", "max_tokens", stop_sequences="stop")
 def read_messages(value: Any, service: Service, *, counted: bool = False) -> Wish:
     """A body as a wish; one whose tokens are only `counted` may leave `max_tokens` out. Raises ApiError."""
     body = _body({"max_tokens": 1, **value} if counted and isinstance(value, dict) else value, "")
-    said = [{**text, "role": "system"} for text in body.get("system", ())]
+    given, said = body.get("tools", ()), [{**text, "role": "system"} for text in body.get("system", ())]
+    later = {tool["name"]: function(tool) for tool in given if tool.get("defer_loading")}
+    tools = [function(tool) for tool in given if not tool.get("defer_loading")]
+    told = len(tools)
     for message in body["messages"]:
         blocks = (block for block in message["content"] if block["type"] != "redacted_thinking")
+        blocks = (_shown(block, later, tools) if "tool_call_id" in block else block for block in blocks)
         said += [{**block, "role": message["role"]} for block in blocks]
     messages = conversation(said)
     if not counted and messages and messages[-1]["role"] == "assistant":
         refuse("messages", "the last one is the assistant's, and a reply cannot be begun for it")
-    chat = {**body, "messages": messages, "tools": list(map(function, body.get("tools", ())))}
+    chat = {**body, "messages": messages, "tools": tools, "told": told}
     choice = body.get("tool_choice", {"type": "auto"})
     named = {"type": "function", "function": {"name": choice.get("name")}}
     chat["tool_choice"] = CHOICES.get(choice["type"], named)
@@ -74,6 +81,16 @@ def read_messages(value: Any, service: Service, *, counted: bool = False) -> Wis
     tokenizer = service.settings.vocabulary.need_tokenizer()
     think = wanted.get("budget_tokens") if thinks and tokenizer.token_to_id(CLOSING) is not None else None
     return wish_of(chat, service, MessagesReply, think=think)
+
+
+def _shown(result: dict[str, Any], later: dict[str, Any], tools: list[Any]) -> dict[str, Any]:
+    """A result as text. Tools that came later are told in it: so the prompt's beginning stays as it was."""
+    lines = []
+    for part in result.get("content", ()):
+        tool = later.get(part["text"]) if part["type"] == "tool_reference" else None
+        tools += [tool] if tool is not None and tool not in tools else []
+        lines.append(part["text"] if tool is None else f"<function>{as_json(tool['function'])}</function>")
+    return {**result, "content": "\n".join(lines)}
 
 
 class MessagesReply(Reply):

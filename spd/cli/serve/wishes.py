@@ -233,7 +233,7 @@ def wish_of(body: Mapping[str, Any], service: Service, reply: type[Reply], **mor
             refuse("response_format", "a reply that may be a tool call cannot be held to a format")
         grammar = tools.grammar
         if "tools" in source:
-            variables["tools"] = list(body["tools"])
+            variables["tools"] = list(body["tools"][: body.get("told")])
     messages = body.get("messages", ())
     if not messages:
         refuse("messages", "expected at least one message", "missing_required_parameter")

@@ -21,7 +21,7 @@ from spd.formats.folder import ModelFolder
 from spd.runtime.engine.grammar import GrammarCompiler, GrammarError
 from spd.runtime.engine.request import GrammarText
 from tests.cli.conftest import SPECIALS, write_tokenizer
-from tests.cli.serve.conftest import Served, scripted
+from tests.cli.serve.conftest import TEMPLATE, Served, scripted
 
 QUESTION = "What does os.path.join do?"
 TOOL = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
@@ -292,6 +292,32 @@ def test_tools_of_codex(served: Served) -> None:
         ("function_call", "ask", "team"),
         ("function_call", "ask", "other"),
     ]
+
+
+def test_tools_that_claude_code_finds_later(served: Served) -> None:
+    """They are told where they were found, and can be called from then on; what came before stays."""
+    held = [{"name": name, "input_schema": TOOL, "defer_loading": True} for name in ("crons", "plans")]
+    tools = [{"name": "find", "input_schema": {"type": "object"}}, *held]
+    found = [{"type": "tool_reference", "tool_name": name} for name in ("crons", "gone", "crons")]
+    call = {"type": "tool_use", "id": "c", "name": "find", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [*found, {"type": "text", "text": "So."}]}
+    turns = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    told, prompts = list[Any](), list[str]()
+    tell = "{% if tools %}{{ tools | tojson }}{% endif %}"
+    template = tell + TEMPLATE.replace(tell, "")
+    with scripted(served, "Well", SAID.replace('"read"', '"crons"'), template=template) as script:
+        for said in ([USER], [USER, *turns]):
+            body = messages(tools=tools, messages=said, thinking={"type": "disabled"})
+            told.append(read_messages(body, served.service).tools)
+            status, whole = served.send("POST", "/v1/messages", body)
+            assert status == 200, whole
+            tokenizer = served.service.settings.vocabulary.need_tokenizer()
+            prompts.append(tokenizer.decode(script.requests[-1].prompt_ids, skip_special=False))
+    assert [list(one.functions) for one in told] == [["find"], ["find", "crons"]]
+    assert whole["stop_reason"] == "tool_use" and whole["content"][1]["name"] == "crons"
+    begin = prompts[0].removesuffix("<|im_start|>assistant\n")
+    assert prompts[1].startswith(begin) and "crons" not in begin and "plans" not in prompts[1]
+    assert prompts[1].count('<function>{"name": "crons", "parameters": ') == 2 and "gone\n" in prompts[1]
 
 
 SHOWN = "{{ messages | tojson }}"
