@@ -295,11 +295,13 @@ class Tools:
     parallel: bool = True
     strict: bool = False
     tokens: Mapping[str, int] = field(default_factory=dict)
+    answer: GrammarText | None = None
+    """The schema of a reply that calls nothing."""
 
     @property
     def held(self) -> bool:
         """Whether a grammar holds a reply from its beginning on."""
-        return self.required or (self.strict and not self.form.is_bare)
+        return self.required or self.answer is not None or (self.strict and not self.form.is_bare)
 
     @property
     def grammar(self) -> GrammarText | None:
@@ -307,7 +309,9 @@ class Tools:
         from spd.runtime.engine.request import GrammarText
 
         form = self.form
-        mark = None if self.required else self.tokens.get(form.opening)
+        answer = json_of(json.loads(self.answer.text)) if self.answer and not self.required else None
+        whole = self.required or answer is not None
+        mark = None if whole else self.tokens.get(form.opening)
         if mark is None and not self.held and (form.is_bare or form.channels or form is GUESSED):
             return None
         chosen = self.functions if self.named is None else {self.named: self.functions[self.named]}
@@ -330,17 +334,17 @@ class Tools:
         calls = f'"[" {calls} "]"' if form.is_array else calls
         calls += f" GAP {closing}" * bool(closing)
         if form.channels is not None:
-            final = f"{self._literal(form.channels.answer)} TEXT"
+            final = f"{self._literal(form.channels.answer)} {answer or 'TEXT'}"
             last = calls if self.required else f"({calls} | {final})"
             start = f"{form.channels.thought(self.tokens)} {last}"
-        elif self.required:
-            start = f"GAP {opening} {calls}"
+        elif whole:
+            start = f"GAP ({opening} {calls} {f'| {answer}' if answer else ''})"
         else:
             before = f"TEXT {opening}" if form.opening in self.tokens else "before"
             rules.append(f"before[lazy]: /(.|\\n)*{re.escape(form.opening)}/")
             start = f"TEXT | {before} {calls}" if mark is None else calls
             start += f" ({before} {calls})* TEXT" * several
-        return GrammarText("lark", "\n".join([f"start: {start}", *rules]), mark, not self.required)
+        return GrammarText("lark", "\n".join([f"start: {start}", *rules]), mark, not whole)
 
     def _literal(self, text: str) -> str:
         return literal(text, self.tokens)

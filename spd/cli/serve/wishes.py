@@ -229,8 +229,7 @@ def wish_of(body: Mapping[str, Any], service: Service, reply: type[Reply], **mor
     tools = tools_of(body, source, vocabulary.need_tokenizer())
     grammar = response_format(body)
     if tools is not None:
-        if grammar is not None:
-            refuse("response_format", "a reply that may be a tool call cannot be held to a format")
+        tools = dataclasses.replace(tools, answer=grammar)
         grammar = tools.grammar
         if "tools" in source:
             variables["tools"] = list(body["tools"][: body.get("told")])

@@ -572,6 +572,19 @@ def test_a_stream_says_that_it_goes_on(served: Served, monkeypatch: pytest.Monke
     assert status == 200 and said.count(": ping") > 2 and said.endswith("data: [DONE]\n\n")
 
 
+@pytest.mark.parametrize("said", ['{"a": 3}', SAID])
+def test_codex_asks_for_a_format_beside_its_tools(served: Served, said: str) -> None:
+    """`codex exec --output-schema` sends both in each request: a reply is a call, or follows the schema."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    body = response(text={"format": {"type": "json_schema", "name": "x", "strict": True, "schema": schema}})
+    with scripted(served, f"Hm.\n</think>\n{said}") as script:
+        status, whole = served.send("POST", "/v1/responses", body)
+    assert status == 200, whole
+    assert script.requests[0].grammar is not None and '"a"' in script.requests[0].grammar.text
+    last = whole["output"][-1]
+    assert last["content"][0]["text"].strip() == said if said[0] == "{" else last["type"] == "function_call"
+
+
 def test_gpt_oss_answers_in_a_format_through_its_channels(served: Served, model: Path) -> None:
     """It may think first; an answer stands in its own channel, and it or a call follows the schema."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

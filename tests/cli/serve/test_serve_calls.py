@@ -357,6 +357,25 @@ def test_calls_are_held_to_their_schemas(form: str, how: str) -> None:
     assert [(name, json.loads(one)) for name, one in calls] == ONE and told.strip() == text.strip()
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_reply_is_a_call_or_follows_a_schema(form: str) -> None:
+    """Where a format is asked for beside tools; where a call has to come, the format says nothing."""
+    schema = {"type": "object", "properties": {"days": {"type": "integer"}}, "required": ["days"]}
+    answer, written, demo = GrammarText("schema", json.dumps(schema)), FORMS[form], ModelFolder.named("demo")
+    compiler = GrammarCompiler(demo.path, demo.config.vocab_size)
+    call = call_text(written).replace("{}", arguments_text(written), 1)
+    said = (written.channels.answer if written.channels else "") + '{"days": 3}'
+    tools = tools_of(form, answer=answer)
+    assert tools.held and tools.grammar is not None and not tools.grammar.optional
+    for text, may_be in (
+        *((said, True), (call, True), (wrong(said), False), (wrong(call), False)),
+        *((said.replace('{"days": 3}', "Well"), False), (call.replace("get_w", "get_m"), False)),
+    ):
+        assert is_allowed(compiler, tools.grammar, demo.tokenizer.encode(text)) is may_be, text
+    assert replies(tools, list(said)) == ('{"days": 3}', []) and len(replies(tools, list(call))[1]) == 1
+    assert tools_of(form, answer=answer, required=True).grammar == tools_of(form, required=True).grammar
+
+
 NUMBERED = {
     "Kimi K2": f"{KIMI[0]}{KIMI_CALL}now:12{KIMI_ARGUMENTS}{{}}<|tool_call_end|>{KIMI[1]}",
     "Command R7B, A": '<|START_ACTION|>[{"tool_call_id": "12", "tool_name": "now", "parameters": {}}]'
