@@ -288,21 +288,16 @@ class ChatReply(Reply):
         each, plan = [metrics for _, metrics in sorted(self.metrics.items())], self._service.plan
         prompt, cached, completion, reasoning = self._counts
         speculation = each[0].speculative_decoding(plan.spec, plan.shape.draft_max)
-        return {
-            "usage": {
-                "prompt_tokens": prompt,
-                "completion_tokens": completion,
-                "total_tokens": prompt + completion,
-                "prompt_tokens_details": {"cached_tokens": cached},
-                "completion_tokens_details": {
-                    "reasoning_tokens": reasoning,
-                    "draft_tokens": sum(one.draft_n for one in each),
-                    "accepted_draft_tokens": sum(one.draft_n_accepted for one in each),
-                },
-            },
-            "timings": each[0].timings(),
-            "metrics": {"speculative_decoding": speculation},
+        drafted, accepted = sum(one.draft_n for one in each), sum(one.draft_n_accepted for one in each)
+        details = {"reasoning_tokens": reasoning, "draft_tokens": drafted, "accepted_draft_tokens": accepted}
+        usage = {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
         }
+        parts = {"prompt_tokens_details": {"cached_tokens": cached}, "completion_tokens_details": details}
+        metrics = {"speculative_decoding": speculation}
+        return {"usage": {**usage, **parts}, "timings": each[0].timings(), "metrics": metrics}
 
 
 class CompletionReply(ChatReply):

@@ -276,19 +276,11 @@ class WarmFront:
         service, plan, refuses = self._service, self._alone.plan, None
         if plan.shape.ctx != service.plan.shape.ctx:
             refuses = f"alone the context would be {plan.shape.ctx:,}"
-        return {
-            "made_of": self._made_of,
-            "plan": plan.as_dict(),
-            "refuses": refuses,
-            "model": service.name,
-            "url": self._url,
-            "pid": os.getpid(),
-            "slots": service.slots,
-            "running": service.open,
-            "requests": service.served,
-            "idle_seconds": 0.0 if service.open else round(time.monotonic() - service.used_at, 1),
-            "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        }
+        shown = {"made_of": self._made_of, "plan": plan.as_dict(), "refuses": refuses, "model": service.name}
+        shown |= {"url": self._url, "pid": os.getpid(), "slots": service.slots, "running": service.open}
+        idle = 0.0 if service.open else round(time.monotonic() - service.used_at, 1)
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {**shown, "requests": service.served, "idle_seconds": idle, "memory_bytes": memory}
 
     def _prepare(self, message: Message) -> Message:
         """A prompt with its parameters, as `spd generate` makes them, and what it says before."""
