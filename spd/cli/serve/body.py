@@ -210,7 +210,12 @@ def blocks(kinds: Mapping[str, Check], usual: str | None = None) -> Check:
     return check
 
 
-def texts(*kinds: str) -> Check:
+def left_out(value: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What a model is told in place of a block that a tool brought, so that an agent goes on."""
+    return {"text": f"[{value['type']}: left out, for this model reads nothing but text]"}
+
+
+def texts(*kinds: str, **others: Check) -> Check:
     """A text, or a list of blocks of these types, `text` among them, that each have one; as one text."""
-    parts = blocks(dict.fromkeys(kinds, some({"text": TEXT}, "text")))
+    parts = blocks({**dict.fromkeys(kinds, some({"text": TEXT}, "text")), **others})
     return lambda value, name: "\n".join(part["text"] for part in parts(value, name))

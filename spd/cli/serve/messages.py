@@ -22,6 +22,7 @@ _text = some({"text": TEXT}, "text", text="content")
 CALL = {"id": TEXT, "name": name_of, "input": OBJECT}
 _reference = some({"tool_name": name_of}, "tool_name", tool_name="text")
 PARTS = {"text": some({"text": TEXT}, "text"), "tool_reference": _reference}
+PARTS |= dict.fromkeys(("image", "document"), read.left_out)
 RESULT = {"tool_use_id": TEXT, "content": read.blocks(PARTS)}
 BLOCKS = {
     "text": _text,

@@ -14,9 +14,10 @@ from spd.cli.serve.wishes import FUNCTION, ROLES, SAMPLING, Wish, function, name
 if TYPE_CHECKING:
     from spd.cli.serve.http import Service
 
-_texts = read.texts("input_text", "output_text", "text", "reasoning_text", "summary_text")
+KINDS = "input_text", "output_text", "text", "reasoning_text", "summary_text"
+_texts, _shown = read.texts(*KINDS), read.texts(*KINDS, input_image=read.left_out, input_file=read.left_out)
 CALL = {"call_id": TEXT, "name": name_of, "arguments": past_arguments}
-RESULT = {"call_id": TEXT, "output": _texts}
+RESULT = {"call_id": TEXT, "output": _shown}
 ITEMS = {
     "message": some({"role": read.one_of(*ROLES), "content": _texts}, "role", "content"),
     "reasoning": some({"content": _texts, "summary": _texts, "encrypted_content": TEXT}),

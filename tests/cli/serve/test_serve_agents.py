@@ -294,6 +294,26 @@ def test_tools_of_codex(served: Served) -> None:
     ]
 
 
+def test_an_image_that_a_tool_brought_ends_no_conversation(served: Served) -> None:
+    """An agent sends it again with each request; the model is told that it was left out."""
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0K"}}
+    blocks = [{"type": "text", "text": "red.png:"}, image, {"type": "document"}]
+    result = {"type": "tool_result", "tool_use_id": "c", "content": blocks}
+    body = messages(messages=[*use()["messages"][:2], {"role": "user", "content": [result]}])
+    parts = [{"type": "input_text", "text": "red.png:"}, {"type": "input_image", "image_url": "data:"}]
+    output = {"type": "function_call_output", "call_id": "c", "output": parts}
+    call = {"type": "function_call", "call_id": "c", "name": "read", "arguments": "{}"}
+    told = list[str]()
+    with scripted(served, "Well", "Well") as script:
+        for path, asked in (("/v1/messages", body), ("/v1/responses", response(**items(USER, call, output)))):
+            status, answer = served.send("POST", path, asked)
+            assert status == 200, answer
+            tokenizer = served.service.settings.vocabulary.need_tokenizer()
+            told.append(tokenizer.decode(script.requests[-1].prompt_ids))
+    said = "left out, for this model reads nothing but text]"
+    assert f"red.png:\n[image: {said}\n[document: {said}" in told[0] and f"[input_image: {said}" in told[1]
+
+
 def test_tools_that_claude_code_finds_later(served: Served) -> None:
     """They are told where they were found, and can be called from then on; what came before stays."""
     held = [{"name": name, "input_schema": TOOL, "defer_loading": True} for name in ("crons", "plans")]
@@ -480,7 +500,7 @@ HOSTILE: list[tuple[str, dict[str, Any], int]] = [
     ("/v1/messages", say({"type": "document"}), 400),
     ("/v1/messages", say({"type": ["text"]}), 400),
     ("/v1/messages", say({"type": "text", "text": {"a": 1}}), 400),
-    ("/v1/messages", say({"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image"}]}), 400),
+    ("/v1/messages", say({"type": "tool_result", "tool_use_id": "c", "content": [{"type": "audio"}]}), 400),
     ("/v1/messages", say({"type": "tool_result", "content": "x"}), 400),
     ("/v1/messages", say({"type": "tool_use", "id": "c", "name": "f", "input": {}}), 400),
     ("/v1/messages", use(input="rm -rf /"), 400),
