@@ -37,10 +37,7 @@ from spd.runtime.round.transfer import use_device
 
 
 def open_device(plan: EnginePlan, usable_vocab: int, progress: Progress | None) -> RoundQueue:
-    """Load everything that a plan names, on all its ranks; returns what gives orders to all of them.
-
-    Raises ResourceError where memory runs out.
-    """
+    """Load what a plan names, on all its ranks: what gives orders to all of them. Raises ResourceError."""
     try:
         if plan.shape.tp == 1:
             return assemble(plan, usable_vocab, progress)
