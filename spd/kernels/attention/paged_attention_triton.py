@@ -45,7 +45,6 @@ WIDE = 256  # elements of a head
 COMBINED_VALUES, COMBINED_CHUNKS = 4096, (16, 32)
 """Values of results that a warp combines at a time, and chunks, from and to: more need too many registers."""
 PLANNED_CHUNKS = 128
-CHUNKS = {"SMALL": SMALL_CHUNK, "LARGE": LARGE_CHUNK, "FROM": LARGE_FROM}
 
 
 @dataclass(frozen=True)
@@ -84,6 +83,10 @@ def tile_shape(dtype: torch.dtype, head_dim: int, device: Device) -> tuple[int, 
     return rows, keys, max(1, min(stages, room // (2 * keys * width)))
 
 
+def chunk_constants() -> dict[str, int]:
+    return {"SMALL": SMALL_CHUNK, "LARGE": LARGE_CHUNK, "FROM": LARGE_FROM}
+
+
 def plan_attention(
     windows: Windows, heads: AttentionHeads, page_size: int, dtype: torch.dtype
 ) -> AttentionPlan:
@@ -116,7 +119,7 @@ def plan_attention(
         max_chunks=max_chunks,
         programs=PROGRAMS_A_PROCESSOR * device_facts(device).processors,
     )
-    sizes = {"SLOTS": power_of_two(slots), "BLOCK": PLANNED_CHUNKS, "num_warps": 1, **CHUNKS}
+    sizes = {"SLOTS": power_of_two(slots), "BLOCK": PLANNED_CHUNKS, "num_warps": 1, **chunk_constants()}
     for sliding, chunks in plan.lists.items():
         plan_attention_kernel[(slots,)](
             *(plan.positions, plan.valid, chunks.last, chunks.items, chunks.count, slots, width, max_chunks),
@@ -143,7 +146,7 @@ def attend_chunks(
         PAGE=pools[0].shape[1],
         FIRST=plan.heads.first_key,
         **options,
-        **CHUNKS,
+        **chunk_constants(),
         **overlap(query.device),
     )
 
@@ -155,7 +158,7 @@ def combine_chunks(out: Tensor, plan: SplitPlan, sinks: Tensor | None, **options
         *(plan.partial, plan.stats, plan.positions, plan.valid, sinks, out, width, plan.max_chunks),
         BLOCK=max(least, min(most, COMBINED_VALUES // power_of_two(size))),
         **options,
-        **CHUNKS,
+        **chunk_constants(),
         **overlap(out.device),
     )
     return out

@@ -73,7 +73,7 @@ CODES = ("int4", "int8", "e2m1", "e4m3")
 
 
 def numbers(given: Sequence[Any]) -> list[Any]:
-    """What C is given for tensors, where they lie, for what is not there, 0, and for anything else."""
+    """Values for C: of a tensor the place where it lies, 0 for None."""
     return [each.data_ptr() if isinstance(each, Tensor) else each or 0 for each in given]
 
 
@@ -144,6 +144,11 @@ class NativePlan(AttentionPlan):
 
     positions: Tensor  # [S, Q] int64
     first_key: int
+
+
+def _prompt_plan(page_row: Tensor, start: int, count: int, first_key: int = 0) -> NativePlan:
+    """Of a run of positions in one slot."""
+    return NativePlan(page_row.contiguous()[None], torch.arange(start, start + count)[None], first_key)
 
 
 class AmxRefused(NativeUnavailable):
@@ -349,19 +354,10 @@ class NativeLibrary:
         return mixed
 
     def prefill_attention(
-        self,
-        query: Tensor,
-        pools: Pools,
-        page_row: Tensor,
-        start: int,
-        scores: Scores,
-        first_key: int = 0,
-        rank: int | None = None,
+        self, query: Tensor, pools: Pools, page_row: Tensor, start: int, scores: Scores, first_key: int = 0
     ) -> Tensor:
-        """Of values the first `rank` elements."""
-        positions = torch.arange(start, start + query.shape[0])[None]
-        plan = NativePlan(page_row.contiguous()[None], positions, first_key)
-        return self.paged_attention(query[None], pools, plan, scores, rank)[0]
+        plan = _prompt_plan(page_row, start, query.shape[0], first_key)
+        return self.paged_attention(query[None], pools, plan, scores)[0]
 
     def latent_store(
         self, query: Tensor, latent: Tensor, rows: RotatedRows, norm: Tensor, epsilon: float, pages: Tensor
@@ -383,8 +379,8 @@ class NativeLibrary:
     def mla_prefill(
         self, query: Tensor, pages: Tensor, page_row: Tensor, start: int, rank: int, scale: float
     ) -> Tensor:
-        pool = pages.unsqueeze(2)
-        return self.prefill_attention(query, (pool, pool), page_row, start, Scores(scale), rank=rank)
+        pool, plan = pages.unsqueeze(2), _prompt_plan(page_row, start, query.shape[0])
+        return self.paged_attention(query[None], (pool, pool), plan, Scores(scale), rank)[0]
 
     def router_logits(self, x: Tensor, weight: Tensor) -> Tensor:
         logits = torch.empty(x.shape[0], 1, weight.shape[0])
