@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _text = some({"text": TEXT}, "text", text="content")
 CALL = {"id": TEXT, "name": name_of, "input": OBJECT}
-_reference = some({"tool_name": name_of}, "tool_name", tool_name="text")
-PARTS = {"text": some({"text": TEXT}, "text"), "tool_reference": _reference}
-PARTS |= dict.fromkeys(("image", "document"), read.left_out)
+PARTS = {"text": some({"text": TEXT}, "text"), **dict.fromkeys(("image", "document"), read.left_out)}
+PARTS["tool_reference"] = some({"tool_name": name_of}, "tool_name", tool_name="text")
 RESULT = {"tool_use_id": TEXT, "content": read.blocks(PARTS)}
 BLOCKS = {
     "text": _text,

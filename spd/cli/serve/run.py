@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -287,12 +288,9 @@ class WarmFront:
         from spd.cli.commands.generate import REQUEST_ID, say_before
         from spd.cli.text.job import resolve_sampling
 
-        said: list[tuple[str, str]] = []
-        console: Any = SimpleNamespace(
-            verbose=True,
-            note=lambda text: said.append(("note", text)),
-            detail=lambda text: said.append(("detail", text)),
-        )
+        said = list[Any]()
+        say = {name: partial(lambda *one: said.append(one), name) for name in ("note", "detail")}
+        console: Any = SimpleNamespace(verbose=True, **say)
         service, options = self._service, GenerateOptions(**message["options"])
         settings, suggested = service.settings, service.plan.model.generation
         sampling = resolve_sampling(options, suggested, settings.usable_vocab, logprobs=options.logprobs)
