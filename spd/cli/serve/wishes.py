@@ -236,11 +236,24 @@ def wish_of(body: Mapping[str, Any], service: Service, reply: type[Reply], **mor
     messages = body.get("messages", ())
     if not messages:
         refuse("messages", "expected at least one message", "missing_required_parameter")
+    messages = alternating(messages) if "must alternate" in source else messages
     messages = tuple(for_template(message, source) for message in messages)
     logprobs = body.get("top_logprobs", 0) if body.get("logprobs") else None
     params = _params(body, service.settings, logprobs)
     asked = (Asked(messages=messages, variables=variables),)
     return Wish(asked, params, reply, **_delivery(body, service), grammar=grammar, tools=tools, **more)
+
+
+def alternating(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """For a template that refuses turns of the user's with no word of the assistant's between them."""
+    found = list[Mapping[str, Any]]()
+    for message in messages:
+        last = found[-1] if found and message["role"] == "user" else {"role": None}
+        if last["role"] == "user":
+            message = {**message, "content": f"{found.pop()['content']}\n\n{message['content']}"}
+        found += [{"role": "assistant", "content": "Done."}] if last["role"] == "tool" else []
+        found.append(message)
+    return found
 
 
 def for_template(message: Mapping[str, Any], template: str) -> dict[str, Any]:

@@ -294,6 +294,34 @@ def test_tools_of_codex(served: Served) -> None:
     ]
 
 
+ALTERNATING = (
+    "{% set ns = namespace(user=true) %}{% for m in messages if m.role != 'tool' and not m.tool_calls %}"
+    "{% if m.role != 'system' and (m.role == 'user') != ns.user %}"
+    "{{ raise_exception('roles must alternate user/assistant/user') }}{% endif %}"
+    "{% set ns.user = m.role != 'user' %}{% endfor %}"
+)
+"""As the templates of Mistral's models begin."""
+
+
+@pytest.mark.parametrize("begin", ["", ALTERNATING])
+def test_a_template_whose_roles_alternate_takes_what_agents_send(served: Served, begin: str) -> None:
+    """A word behind a result, as of Claude Code, and two turns in a row, as OpenCode asks for a title."""
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "A"}
+    words = [result, {"type": "text", "text": "Go on."}]
+    body = messages(messages=[*use()["messages"][:2], {"role": "user", "content": words}])
+    chat = {"messages": [{"role": "system", "content": "Title:"}, USER, {**USER, "content": "Ho"}]}
+    with scripted(served, "Well", "Well", template=begin + TEMPLATE) as script:
+        for path, asked in (("/v1/messages", body), ("/v1/chat/completions", chat)):
+            status, answer = served.send("POST", path, asked)
+            assert status == 200, answer
+    tokenizer = served.service.settings.vocabulary.need_tokenizer()
+    told = [tokenizer.decode(each.prompt_ids, skip_special=False) for each in script.requests]
+    end, turn = "<|im_end|>\n", "<|im_start|>user\n"
+    done = f"<|im_start|>assistant\nDone.{end}" if begin else ""
+    assert f"A{end}{done}{turn}Go on.{end}" in told[0]
+    assert (f"{turn}Hi\n\nHo{end}" if begin else f"{turn}Hi{end}{turn}Ho{end}") in told[1]
+
+
 def test_an_image_that_a_tool_brought_ends_no_conversation(served: Served) -> None:
     """An agent sends it again with each request; the model is told that it was left out."""
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0K"}}
