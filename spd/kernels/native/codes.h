@@ -83,7 +83,7 @@ static void decode(const uint8_t *codes, int kind, const vec *zeros, int from, i
     else decode_kind(codes, E4M3, zeros, from, to, tiles);
 }
 
-#if SPD_PAIRS && !defined(SPD_AMX)
+#if SPD_PAIRS && !SPD_AMX
 #define SPD_FUSED 1
 #include "codes_avx512.h"
 #elif !SPD_WIDE && !SPD_NEON

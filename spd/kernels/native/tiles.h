@@ -26,6 +26,7 @@ static inline int tile_place(int d, int column)
 #define SPD_AMX 1
 #include "tiles_amx.h"
 #else
+#define SPD_AMX 0
 static inline void tiles_begin(int first, int second) { (void)first, (void)second; }
 static inline void tiles_end(void) {}
 #endif
@@ -35,5 +36,4 @@ static inline void tiles_end(void) {}
 #else
 #include "tiles_float.h"
 #endif
-
 #endif

@@ -13,7 +13,7 @@ static inline void left_copy(Left *to, const bf16 *from, long count) { store_hal
 static inline void left_store(Left *to, vec x) { store(to, SIDE, x); }
 
 /* Few rows go through a block in one pass, more through parts of it of so many steps. */
-static inline long panel_of(long rows, long steps) { return rows > 64 ? 8 : rows > 32 ? 32 : steps; }
+static inline long panel_of(long rows, long steps) { return rows > (SPD_AMX ? 64 : 32) ? 8 : rows > 32 ? 32 : steps; }
 
 /* What attention multiplies: up to 16 rows' queries and weights, KEYS values, 16 keys where they must be copied. */
 typedef struct {
