@@ -22,7 +22,7 @@ from spd.formats.folder import ModelFolder
 from spd.formats.model_config import ModelConfig
 from spd.kernels.dispatch import Kernels
 from spd.runtime import Engine, EngineConfig, Request, RequestMetrics, RoundRecord, SamplingParams
-from spd.runtime.round.rows import SlotView
+from spd.runtime.round.rows import PromptPart, SlotView
 from tests.recipes.tiny import VARIANTS, write_tiny
 
 PROPOSERS: dict[str, dict[str, Any]] = {
@@ -212,7 +212,8 @@ def logits_of(engine: Engine, prompt: Sequence[int], chunk: int = 64) -> torch.T
         while start < len(prompt):
             chunked = 0 < chunk <= len(prompt) - start
             stop = start + (chunk if chunked else min(32, len(prompt) - start))
-            made = runner.forward_prompt(ids, start, stop, table, view.pages, chunked=chunked)
+            part = PromptPart(0, ids, start, stop, view._replace(bound=stop), ())
+            made = runner.forward_prompt(part, table, chunked=chunked)
             found.append(runner.logits(made.hidden)[0])
             start = stop
     return torch.cat(found)

@@ -16,7 +16,7 @@ from spd.runtime.layers.rotary import inverse_frequencies
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import expected_tensors
 from spd.runtime.round.model_runner import ModelRunner
-from spd.runtime.round.rows import SlotView
+from spd.runtime.round.rows import PromptPart, SlotView
 from tests.helpers import make_engine, read_model_config
 
 pytestmark = pytest.mark.usefixtures("every_trial")
@@ -81,10 +81,10 @@ def test_a_row_has_the_same_bits_in_every_window(
     with torch.inference_mode():
         for slot in range(4):
             pages = range(2 + 8 * slot, 10 + 8 * slot)
-            table, view = runner.page_row(pages, 8)[None], SlotView(LENGTH, pages)
-            ids = torch.tensor([texts[slot]])
-            runner.forward_prompt(ids, 0, 64, table, view.pages, chunked=True)
-            runner.forward_prompt(ids, 64, LENGTH, table, view.pages, chunked=False)
+            table, ids = runner.page_row(pages, 8)[None], torch.tensor([texts[slot]])
+            for begin, end in ((0, 64), (64, LENGTH)):
+                part = PromptPart(0, ids, begin, end, SlotView(end, pages), ())
+                runner.forward_prompt(part, table, chunked=begin == 0)
         plain = [row_hidden(runner, texts[:1], [LENGTH + i], 1)[0, 0] for i in range(8)]
         for width in range(2, 9):
             found = row_hidden(runner, texts[:1], [LENGTH], width)[0]

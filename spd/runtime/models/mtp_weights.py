@@ -14,14 +14,7 @@ from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import WHOLE, Destination, Shape, Shard
 from spd.runtime.models.families import usual_mlp
 from spd.runtime.models.layouts import LayerLayout, MlpLayout, MoeLayout, NoLayout
-from spd.runtime.models.weights import (
-    HeadPart,
-    HeadRules,
-    ModelLayout,
-    SharedTable,
-    WeightForm,
-    layout_bytes,
-)
+from spd.runtime.models.weights import HeadPart, HeadRules, ModelLayout, SharedTable, WeightForm, layout_bytes
 
 
 def module_layer(config: ModelConfig, family: MtpFamily, shard: Shard = WHOLE) -> LayerLayout:

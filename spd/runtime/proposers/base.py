@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from spd.runtime.round.sampler import Sampler
 from spd.runtime.round.sampling_params import SamplerClass
 
 
-class Proposer(Protocol):
+class Proposer:
     """Writes `state.draft[:, :k]` and `state.num_drafts`; anything it proposes is verified.
 
     `draft` is part of the round's device program, captured once for each k: fixed shapes, nothing read from
@@ -31,8 +31,7 @@ class Proposer(Protocol):
     captures: bool = False
     """Whether it reads the target's states; see `ModelOutput`."""
     draws: bool
-    """Whether a forward pass draws each draft, by `Sampler.draw_draft`, which keeps from what; else each is
-    certain."""
+    """Whether each draft is drawn, by `Sampler.draw_draft`, which keeps from what; else each is certain."""
     watches: bool = False
     """Whether it looks for matches, of which `state.match` tells, where no draft is asked for."""
     most_drafts: int = sys.maxsize
@@ -45,11 +44,9 @@ class Proposer(Protocol):
 
         `state` has its row already. What those pages hold does not come by `prefill`.
         """
-        return
 
     def leave(self, slot: int, end: int, page: int) -> None:
         """A slot ends, the last of whose positions up to `end` stand in a page that is not full."""
-        return
 
     def page_parts(self, page: int) -> list[Tensor]:
         """Views of what is kept of a page beside the models' caches."""
@@ -60,39 +57,34 @@ class Proposer(Protocol):
 
         states: the target's [1, end - begin, hidden] of each part; none where none are captured.
         """
-        return
 
     def capture(self, window: RoundWindow, states: Tensor) -> None:
         """A part of every round: the target's states [S, R, hidden] of the rows that it verifies."""
-        return
 
     def draft(self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass) -> None:
         """Propose the next k tokens of every active slot, 0 where it `watches`; window: what was verified."""
-        ...
+        raise NotImplementedError
 
     def catch_up(self, tokens: int, views: Sequence[SlotView]) -> None:
         """Feed what was committed since it drafted: `tokens` at most, beside drafts of the first round."""
-        return
 
     def clear(self, pages: list[int]) -> None:
         """Zero cache pages that may hold values that are not finite."""
-        return
 
 
-class Lookup(Proposer, Protocol):
+class Lookup(Proposer):
     """A proposer that may also draft over what another has drafted."""
 
     def look_up(self, k: int, views: Sequence[SlotView], *, over: bool) -> None:
         """Draft up to k tokens a slot; `over` other drafts only where it finds some."""
-        ...
+        raise NotImplementedError
 
 
 class Beside(NamedTuple):
     """Prompt lookup that takes a model's place where its match is long: each slot keeps the drafts of one.
 
-    In a run of copied text, in which the model would only be in the way, the host asks for more drafts than
-    the model makes: lookup makes those alone, and what the model's cache misses is brought up once it drafts
-    again.
+    In a run of copied text the model would only be in the way. The host asks for more drafts than it makes:
+    lookup makes those alone, and what the model's cache misses is brought up once it drafts again.
     """
 
     lookup: Lookup

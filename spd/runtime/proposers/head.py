@@ -47,8 +47,6 @@ class HeadProposer(ModelProposer):
             for shape in (ring, page)
         )
 
-    # -- prompts -----------------------------------------------------------------------------------
-
     def admit(self, slot: int, start: int, view: SlotView) -> None:
         """Take the states at the end of what a slot begins with: positions up to `start`."""
         for ring, pages in zip(self.rings, self.page_states, strict=True):
@@ -82,8 +80,6 @@ class HeadProposer(ModelProposer):
         ring = self.rings[stream] if slot is None else self.rings[stream][slot : slot + 1]
         self.kernels.keep_states(states, rows, ring, self.page_states[stream], self.places.page_size)
         return ring
-
-    # -- rounds ------------------------------------------------------------------------------------
 
     def capture(self, window: RoundWindow, states: Tensor) -> None:
         """Keep the target's states [S, R, hidden] of a round's rows; rejected ones are overwritten."""

@@ -46,12 +46,6 @@ PART_ROWS = 256
 PART_TRIES = 4
 
 
-def _same(part: Pass, whole: Pass, first: int) -> bool:
-    """Whether a part gives the bits that the whole has from row `first` on."""
-    pairs = zip(part, whole, strict=True)
-    return all(torch.equal(own, every[first : first + len(own)]) for own, every in pairs)
-
-
 @torch.inference_mode()
 def admitted_buckets(window: Window) -> tuple[int, ...]:
     """Row counts, ascending, whose results equal the widest bucket's; the widest is always last.
@@ -61,8 +55,11 @@ def admitted_buckets(window: Window) -> tuple[int, ...]:
     whole = window(0, WIDEST, 1)
 
     def agrees(width: int) -> bool:
-        firsts = range(0, WIDEST - width + 1, width)
-        return all(_same(window(i, width, 1 + i // width % 2), whole, i) for i in firsts)
+        for first in range(0, WIDEST - width + 1, width):
+            pairs = zip(window(first, width, 1 + first // width % 2), whole, strict=True)
+            if not all(torch.equal(own, every[first : first + width]) for own, every in pairs):
+                return False
+        return True
 
     return (*filter(agrees, CANDIDATES), WIDEST)
 

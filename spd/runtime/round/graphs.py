@@ -19,6 +19,9 @@ from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 from spd.runtime.round.state import narrowed
 
+MOST_RECORDED = 64
+"""Rounds that are recorded at most: each holds the arguments of some hundred calls."""
+
 
 @dataclass(frozen=True)
 class RoundShape:
@@ -113,10 +116,6 @@ class CapturedRounds:
         return graph.replay, result
 
 
-MOST_RECORDED = 64
-"""Rounds that are recorded at most: each holds the arguments of some hundred calls."""
-
-
 class RecordedRounds(CapturedRounds):
     """On a CPU: rounds of C functions and torch's operations, recorded when they come a second time.
 
@@ -132,13 +131,12 @@ class RecordedRounds(CapturedRounds):
 
     def run(self, shape: RoundShape, views: Sequence[SlotView]) -> Logprobs | None:
         """See `CapturedRounds.run`; the log-probabilities have their own memory."""
-        shape = replace(shape, threads=self.library.threads)
-        if not all(view.bound for view in views[: shape.slots]):
-            return self.round.run(shape.k, views, shape.needs, shape.num_logprobs, shape.next_k)
-        if shape in self.met and shape not in self.captured and len(self.captured) < MOST_RECORDED:
-            self.capture(shape, views)
-        self.met.add(shape)
-        replay, logprobs = self.captured.get(shape, (None, None))
+        shape, replay, logprobs = replace(shape, threads=self.library.threads), None, None
+        if all(view.bound for view in views[: shape.slots]):
+            if shape in self.met and shape not in self.captured and len(self.captured) < MOST_RECORDED:
+                self.capture(shape, views)
+            self.met.add(shape)
+            replay, logprobs = self.captured.get(shape, (None, None))
         if replay is None:
             return self.round.run(shape.k, views, shape.needs, shape.num_logprobs, shape.next_k)
         replay()

@@ -51,8 +51,7 @@ class KvCache:
     ) -> None:
         self.page_size, self.num_pages, self.dtype = page_size, num_pages, dtype
         self.paged, self.layers = [not isinstance(layer, RecurrentLayout) for layer in layers], []
-        self.layouts, self.recurrent = layers, not all(self.paged)
-        """Recurrent: a layer keeps states."""
+        self.layouts, self.recurrent = layers, not all(self.paged)  # recurrent: a layer keeps states
         for layer in layers:
             if isinstance(layer, RecurrentLayout):
                 kept = layer.slot_shapes(depth)

@@ -33,7 +33,6 @@ def state_depth(chunk: int, draft_max: int, modules: int) -> int:
 def ring_depth(draft_max: int) -> int:
     """Rows of a slot that recurrent layers keep in addition to its state.
 
-    One pass applies those of the pass before it while it writes its own; one that brings a drafter up has
-    most.
+    A pass applies those of the one before while it writes its own; one that brings a drafter up has most.
     """
     return 2 * (CATCH_UP + 3 * (draft_max + 1))

@@ -101,18 +101,16 @@ class ModelRunner:
             own = self.prompt_rows(ids[:, first : first + rows], start + first, table)
             given = SlotRows(own, table, [SlotView(blocks * KV_BLOCK, pages)], states)
             if cache.recurrent:  # a state as of the text's first row, from where tokens are applied again
-                run = [[0], [0], [rows], [start + first], [start]]
-                segments = torch.tensor(run, device=self.device)
-                given = given._replace(segments=Segments(segments, cache.applied.fill_(start)))
+                run = torch.tensor([[0], [0], [rows], [start + first], [start]], device=self.device)
+                given = given._replace(segments=Segments(run, cache.applied.fill_(start)))
             hidden = model.forward(self._batch(given), cache.layers).hidden
             return hidden, model.logits(hidden, WIDEST)
 
-        buckets = admitted_buckets(window)
+        self.buckets = admitted_buckets(window)
         if alone:
             products = {p.weight.shape: p for p in model.products if isinstance(p, Linear)}
             for product in products.values():  # one of each shape
-                buckets = summed_alike(product, buckets)
-        self.buckets = buckets
+                self.buckets = summed_alike(product, self.buckets)
         if self.device == "cpu":
             given = (self.dtype, self.cache.page_size, self.buckets)
             every = [set(admitted_parts(heads, *given)) for heads in model.heads]
@@ -146,8 +144,17 @@ class ModelRunner:
         made = self._run(self._batch(given)).each(lambda t: t[: slots * width].view(slots, width, -1))
         return made if present is None else made.each(lambda t: _spread(t, present, len(views)))
 
-    def _of_prompt(self, given: SlotRows, slot: int, begin: int) -> SlotRows:
-        return given.prompt(slot, begin, self.cache.applied) if self.cache.recurrent else given
+    def _of_prompt(self, part: PromptPart, page_table: Tensor, states: HeadStates | None) -> SlotRows:
+        """The rows of a part of a prompt, and all that one pass over them reads."""
+        rows, segments = self.prompt_rows(part.tokens, part.begin, page_table), None
+        if self.cache.recurrent:  # all of its rows stay
+            segments = self._segment(part.slot, part.end - part.begin, part.begin, part.end)
+        return SlotRows(rows, page_table, [part.view], states, segments)
+
+    def _segment(self, slot: int, count: int, start: int, keep: int) -> Segments:
+        """So many rows of one slot from position `start` on, the only ones of a pass; see `Segments`."""
+        run = to_device([slot, 0, count, start, keep], torch.long, self.device)
+        return Segments(run[:, None], self.cache.applied)
 
     def _present(self, views: Sequence[SlotView]) -> Tensor | None:
         """The slots that have rows, int64; None where all are to be run: that all have some, or a GPU's."""
@@ -247,8 +254,7 @@ class ModelRunner:
         """Apply a slot's ring rows below position `end`, all committed: its states are as of there then."""
         if self.cache.recurrent:
             end = min(end, self.model.max_positions)
-            run = to_device([slot, 0, 1, end, end], torch.long, self.device)
-            self.model.settle(Segments(run[:, None], self.cache.applied), self.cache.layers)
+            self.model.settle(self._segment(slot, 1, end, end), self.cache.layers)
             self.cache.applied[slot].fill_(end)
 
     def prompt_rows(self, token_ids: Tensor, start: int | Tensor, page_table: Tensor) -> Rows:
@@ -280,8 +286,9 @@ class ModelRunner:
             chunked, last = run.kind == "chunk", min(run.end, part.end)
             step = self.chunk if chunked else self.kernels.facts.tail_rows
             for begin in range(max(run.start, part.begin), last, step):
-                rows = (part.token_ids, begin, min(begin + step, last), table, part.view.pages)
-                made.append(self.forward_prompt(*rows, chunked=chunked, states=ring, slot=part.slot).states)
+                end = min(begin + step, last)
+                piece = part._replace(begin=begin, end=end, view=part.view._replace(bound=end))
+                made.append(self.forward_prompt(piece, table, ring, chunked=chunked).states)
         return made[0] if len(made) == 1 else torch.cat(made, 1)
 
     def _write_together(
@@ -293,31 +300,19 @@ class ModelRunner:
         windows = []
         for part, table, ring in zip(parts, tables, rings, strict=True):
             table = pad(table, (0, pages - table.shape[1]), value=ZERO_PAGE)
-            own = self.prompt_rows(part.tokens, part.begin, table)
-            given = self._of_prompt(SlotRows(own, table, [part.view], ring), part.slot, part.begin)
-            windows.append(given.folded(MERGED_WIDTH, self.trash_slot))
+            windows.append(self._of_prompt(part, table, ring).folded(MERGED_WIDTH, self.trash_slot))
         made = self._run(self._batch(joined(windows))).states
         each = torch.split(made, [window.rows.token_ids.numel() for window in windows])
         return [own[None, : part.end - part.begin] for own, part in zip(each, parts, strict=True)]
 
     def forward_prompt(
-        self,
-        token_ids: Tensor,
-        begin: int,
-        end: int,
-        page_table: Tensor,
-        pages: Sequence[int],
-        *,
-        chunked: bool,
-        states: HeadStates | None = None,
-        slot: int = 0,
+        self, part: PromptPart, page_table: Tensor, states: HeadStates | None = None, *, chunked: bool
     ) -> ModelOutput:
-        """Hidden states [1, end - begin, hidden] of positions of one slot's prompt, writing their KV.
+        """Hidden states [1, end - begin, hidden] of a part of a prompt in one pass, writing its KV.
 
-        token_ids int64 [1, length]; page_table int64 [1, pages]; chunked: as one whole prompt chunk;
-        states: the slot's, for models that read some.
+        page_table int64 [1, pages]; states: of its slot, for models that read some; chunked: as one whole
+        prompt chunk.
         """
-        rows = self.prompt_rows(token_ids[:, begin:end], begin, page_table)
-        given = self._of_prompt(SlotRows(rows, page_table, [SlotView(end, pages)], states), slot, begin)
-        batch = self._batch(given, end - begin, chunk_start=begin) if chunked else self._batch(given)
-        return self._run(batch).each(lambda tensor: tensor[None, : end - begin])
+        given, count = self._of_prompt(part, page_table, states), part.end - part.begin
+        batch = self._batch(given, count, chunk_start=part.begin) if chunked else self._batch(given)
+        return self._run(batch).each(lambda tensor: tensor[None, :count])

@@ -35,8 +35,6 @@ from spd.runtime.round.state import RoundState
 
 Logprobs = tuple[Tensor, Tensor, Tensor]
 """Of the samples [S, R]; the likeliest values and ids [S, R, N]."""
-
-
 DRAWS = 8192
 """Uniform draws, looked up by position: the same acceptance for the same text lengths."""
 

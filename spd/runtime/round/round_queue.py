@@ -22,7 +22,7 @@ from spd.runtime.round.kv_cache import StateStore
 from spd.runtime.round.limits import CATCH_UP, PAGE_SIZE, TRASH_PAGE
 from spd.runtime.round.out_of_memory import is_out_of_memory, let_go
 from spd.runtime.round.round import Logprobs, Round
-from spd.runtime.round.rows import EMPTY_SLOT, PromptPart, SlotView, filled_rows
+from spd.runtime.round.rows import EMPTY_SLOT, PromptPart, SlotView
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 from spd.runtime.round.spans import Run
 from spd.runtime.round.state import RING_DEPTH, RoundState
@@ -96,11 +96,8 @@ class HostCopies:
         self.times = torch.empty_like(state.times, device="cpu").pin_memory()
 
     def start(self, row: int, logprobs: Logprobs | None, drafts: Tensor | None) -> Callable[[], Fetched]:
-        """Copy a ring row once everything enqueued so far has run; the result waits for the copy.
-
-        `drafts` is not written again.
-        """
-        # A graph's outputs are overwritten by its next replay, which does not wait for this stream.
+        """Copy a ring row once everything enqueued so far has run; the result waits for the copy."""
+        # A graph's outputs, not `drafts`, are overwritten by its next replay, which does not wait for this.
         kept = [t.clone() for t in logprobs or ()] + ([] if drafts is None else [drafts])
         ran, copied = torch.cuda.current_stream().record_event(), torch.cuda.Event()
         with torch.cuda.stream(self.stream):
@@ -241,7 +238,7 @@ class RoundQueue:
         """Write the caches of positions of the prompt that was placed last, at the latest in `flush`."""
         assert self._ids is not None
         part = PromptPart(slot, self._ids[None], start, end, SlotView(len(self._ids), pages), runs)
-        rows = sum(filled_rows(each.end - each.begin) for each in (*self.unwritten, part))
+        rows = sum(each.filled for each in (*self.unwritten, part))
         recurrent = any(each.cache.recurrent for each in self.states.runners)
         again = recurrent and any(each.slot == slot for each in self.unwritten)
         if again or rows > self.runner.chunk:
@@ -291,8 +288,7 @@ class RoundQueue:
         self.launched += 1
         drafts = None
         if needs.grammar:
-            state = self.state
-            drafts = torch.cat((state.num_drafts.unsqueeze(-1), state.draft[:, :next_k]), dim=1)
+            drafts = torch.cat((self.state.num_drafts.unsqueeze(-1), self.state.draft[:, :next_k]), dim=1)
         if self.copies is not None:
             return Ticket(k, forwards, self.copies.start(row, logprobs, drafts), self)
         emitted = (*self.rows[row], logprobs, drafts)

@@ -13,16 +13,16 @@ from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.round.window import Rows
 from spd.runtime.layers.base import HeadStates
 from spd.runtime.round.spans import Run, clip_runs
-from spd.runtime.round.transfer import to_device
+
+MERGED_WIDTH = 16
+"""Rows of a window where prompts of several slots share a pass: each is filled up to whole windows."""
 
 
 class SlotView(NamedTuple):
-    """What the host knows of a slot's cache: an upper bound of its length, and its pages.
-
-    A bound of 0 means that the slot has no rows.
-    """
+    """What the host knows of a slot's cache."""
 
     bound: int
+    """Of its length, from above; 0: the slot has no rows."""
     pages: Sequence[int]
 
 
@@ -30,36 +30,31 @@ EMPTY_SLOT = SlotView(0, ())
 
 
 class PromptPart(NamedTuple):
-    """Positions begin to end of a slot's prompt, whose tokens are token_ids int64 [1, length].
-
-    runs say which program writes which positions; `begin` does not cut a chunk run.
-    """
+    """Positions begin to end of a slot's prompt."""
 
     slot: int
     token_ids: Tensor
+    """Of the whole prompt, int64 [1, length]."""
     begin: int
     end: int
     view: SlotView
     runs: Sequence[Run]
+    """Which program writes which positions; `begin` does not cut a chunk run."""
 
     @property
     def tokens(self) -> Tensor:
         """The part's own, int64 [1, end - begin]."""
         return self.token_ids[:, self.begin : self.end]
 
+    @property
+    def filled(self) -> int:
+        """Rows that it takes of a pass that others share."""
+        return -(-(self.end - self.begin) // MERGED_WIDTH) * MERGED_WIDTH
+
     def below(self, limit: int) -> PromptPart:
         """What of it lies below a position, which may be nothing."""
         end = max(self.begin, min(self.end, limit))
         return self._replace(end=end, runs=clip_runs(self.runs, end))
-
-
-MERGED_WIDTH = 16
-"""Rows of a window where prompts of several slots share a pass: each is filled up to whole windows."""
-
-
-def filled_rows(rows: int) -> int:
-    """Rows that so many of one prompt take of a pass that others share."""
-    return -(-rows // MERGED_WIDTH) * MERGED_WIDTH
 
 
 def columns(rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -77,7 +72,7 @@ class SlotRows(NamedTuple):
     states: HeadStates | None = None
     """Of S slots, for models that read some."""
     segments: Segments | None = None
-    """Of S slots or fewer, for models with recurrent layers; as `windows` or `prompts` make them."""
+    """Of S slots or fewer, for models with recurrent layers."""
 
     def of(self, slots: Tensor) -> SlotRows:
         """The windows of some slots, int64 [P]: those with rows."""
@@ -99,12 +94,6 @@ class SlotRows(NamedTuple):
         row = torch.arange(len(slots), device=slots.device) * valid.shape[1] + first
         keep = start if keeps else applied[slots]
         return self._replace(segments=Segments(torch.stack((slots, row, count, start, keep)), applied))
-
-    def prompt(self, slot: int, begin: int, applied: Tensor) -> SlotRows:
-        """With a segment of rows [1, n] of one slot's prompt, from position begin on, all of which stay."""
-        count = self.rows.positions.shape[1]
-        run = to_device([slot, 0, count, begin, begin + count], torch.long, str(applied.device))
-        return self._replace(segments=Segments(run[:, None], applied))
 
     def folded(self, width: int, trash_slot: int) -> SlotRows:
         """The rows [1, n] of one slot as windows [m, width], which attend one by one.

@@ -22,10 +22,7 @@ from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 from spd.runtime.round.state import RoundState
 from spd.runtime.round.transfer import upload
 
-NUMBERS = (
-    *("temperature", "top_p", "min_p"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 """The parameters that are float32 numbers; their defaults change nothing."""
 
 
@@ -93,8 +90,7 @@ class Sampler:
     def allow(self, slot: int, rows: Tensor) -> None:
         """Let the next round draw only what masks allow: int32 [R, words] on the host, not written again."""
         if self.mask is None:
-            words = mask_width(self.vocab_size)
-            shape = (self.state.slots, self.state.max_draft + 1, words)
+            shape = (self.state.slots, self.state.max_draft + 1, mask_width(self.vocab_size))
             self.mask = torch.full(shape, -1, dtype=torch.int32, device=self.state.device)
         self.mask[slot, : rows.shape[0]] = upload(rows, self.state.device)
 
@@ -189,9 +185,7 @@ class Sampler:
             )
             # A silent slot's drafts wait for their masks, and what they were drawn from with them.
             kept = self.draft_laws[:, step, :usable]
-            self.draft_laws[:, step, :usable] = torch.where(
-                self.state.active.unsqueeze(-1), laws[:, 0, :usable], kept
-            )
+            kept.copy_(torch.where(self.state.active.unsqueeze(-1), laws[:, 0, :usable], kept))
         return sampled
 
     def make_certain(self, k: int) -> None:

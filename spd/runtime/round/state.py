@@ -21,7 +21,6 @@ from spd.runtime.round.transfer import to_device
 RING_DEPTH = 4
 """Rounds whose emissions are kept: the one that runs, two unread ones at most (lag 2), one to spare."""
 
-
 Whole = TypeVar("Whole")
 
 
