@@ -71,14 +71,12 @@ class EngineThread:
         short: Callable[[ResourceError], None] | None = None,
     ) -> None:
         self.progress: LoadProgress | None = None
-        self.failure: BaseException | None = None
-        """Why there is no engine."""
+        self.failure: BaseException | None = None  # why there is no engine
         self._build, self._expected, self._short = build, expected, short
         self._engine: Engine | None = None
         self.ready, self._leave = threading.Event(), threading.Event()
         """Whether loading has ended, well or not; whether it is to end."""
-        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
-        """None ends the thread."""
+        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()  # None ends the thread
         self._lock = threading.Lock()
         """Held while an order is placed, and while the end of all orders is declared."""
         self._ended: BaseException | None = None

@@ -17,7 +17,6 @@ from operator import attrgetter, or_
 import torch
 
 from spd.errors import UsageError
-from spd.formats.tokenizer import Tokenizer
 from spd.kernels.round.commit import GOING_ON, Emission, read_emission
 from spd.runtime.engine.assembly import memory_refusal, open_device
 from spd.runtime.engine.draft_length import DraftLength
@@ -64,7 +63,7 @@ class Engine:
         self.plan = plan = make_plan(config)
         shape = plan.shape
         self._checks = RequestChecks(plan)
-        self.tokenizer: Tokenizer | None = self._checks.tokenizer
+        self.tokenizer = self._checks.tokenizer
         self.eos_ids, self.usable_vocab = self._checks.eos_ids, self._checks.usable_vocab
         self._device = open_device(plan, self.usable_vocab, progress)
         self._pages = PageTable(shape.num_pages)
@@ -73,16 +72,13 @@ class Engine:
         share = plan.shares_prefixes
         self._scheduler = Scheduler(shape.slots, self._pages, *sizes, sharing=share, checkpoints=kept)
         self._ready: list[Event] = []
-        self.rounds = 0
-        """That have been read; one serves every slot."""
+        self.rounds = 0  # that have been read; one serves every slot
         self._finished: OrderedDict[str, RequestMetrics] = OrderedDict()
         """Counters of the latest `KEPT` requests that ended."""
         self._draft_length = DraftLength(shape.model_drafts, plan.adaptive, plan.draft_tiers, plan.copying)
-        self._gathered: list[Sequence] = []
-        """The latest round's sequences; what follows from them:"""
+        self._gathered: list[Sequence] = []  # the latest round's; what follows from them:
         self._needs = SamplerClass()
-        self._logprobs: int | None = None
-        """The most that any request of the round wants."""
+        self._logprobs: int | None = None  # the most that any request of the round wants
         self._k = 0
         self.trace: Callable[[RoundRecord], None] | None = None
         self.prefilling: Callable[[int, int], None] = lambda written, wanted: None  # positions of a prompt
@@ -326,11 +322,10 @@ class Engine:
             sequence.in_flight += k + 1
         ticket = self._device.launch(k, views, self._needs, self._logprobs, next_k)
         self._scheduler.in_flight.append(EnqueuedRound(ticket, live, []))
-        if self._needs.grammar:
-            for sequence in live:
-                if sequence.grammar is not None and not sequence.waits:
-                    sequence.active = False
-                    self._device.set_active(sequence.slot, False)
+        for sequence in live:
+            if sequence.needs.grammar:
+                sequence.active = False
+                self._device.set_active(sequence.slot, False)
         self._k = next_k
         return True
 
@@ -373,8 +368,7 @@ class Engine:
             sequence.silent = sum(sequence in each.sequences for each in self._scheduler.in_flight)
             self._gathered = []  # what a round needs has changed
             self._device.resume(sequence.slot, sequence.stop_ids)
-        drafts_of = None if waited else result.next_drafts
-        self._arm(sequence, () if drafts_of is None else drafts_of[sequence.slot])
+        self._arm(sequence, () if waited or result.next_drafts is None else result.next_drafts[sequence.slot])
 
     def _record(
         self, sequence: Sequence, emission: Emission, result: RoundResult, tokens: tuple[int, ...]
@@ -417,15 +411,13 @@ class Engine:
 
     def _end(self, sequence: Sequence, event: Event, settled: bool) -> None:
         """Say that a request is over, and free what it holds; settled: see `_vacate`."""
-        name, reason = event.request_id, event.finish_reason
-        assert reason is not None
-        sequence.finish_reason = reason
+        sequence.finish_reason = event.finish_reason
         if sequence.slot != NO_SLOT:
-            self._vacate(sequence, settled and reason != "error")
+            self._vacate(sequence, settled and event.finish_reason != "error")
         if own := self._scheduler.retire(sequence):
             self._device.clear(own)
         self._ready.append(event)  # where freeing broke off it is not over yet
-        self._finished[name] = sequence.metrics
+        self._finished[event.request_id] = sequence.metrics
         if len(self._finished) > KEPT:
             self._finished.popitem(last=False)
 

@@ -168,8 +168,7 @@ class Checkpoint(NamedTuple):
 
     place: int
     end: int
-    digest: bytes
-    """Of all that stands before `end`."""
+    digest: bytes  # of all that stands before `end`
 
 
 class Checkpoints:

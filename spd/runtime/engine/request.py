@@ -29,16 +29,14 @@ def tail_of(tag: str, text: str) -> int:
 
 @dataclass(frozen=True)
 class GrammarText:
-    """What a reply must look like: a JSON schema, a regular expression or a Lark grammar.
-
-    With `after`, a token id, it applies behind the first such token: what comes before is thinking, or, where
-    it is `optional`, a text that is whole without it.
-    """
+    """What a reply must look like: a JSON schema, a regular expression or a Lark grammar."""
 
     kind: Literal["schema", "regex", "lark"]
     text: str
     after: int | None = None
+    """It applies behind the first such token: what comes before is thinking."""
     optional: bool = False
+    """What comes before is instead a text that is whole without it."""
 
 
 @dataclass(frozen=True)
@@ -60,19 +58,16 @@ class ThinkingBudget:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt in token ids, and how to continue it.
-
-    `spans` are the lengths of the prompt's parts in order, each ("prompt" or "generated", length):
-    text that an earlier request generated keeps its kind, so that its cache can be found again.
-    Empty means one prompt span. At most `draft_max` tokens a round are speculated for it, 0 for none,
-    None for as many as the engine does. It changes nothing but the speed.
-    """
+    """One prompt in token ids, and how to continue it."""
 
     id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     spans: tuple[tuple[str, int], ...] = ()
+    """Its parts in order, each ("prompt" or "generated", length); empty: one of the prompt. Text that an
+    earlier request generated keeps its kind, so that its cache can be found again."""
     draft_max: int | None = None
+    """Tokens a round that are speculated at most; None: as the engine does. It changes only the speed."""
     grammar: GrammarText | None = None
     thinking: ThinkingBudget | None = None
 
@@ -91,20 +86,19 @@ class TokenLogprob:
 
 
 class Event(NamedTuple):
-    """What one round brought one request; text holds whole characters only. A tuple: one is made a round.
-
-    finish_reason is None while it goes on, then "stop", "length", "abort" or "error".
-    `drafted` says for each token whether it was an accepted draft; `error` in words why one ended by it,
-    or what the text lacks, where it ended before its grammar was complete.
-    """
+    """What one round brought one request. A tuple: one is made a round."""
 
     request_id: str
     token_ids: tuple[int, ...]
     text: str
+    """Whole characters only."""
     finish_reason: str | None = None
+    """None while it goes on, then "stop", "length", "abort" or "error"."""
     drafted: tuple[bool, ...] = ()
+    """For each token whether it was an accepted draft."""
     logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None
+    """In words why it ended by one, or what the text lacks that ended before its grammar was complete."""
 
 
 @dataclass

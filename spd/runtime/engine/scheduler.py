@@ -24,8 +24,7 @@ INTERVAL = 4096
 class EnqueuedRound(NamedTuple):
     """A round on its way: enqueued, and not yet read."""
 
-    ticket: Any
-    """What its outcome is read by."""
+    ticket: Any  # what its outcome is read by
     sequences: Listed[Sequence]
     pages: list[int]
     """Given up since it was enqueued: it may touch them, and they are free afterwards."""
@@ -55,11 +54,9 @@ class Scheduler:
         self.pages, self.page_size, self.block, self.ctx, self.sharing = pages, page_size, block, ctx, sharing
         self.checkpoints = checkpoints
         self.prefilling: Sequence | None = None
-        self.by_id: dict[str, Sequence] = {}
-        """Waiting and running ones, by their requests' ids."""
+        self.by_id: dict[str, Sequence] = {}  # waiting and running ones, by their requests' ids
         self._epoch = 0  # of the latest stay in a slot: no other has the same
-        self.in_flight: deque[EnqueuedRound] = deque()
-        """Oldest first."""
+        self.in_flight: deque[EnqueuedRound] = deque()  # oldest first
 
     # -- the line --------------------------------------------------------------------------------
 
@@ -241,5 +238,4 @@ class Scheduler:
 
     def round_over(self) -> None:
         """The oldest round on its way has run, or broke off: it touches no page any more."""
-        if pages := self.in_flight.popleft().pages:
-            self.pages.release(pages)
+        self.pages.release(self.in_flight.popleft().pages)

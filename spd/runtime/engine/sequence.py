@@ -90,11 +90,7 @@ class Detokenizer:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One request. The host knows committed tokens late, so it keeps an upper bound.
-
-    `in_flight` sums up the widths (k + 1) of rounds enqueued and not yet read. With slots, for its fields
-    are read and written in every round.
-    """
+    """One request. With slots, for its fields are read and written in every round."""
 
     request: Request
     length_limit: int
@@ -130,6 +126,7 @@ class Sequence:
     length: int = field(init=False)
     """Committed tokens the host knows of, the prompt included."""
     in_flight: int = 0
+    """Widths (k + 1) of rounds enqueued and not yet read: what they commit is known late, see `bound`."""
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     arrived_at: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
