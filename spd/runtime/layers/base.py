@@ -74,10 +74,8 @@ class ForwardBatch:
     chunk_start: int | None = None
     first_key: int = 0
     states: HeadStates | None = None
-    segments: Segments | None = None
-    """What of the rows recurrent layers read; None where a model has none."""
-    per_layer: Tensor | None = None
-    """What layers have of the rows' tokens [T, layers, P], where they have embeddings of their own."""
+    segments: Segments | None = None  # what of the rows recurrent layers read; None where a model has none
+    per_layer: Tensor | None = None  # [T, layers, P] of the rows' tokens, where layers embed them too
 
 
 @dataclass(frozen=True)

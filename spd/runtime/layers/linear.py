@@ -4,7 +4,6 @@
 since rows come in buckets that were seen to give the same bits (see `spd.runtime.round.arithmetic_probe`).
 `SkinnyLinear` is Triton's: its arithmetic does not depend on the number of rows by construction, except
 in the prompt-chunk program, which has one size.
-
 `NativeLinear` is C's: norms before and sums after are a part of the product.
 
 Of some layers every rank holds a part: sums after a block, the vocabulary at both ends.
@@ -38,16 +37,11 @@ PACK_ROWS = 16
 class Around:
     """What stands before and after a product in its layer."""
 
-    epsilon: float = 0.0
-    """Of both norms."""
-    norm: Tensor | None = None
-    """Scales [K] of an RMS norm of the rows before the product."""
-    folded: bool = False
-    """Whether these scales are in the weight already."""
-    act: Activation | None = None
-    """What becomes of the product."""
-    post_norm: Tensor | None = None
-    """Scales [N] of an RMS norm of what is added to a stream."""
+    epsilon: float = 0.0  # of both norms
+    norm: Tensor | None = None  # scales [K] of an RMS norm of the rows before the product
+    folded: bool = False  # whether these scales are in the weight already
+    act: Activation | None = None  # what becomes of the product
+    post_norm: Tensor | None = None  # scales [N] of an RMS norm of what is added to a stream
 
     def ended(self, y: Tensor, onto: Residual | None) -> Residual:
         """What becomes of a product y [T, N] by torch's operations, each rounded by itself."""

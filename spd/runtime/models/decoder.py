@@ -1,7 +1,6 @@
 """The pre-norm decoder that every family shares: embed, layers, norm, head.
 
-A functional forward over prebound tensors: no `nn.Module`, no hooks, nothing looked up by name
-while it runs.
+A functional forward over prebound tensors: no `nn.Module`, no hooks, no names looked up while it runs.
 """
 
 from __future__ import annotations
@@ -61,10 +60,8 @@ class DecoderLayer:
 
     attention: AttentionBlock
     mlp: MlpBlock
-    layout: MixerLayout
-    """Of the first: it says what the cache holds."""
-    parallel: bool = False
-    """Both read the stream before the layer."""
+    layout: MixerLayout  # of the first: it says what the cache holds
+    parallel: bool = False  # both read the stream before the layer
 
     def __call__(
         self, stream: Residual, rotary: RotaryRows, batch: ForwardBatch, cache: LayerCache
@@ -92,12 +89,10 @@ BLOCKS: dict[type, Any] = {
 
 def build_layer(layout: LayerLayout, tensors: LayerTensors, build: LayerBuilder) -> DecoderLayer:
     """One layer. The tensors belong to it from then on: they are changed, or packed and worthless."""
-    made: list[Any] = []
     if layout.parallel:
         tensors[1]["norm"] = tensors[0]["norm"]
-    for block, own in zip((layout.attention, layout.mlp), tensors, strict=True):
-        made.append(BLOCKS[type(block)](block, own, build))
-    attention, mlp = made
+    attention = BLOCKS[type(layout.attention)](layout.attention, tensors[0], build)
+    mlp = BLOCKS[type(layout.mlp)](layout.mlp, tensors[1], build)
     return DecoderLayer(attention, mlp, layout.attention, layout.parallel)
 
 
@@ -135,8 +130,7 @@ class Parts:
     head: AnyHead
     layers: list[DecoderLayer]
     rotary: RotaryTable
-    heads: tuple[AttentionHeads, ...]
-    """Of every shape that layers have."""
+    heads: tuple[AttentionHeads, ...]  # of every shape that layers have
     layout: ModelLayout
     logit_softcap: float | None
 

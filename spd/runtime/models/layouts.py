@@ -36,62 +36,34 @@ class GqaLayout:
     rotary: RotaryDims
     qkv_bias: bool = False
     output_bias: bool = False
-    qk_norm: bool = False
-    """RMS norm of each query and key head before it is rotated."""
-    bare_norms: bool = False
-    """The same without scales."""
-    scale: float | None = None
-    """Of the scores; None: one over the square root of head_dim."""
-    softcap: float | None = None
-    """Where scores are capped."""
-    sliding: int | None = None
-    """The window of positions that a row sees; None: all up to its own."""
-    local_rope: bool = False
-    """Whether it turns as the model's sliding layers do, where they turn in another way."""
-    still: bool = False
-    """Queries and keys do not turn: the layer knows no positions."""
-    query_growth: tuple[float, int] | None = None
-    """(b, n): a query at position p counts 1 + b ln(1 + floor(p / n)) times."""
-    reads: int | None = None
-    """The number of the layer whose cache it reads, with keys and values of which it makes none itself."""
-    value_dim: int | None = None
-    """Of a value head, where keys are wider: the cache has zeros behind it."""
-    value_scale: float = 1.0
-    """What values are multiplied by."""
-    value_norm: bool = False
-    """Each value head is normalised, without scales."""
-    key_is_value: bool = False
-    """Values are what keys are made of, before their norm."""
-    sinks: bool = False
-    """Each head has a score that every row sees, whose value is nothing."""
-    late_norms: bool = False
-    """The norms of heads stand behind the rotation."""
-    whole_norms: bool = False
-    """One norm over all query heads together, and one over all key heads, before they are rotated."""
-    centred_norms: bool = False
-    """Scales of norms are stored as their distance from 1."""
-    pre_norm: str | None = "input_layernorm"
-    """The norm before the block; None: there is none."""
-    post_norm: str | None = None
-    """A norm behind the block, before the sum."""
-    head_norms: tuple[str, str] = ("q_norm", "k_norm")
-    """Names of the norms of queries and keys."""
-    centred_output: bool = False
-    """What is added to the stream has a mean of 0: later norms subtract the stream's mean anyway."""
-    fused_qkv: bool = False
-    """Queries, keys and values are one tensor in the checkpoint too."""
-    reads_pairs: bool = False
-    """Queries, keys and values are made of a token and a state side by side, each with a norm of its own."""
-    head_gates: bool = False
-    """As `gated`, by a gate for each whole head, of a matrix of its own."""
-    gated: bool = False
-    """What attention gives is scaled by the sigmoid of gates, which stand beside each head's queries."""
-    gates_apart: bool = False
-    """Such gates are of a matrix of their own."""
-    post_epsilon: float | None = None
-    """Of the norm behind the block, where it is another."""
-    shard: Shard = WHOLE
-    """The rank that has these heads, of all ranks' `whole` key heads."""
+    qk_norm: bool = False  # RMS norm of each query and key head before it is rotated
+    bare_norms: bool = False  # the same without scales
+    scale: float | None = None  # of the scores; None: one over the square root of head_dim
+    softcap: float | None = None  # where scores are capped
+    sliding: int | None = None  # the window of positions that a row sees; None: all up to its own
+    local_rope: bool = False  # it turns as the model's sliding layers do, where they turn in another way
+    still: bool = False  # queries and keys do not turn: the layer knows no positions
+    query_growth: tuple[float, int] | None = None  # (b, n): one at p counts 1 + b ln(1 + floor(p / n)) times
+    reads: int | None = None  # the number of the layer whose keys and values it reads: it makes none itself
+    value_dim: int | None = None  # of a value head, where keys are wider: the cache has zeros behind it
+    value_scale: float = 1.0  # what values are multiplied by
+    value_norm: bool = False  # each value head is normalised, without scales
+    key_is_value: bool = False  # values are what keys are made of, before their norm
+    sinks: bool = False  # each head has a score that every row sees, whose value is nothing
+    late_norms: bool = False  # the norms of heads stand behind the rotation
+    whole_norms: bool = False  # one norm over all query heads, and one over all key heads, before they turn
+    centred_norms: bool = False  # scales of norms are stored as their distance from 1
+    pre_norm: str | None = "input_layernorm"  # the norm before the block; None: there is none
+    post_norm: str | None = None  # a norm behind the block, before the sum
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")  # names of the norms of queries and keys
+    centred_output: bool = False  # what it adds has a mean of 0: later norms subtract the stream's anyway
+    fused_qkv: bool = False  # queries, keys and values are one tensor in the checkpoint too
+    reads_pairs: bool = False  # it reads a token and a state side by side, each with a norm of its own
+    head_gates: bool = False  # as `gated`, by a gate for each whole head, of a matrix of its own
+    gated: bool = False  # its result is scaled by sigmoids of gates, which stand beside each head's queries
+    gates_apart: bool = False  # such gates are of a matrix of their own
+    post_epsilon: float | None = None  # of the norm behind the block, where it is another
+    shard: Shard = WHOLE  # the rank that has these heads, of all ranks' `whole` key heads
     whole: int = 0
 
     def sharded(self, shard: Shard) -> GqaLayout:
@@ -187,8 +159,7 @@ class LatentLayout:
     latent: LatentConfig
     scale: float
     bias: bool = False
-    shard: Shard = WHOLE
-    """The rank that has these heads; what all heads share is on every rank."""
+    shard: Shard = WHOLE  # the rank that has these heads; what all heads share is on every rank
 
     def sharded(self, shard: Shard) -> LatentLayout:
         """A rank's heads. The output reads its own columns, and makes a part of the sum."""
@@ -254,22 +225,15 @@ class MlpLayout:
     hidden_size: int
     intermediate_size: int
     bias: bool = False
-    block: str = "mlp"
-    """What stands before the projections' names."""
+    block: str = "mlp"  # what stands before the projections' names
     act: Activation = SILU
-    centred_norms: bool = False
-    """Scales of norms are stored as their distance from 1."""
-    pre_norm: str | None = "post_attention_layernorm"
-    """The norm before the block; None: there is none, or attention's where both read the same stream."""
-    post_norm: str | None = None
-    """A norm behind the block, before the sum."""
-    post_epsilon: float | None = None
+    centred_norms: bool = False  # scales of norms are stored as their distance from 1
+    pre_norm: str | None = "post_attention_layernorm"  # None: there is none, or attention's serves both
+    post_norm: str | None = None  # a norm behind the block, before the sum
+    post_epsilon: float | None = None  # this and the next as of `GqaLayout`
     centred_output: bool = False
-    """As of `GqaLayout`, both."""
-    fused_gate_up: bool = False
-    """Gate and up are one tensor in the checkpoint too."""
-    shard: Shard = WHOLE
-    """The rank that has this part of the width."""
+    fused_gate_up: bool = False  # gate and up are one tensor in the checkpoint too
+    shard: Shard = WHOLE  # the rank that has this part of the width
 
     def sharded(self, shard: Shard) -> MlpLayout:
         """A rank's width. The last matrix reads its own columns, and makes a part of the sum."""
@@ -308,24 +272,19 @@ class MoeLayout:
 
     hidden_size: int
     experts: ExpertsConfig
-    centred_norms: bool = False
-    """Scales of norms are stored as their distance from 1."""
+    centred_norms: bool = False  # scales of norms are stored as their distance from 1
     pre_norm: str = "post_attention_layernorm"
-    act: Activation = SILU
-    """Of routed experts."""
+    act: Activation = SILU  # of routed experts
     shared_act: Activation = SILU
-    turned: bool = True
-    """Experts with biases stand inputs before outputs, as `transformers` writes them."""
-    shard: Shard = WHOLE
-    """The rank that has this part of every expert's width."""
+    turned: bool = True  # experts with biases stand inputs before outputs, as `transformers` writes them
+    shard: Shard = WHOLE  # the rank that has this part of every expert's width
 
     def sharded(self, shard: Shard) -> MoeLayout:
         """A rank's width of every expert, the shared one too; every rank routes all rows by itself."""
         own = shard.share(self.experts.intermediate_size, "elements of an expert")
         shared = shard.share(self.experts.shared_size, "elements of a shared expert")
-        return replace(
-            self, experts=replace(self.experts, intermediate_size=own, shared_size=shared), shard=shard
-        )
+        experts = replace(self.experts, intermediate_size=own, shared_size=shared)
+        return replace(self, experts=experts, shard=shard)
 
     @property
     def shared(self) -> MlpLayout | None:
@@ -399,10 +358,8 @@ class SideLayout:
 
     mlp: MlpLayout
     experts: ExpertsConfig | None
-    per_layer: int
-    """Elements of that embedding; 0: there is none."""
-    index: int
-    """The layer's number."""
+    per_layer: int  # elements of that embedding; 0: there is none
+    index: int  # the layer's number
 
     def sharded(self, shard: Shard) -> SideLayout:
         """A rank's width of MLP and experts; the layer's embedding is there whole."""
@@ -470,8 +427,7 @@ class LayerLayout:
 
     attention: MixerLayout
     mlp: FeedForwardLayout
-    parallel: bool = False
-    """Both blocks read the stream before the layer, by one norm."""
+    parallel: bool = False  # both blocks read the stream before the layer, by one norm
 
     def sharded(self, shard: Shard) -> LayerLayout:
         """A rank's part of both blocks. Raises IncompatibleError where there is none."""

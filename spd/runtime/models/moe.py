@@ -22,8 +22,6 @@ from spd.runtime.models.layouts import MlpLayout, MoeLayout, SideLayout
 
 Chosen = tuple[Tensor, Tensor]
 """For each row the experts int64 [T, k] that it goes to, and their weights float32 [T, k]."""
-
-
 EXPERT_NAMES = ("experts_gate_up", "experts_down")
 
 
@@ -198,7 +196,6 @@ class SideMlp:
             assert batch.per_layer is not None
             gate, projection = self.side
             opened = torch.cat((gate(Residual(x), batch).x, batch.per_layer[:, self.index]), 1)
-            x = x + rms_norm(
-                projection(Residual(activate(opened, GELU)), batch).x, self.side_norm, self.epsilon
-            )
+            made = projection(Residual(activate(opened, GELU)), batch).x
+            x = x + rms_norm(made, self.side_norm, self.epsilon)
         return Residual(x * self.scalar) if stream.squares is None else squared(x, self.kernels, self.scalar)

@@ -21,12 +21,10 @@ class DeltaLayout:
 
     hidden_size: int
     delta: DeltaConfig
-    epsilon: float
-    """Of the norm of the output, which sees no scale of the stream."""
+    epsilon: float  # of the norm of the output, which sees no scale of the stream
     pre_norm: str = "input_layernorm"
     shard: Shard = WHOLE
-    cache: ClassVar[tuple[Shape, ...]] = ()
-    """What one position holds in pages: nothing."""
+    cache: ClassVar[tuple[Shape, ...]] = ()  # what one position holds in pages: nothing
 
     def sharded(self, shard: Shard) -> DeltaLayout:
         """A rank's key heads, and the value heads that read them. The output makes a part of the sum."""
@@ -142,15 +140,11 @@ class ConvLayout:
     """A short convolution between two gates: what is kept of a slot is a ring of its latest inputs."""
 
     hidden_size: int
-    kernel: int
-    """Inputs that the convolution sees."""
+    kernel: int  # inputs that the convolution sees
     channels: int
-    shard: Shard = WHOLE
-    """The rank that has these channels."""
-    cache: ClassVar[tuple[Shape, ...]] = ()
-    """What one position holds in pages: nothing."""
-    state_shape: ClassVar[Shape] = (0,)
-    """Of one slot's state: there is none."""
+    shard: Shard = WHOLE  # the rank that has these channels
+    cache: ClassVar[tuple[Shape, ...]] = ()  # what one position holds in pages: nothing
+    state_shape: ClassVar[Shape] = (0,)  # of one slot's state: there is none
 
     def sharded(self, shard: Shard) -> ConvLayout:
         """A rank's channels. The output makes a part of the sum."""

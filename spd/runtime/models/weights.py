@@ -30,30 +30,19 @@ class ModelLayout:
     """What a family makes of a configuration: the two blocks of every layer, and what stands around them."""
 
     layers: tuple[LayerLayout, ...]
-    centred_norm: bool = False
-    """The scales of the last norm are stored as their distance from 1."""
-    plain_norm: str = "linear_attn.norm.weight"
-    """Scales whose name ends so are what they are even then, as those of a recurrent layer's heads."""
-    normed_embedding: bool = False
-    """Embeddings are normalised, without scales."""
-    embedding_scale: float | None = None
-    """What embeddings are multiplied by."""
-    residual_scale: float = 1.0
-    """What blocks add is multiplied by; the stream is kept divided by it, which norms do not see."""
-    logit_scale: float = 1.0
-    """What logits are multiplied by, with the scales of the last norm."""
-    per_layer: tuple[int, int] | None = None
-    """Of embeddings that every layer has: how many ids, and elements a layer."""
-    centred_stream: bool = False
-    """Norms subtract the mean: the stream is kept without one."""
+    centred_norm: bool = False  # the scales of the last norm are stored as their distance from 1
+    plain_norm: str = "linear_attn.norm.weight"  # scales whose name ends so are what they are even then
+    normed_embedding: bool = False  # embeddings are normalised, without scales
+    embedding_scale: float | None = None  # what embeddings are multiplied by
+    residual_scale: float = 1.0  # of what blocks add; the stream is divided by it, which norms do not see
+    logit_scale: float = 1.0  # what logits are multiplied by, with the scales of the last norm
+    per_layer: tuple[int, int] | None = None  # of layers' own embeddings: how many ids, and elements a layer
+    centred_stream: bool = False  # norms subtract the mean: the stream is kept without one
     tables: Callable[[Shard], dict[str, Destination]] | None = None
     """What stands outside the layers, or a rank's part of it, where that is not a decoder's."""
-    shard: Shard = WHOLE
-    """The rank that has this part of the model."""
-    prefix: str = "model.layers.{}."
-    """What stands before the names of a layer's tensors, {} for its number."""
-    shift: int = 0
-    """Positions by which what a slot holds turns less than the slot's own; earlier slots hold nothing."""
+    shard: Shard = WHOLE  # the rank that has this part of the model
+    prefix: str = "model.layers.{}."  # what stands before the names of a layer's tensors, {} for its number
+    shift: int = 0  # what a slot holds turns so many positions less than its own; earlier slots hold nothing
 
     def sharded(self, shard: Shard) -> ModelLayout:
         """A rank's part. Raises IncompatibleError where there is none."""
@@ -88,16 +77,11 @@ HEAD = "lm_head.weight"
 class HeadRules:
     """What heads do differently from each other."""
 
-    masked: int = -1
-    """The slot with a zero embedding; -1 if there is none."""
-    hidden_first: bool = False
-    """Of token and state side by side, the state comes first."""
-    recycles_normed: bool = False
-    """What goes on is the layer's output after the final norm."""
-    normed_residual: bool = False
-    """Where attention reads both: what is added to its output is the normed state."""
-    never: tuple[int, ...] = ()
-    """Ids that an assistant does not draft."""
+    masked: int = -1  # the slot with a zero embedding; -1 if there is none
+    hidden_first: bool = False  # of token and state side by side, the state comes first
+    recycles_normed: bool = False  # what goes on is the layer's output after the final norm
+    normed_residual: bool = False  # where attention reads both: the normed state is added to its output
+    never: tuple[int, ...] = ()  # ids that an assistant does not draft
 
 
 @dataclass(frozen=True)
@@ -106,8 +90,7 @@ class SharedTable:
 
     own: str
     rows: int
-    order: Tensor | None = None
-    """In which the checkpoint's rows are taken; then the table is never the target's."""
+    order: Tensor | None = None  # in which the checkpoint's rows are taken; it is not the target's table then
 
 
 @dataclass(frozen=True)
@@ -121,8 +104,7 @@ class HeadPart:
     layout: ModelLayout
     rules: HeadRules
     shared: Mapping[str, SharedTable]
-    ids: Tensor | None = None
-    """The target's ids of the head's own, int64 and ascending; None: the same."""
+    ids: Tensor | None = None  # the target's ids of the head's own, int64 and ascending; None: the same
 
 
 def tell_unused(names: Sequence[str], folder: Path) -> None:
@@ -223,10 +205,8 @@ class PackedSpec:
 
     kind: Literal["int4", "int8", "e2m1", "e4m3"]
     group: int | None
-    zeros: bool = False
-    """Whether there are zero points; matrices below each other need not agree."""
-    wide_scales: bool = True
-    """Scales take float32; bfloat16 holds them else."""
+    zeros: bool = False  # whether there are zero points; matrices below each other need not agree
+    wide_scales: bool = True  # scales take float32; bfloat16 holds them else
 
     @property
     def paired(self) -> bool:
