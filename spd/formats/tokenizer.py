@@ -115,6 +115,7 @@ class Tokenizer:
         """The exact bytes that a token stands for, a leading space included; none for ids without a token and
         special tokens, but for those that part a reply into thinking and answer."""
         self._prefix, self._suffix = self._read_surroundings(config)
+        self.digest = b""
 
     @classmethod
     def open(cls, folder: Path, config: TokenizerConfig | None = None) -> Tokenizer:
@@ -127,7 +128,14 @@ class Tokenizer:
             # Truncation would cut prompts in silence, padding would lengthen them.
             library.no_truncation()
             library.no_padding()
-        return cls(library, highest, config, str(path))
+        tokenizer = cls(library, highest, config, str(path))
+        tokenizer.digest = hashlib.sha256(text.encode()).digest()
+        return tokenizer
+
+    def is_of(self, folder: Path) -> bool:
+        """Whether a folder holds the very file that this one was opened from."""
+        path = folder / FILE_NAME
+        return path.is_file() and hashlib.sha256(read_text(path, FILE_LIMIT).encode()).digest() == self.digest
 
     def encode(self, text: str, *, parse_special: bool = False, add_special: bool = False) -> list[int]:
         """Token ids of a text.

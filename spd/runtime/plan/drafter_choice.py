@@ -6,7 +6,6 @@ assistant that lies beside the model, else the demo's draft, else prompt lookup.
 
 from __future__ import annotations
 
-import filecmp
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,8 +171,7 @@ def _reuse(config: EngineConfig, source: MtpSource) -> str:
 
 def _require_same_vocabulary(target: ModelFolder, draft: ModelFolder) -> None:
     """The tokenizers agree on every id, or there is none on either side."""
-    file, its = (folder.path / "tokenizer.json" for folder in (target, draft))
-    if file.is_file() and its.is_file() and filecmp.cmp(file, its, shallow=False):
+    if target.tokenizer is not None and target.tokenizer.is_of(draft.path):
         return  # opening a large one takes half a second
     own, other = (folder.tokenizer and folder.tokenizer.fingerprint for folder in (target, draft))
     if own != other:
