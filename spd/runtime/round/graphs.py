@@ -119,8 +119,7 @@ class CapturedRounds:
 class RecordedRounds(CapturedRounds):
     """On a CPU: rounds of C functions and torch's operations, recorded when they come a second time.
 
-    A round runs as it is written where slots before the last taken one are empty, which C kernels pass over,
-    and where it cannot be recorded.
+    Not recorded are rounds with an empty slot before the last taken one, since C kernels leave such slots out.
     """
 
     def __init__(self, round_: Round, library: NativeLibrary) -> None:
