@@ -119,7 +119,7 @@ class CapturedRounds:
 class RecordedRounds(CapturedRounds):
     """On a CPU: rounds of C functions and torch's operations, recorded when they come a second time.
 
-    Not recorded are rounds with an empty slot before the last taken one, since C kernels leave such slots out.
+    Not recorded are rounds with an empty slot before the last taken one: C kernels leave such slots out.
     """
 
     def __init__(self, round_: Round, library: NativeLibrary) -> None:
