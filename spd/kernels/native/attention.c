@@ -119,19 +119,19 @@ static inline const element *place(const Attention *a, const element *pool, cons
     return pool + ((c->table[key / a->page] * a->kv_heads + c->head) * a->page + key % a->page) * a->size;
 }
 
-/* Ask for `count` keys or values from `key` on, as far as the chunk goes; they lie in one page. */
-static inline void fetch(const Attention *a, const element *pool, const Chunk *c, long key, int count)
+/* Ask for 16 keys or values from `key` on, as far as the chunk goes; they lie in one page. */
+static inline void fetch(const Attention *a, const element *pool, const Chunk *c, long key)
 {
     if (key >= c->end) return;
     const element *from = place(a, pool, c, key);
-    for (long i = 0; i < count * a->size; i += LINE) __builtin_prefetch(from + i, 0, 2);
+    for (long i = 0; i < SIDE * a->size; i += LINE) __builtin_prefetch(from + i, 0, 2);
 }
 
 /* scores [rows][keys] of one chunk as they come from the product; the next chunk's keys are asked for. */
 static void score(const Attention *a, Block *b, const Chunk *c, const Chunk *next, int rows)
 {
     for (long k = 0; k < c->end - c->at; k += SIDE) {
-        fetch(a, a->keys, next, next->at + k, SIDE);
+        fetch(a, a->keys, next, next->at + k);
         score_keys(&b->sides, place(a, a->keys, c, c->at + k), a->size, rows, b->scores[0] + k, KEYS);
     }
 }
@@ -183,9 +183,11 @@ static int take_values(const Attention *a, Block *b, const Chunk *c)
     long count = c->end - c->at;
     int some = 0;
     memset(b->wild, 0, sizeof b->wild);
-    for (long k = 0; k < parts(count, DEPTH) * DEPTH; k += 2) {
-        const element *from = k < count ? place(a, a->values, c, c->at + k) : 0;
-        some |= place_values(&b->sides, k, from, k + 1 < count ? from + a->size : 0, a->value_size, b->wild + k);
+    for (long first = 0; first < parts(count, DEPTH) * DEPTH; first += SIDE) {
+        const element *from = first < count ? place(a, a->values, c, c->at + first) : 0; /* 16 lie in one page */
+        for (long i = 0, k = first; i < SIDE; i += 2, k += 2)
+            some |= place_values(&b->sides, k, k < count ? from + i * a->size : 0,
+                k + 1 < count ? from + (i + 1) * a->size : 0, a->value_size, b->wild + k);
     }
     return some;
 }
@@ -252,19 +254,20 @@ static void attend_unit(const Attention *a, Block *b, const Unit *u, const Unit 
     for (long at = u->begin / KEYS * KEYS; at < u->end; at += KEYS) {
         const Chunk c = chunk_of(a, u, at);
         const Chunk next = at + KEYS < u->end ? chunk_of(a, u, at + KEYS) : chunk_of(a, after, after->begin / KEYS * KEYS);
-        float kept[SIDE], part[SIDE * SIDE] __attribute__((aligned(64)));
+        float kept[SIDE], part[SIDE * DEPTH] __attribute__((aligned(64)));
         score(a, b, &c, &next, rows);
         for (int r = 0; r < rows; r++) kept[r] = weigh(a, b, r, at, c.end);
         int wild = take_values(a, b, &c);
-        for (long d = 0, k = 0; d < a->value_size; d += SIDE) {
-            for (; k * a->value_size < KEYS * (d + SIDE); k += 2) fetch(a, a->values, &next, next.at + k, 2);
+        for (long d = 0, k = 0; d < a->value_size; d += DEPTH) {
+            for (; k * a->value_size < KEYS * (d + DEPTH); k += SIDE) fetch(a, a->values, &next, next.at + k);
             int odd = mix_values(&b->sides, d, a->value_size, rows, c.end - at, part);
             if (odd && !wild && (wild = clean_values(&b->sides, a->value_size, c.end - at, b->wild)))
                 mix_values(&b->sides, d, a->value_size, rows, c.end - at, part);
-            for (int r = 0; r < rows; r++) {
-                vec old = vmul(loadf(b->mixed[r] + d, SIDE), vall(kept[r]));
-                storef(b->mixed[r] + d, SIDE, vadd(old, loadf(part + r * SIDE, SIDE)));
-            }
+            for (int r = 0; r < rows; r++)
+                for (long side = 0; side < DEPTH && d + side < a->value_size; side += SIDE) {
+                    vec old = vmul(loadf(b->mixed[r] + d + side, SIDE), vall(kept[r]));
+                    storef(b->mixed[r] + d + side, SIDE, vadd(old, loadf(part + r * DEPTH + side, SIDE)));
+                }
         }
         if (wild) spoil(a, b, &c, rows);
     }

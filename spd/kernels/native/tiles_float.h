@@ -165,20 +165,24 @@ INLINE int mix_rows(
         for (int r = 0; r < rows; r++) sums[r] = vfma(vall(s->weights[row + r][k]), values, sums[r]);
     }
     for (int r = 0; r < rows; r++) {
-        storef(mixed + (row + r) * SIDE, SIDE, sums[r]);
+        storef(mixed + (row + r) * 2 * SIDE, SIDE, sums[r]);
         rest = vadd(rest, vsub(sums[r], sums[r]));
     }
     return any_nan(rest);
 }
 
-/* mixed [rows][16]: each row's weights of `count` keys times elements d to d + 15 of their values; returns whether any
+/* mixed [rows][32]: each row's weights of `count` keys times elements d to d + 31 of their values; returns whether any
    is not finite. */
 static inline int mix_values(const Sides *s, long d, long size, int rows, long count, float *mixed)
 {
-    int row = 0, wild = 0;
-    long left = size - d;
+    int wild = 0;
+    for (long end = d + DEPTH; d < size && d < end; d += SIDE, mixed += SIDE) {
+        long left = size - d;
+        int row = 0;
 #define MIX(n) (left >= SIDE ? mix_rows(s, row, n, d, SIDE, count, mixed) : mix_rows(s, row, n, d, left, count, mixed))
-    for (; row + 4 <= rows; row += 4) wild |= MIX(4);
-    for (; row + 2 <= rows; row += 2) wild |= MIX(2);
-    return row < rows ? wild | MIX(1) : wild;
+        for (; row + 4 <= rows; row += 4) wild |= MIX(4);
+        for (; row + 2 <= rows; row += 2) wild |= MIX(2);
+        if (row < rows) wild |= MIX(1);
+    }
+    return wild;
 }

@@ -73,7 +73,7 @@ static inline void score_keys(Sides *s, const bf16 *keys, long size, int rows, f
         }
         keys = s->keys[0], stride = LARGEST_HEAD;
     }
-    tile_product(keys, stride, DEPTH, SIDE, (const bf16 *)s->query, TILE, steps, part);
+    tile_product(keys, stride, (const bf16 *)s->query, steps, part); /* [16 keys][16 rows] */
     turn(part, rows, scores, apart);
 }
 
@@ -83,12 +83,6 @@ static inline void place_weights(Sides *s, int row, long i, vec weights)
     _mm256_store_si256((__m256i *)(s->weights[i / 2][row] + i % 2 * SIDE), rounded(weights));
 }
 
-static inline __mmask32 not_finite(__m512i values)
-{
-    const __m512i exponent = _mm512_set1_epi16(0x7f80);
-    return _mm512_cmpeq_epi16_mask(_mm512_and_si512(values, exponent), exponent);
-}
-
 /* The values [size] of keys k and k + 1, null beyond the last, as a part of right-side tiles. Values that are not
    finite become 0, `wild` says of which key; returns whether there are any. */
 static inline int place_values(Sides *s, long k, const bf16 *one, const bf16 *other, long size, uint8_t *wild)
@@ -96,31 +90,33 @@ static inline int place_values(Sides *s, long k, const bf16 *one, const bf16 *ot
     const __m512i even = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
         37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i odd = _mm512_add_epi16(even, _mm512_set1_epi16(SIDE));
-    int some = 0;
-    for (long d = 0; d < size; d += DEPTH) {
-        __mmask32 own = size - d < DEPTH ? (__mmask32)((1ull << (size - d)) - 1) : 0xffffffff;
-        __m512i first = _mm512_setzero_si512(), second = first;
-        if (one) first = _mm512_maskz_loadu_epi16(own, one + d);
-        if (other) second = _mm512_maskz_loadu_epi16(own, other + d);
-        __mmask32 bad = not_finite(first), worse = not_finite(second);
-        if (__builtin_expect(bad | worse, 0)) {
-            some = 1;
-            wild[0] |= bad != 0, wild[1] |= worse != 0;
-            first = _mm512_maskz_mov_epi16(~bad, first), second = _mm512_maskz_mov_epi16(~worse, second);
+    const __m512i unsigned_bits = _mm512_set1_epi16(0x7fff), infinite = _mm512_set1_epi16(0x7f80);
+    __m512i top[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+    for (int clean = 0;; clean = 1) { /* again where there are some */
+        for (long d = 0; d < size; d += DEPTH) {
+            __mmask32 own = size - d < DEPTH ? (__mmask32)((1ull << (size - d)) - 1) : 0xffffffff;
+            __m512i x[2] = {
+                _mm512_maskz_loadu_epi16(one ? own : 0, one + d), _mm512_maskz_loadu_epi16(other ? own : 0, other + d)};
+            for (int i = 0; i < 2; i++) {
+                __m512i bits = _mm512_and_si512(x[i], unsigned_bits);
+                top[i] = _mm512_max_epu16(top[i], bits);
+                if (clean) x[i] = _mm512_maskz_mov_epi16(_mm512_cmplt_epu16_mask(bits, infinite), x[i]);
+            }
+            bf16 *to = s->values[d / DEPTH][k / DEPTH][0] + k % DEPTH / 2 * DEPTH;
+            _mm512_store_si512(to, _mm512_permutex2var_epi16(x[0], even, x[1]));
+            _mm512_store_si512(to + TILE, _mm512_permutex2var_epi16(x[0], odd, x[1]));
         }
-        bf16 *to = s->values[d / DEPTH][k / DEPTH][0] + k % DEPTH / 2 * DEPTH;
-        _mm512_store_si512(to, _mm512_permutex2var_epi16(first, even, second));
-        _mm512_store_si512(to + TILE, _mm512_permutex2var_epi16(first, odd, second));
+        for (int i = 0; i < 2; i++) wild[i] = _mm512_cmpge_epu16_mask(top[i], infinite) != 0;
+        if (clean || !(wild[0] | wild[1])) return clean;
     }
-    return some;
 }
 
-/* mixed [rows][16]: each row's weights of `count` keys times elements d to d + 15 of their values, all finite already. */
+/* mixed [rows][32]: each row's weights of `count` keys times elements d to d + 31 of their values, all finite already. */
 static inline int mix_values(const Sides *s, long d, long size, int rows, long count, float *mixed)
 {
+    const bf16 *weights = s->weights[0][0];
     (void)size;
-    const bf16 *values = s->values[d / DEPTH][0][d / SIDE % 2];
-    tile_product(s->weights[0][0], DEPTH, TILE, rows, values, 2 * TILE, parts(count, DEPTH), mixed);
+    block_product(weights, 0, 1, rows, s->values[d / DEPTH][0][0], parts(count, DEPTH), 1, weights, 0, mixed);
     return 0;
 }
 
