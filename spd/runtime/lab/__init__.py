@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from spd import lazily
 
 _NAMES = {
     "diagnostics": ("Finding", "OK", "Step", "WARNING", "describe_machine", "steps"),
@@ -14,10 +13,4 @@ _NAMES = {
     "rows": ("compare_results", "make_rows", "verdict"),
     "sweep": ("Settings", "Sweep"),
 }
-
-
-def __getattr__(name: str) -> Any:
-    for module, names in _NAMES.items():
-        if name in names:
-            return getattr(importlib.import_module(f".{module}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazily(__name__, _NAMES)
