@@ -21,10 +21,8 @@ from pathlib import Path
 from spd.formats.json_file import Fields
 
 ARCHITECTURE = "Gemma4AssistantForCausalLM"
-ARCHITECTURES = {
-    ARCHITECTURE: "gemma4_assistant",
-    "Gemma4UnifiedAssistantForCausalLM": "gemma4_unified_assistant",
-}
+ARCHITECTURES = {ARCHITECTURE: "gemma4_assistant"}
+ARCHITECTURES["Gemma4UnifiedAssistantForCausalLM"] = "gemma4_unified_assistant"
 """Architectures, and their model types."""
 ORDER = "masked_embedding.token_ordering"  # the tensor of token ids int64 [V], cluster by cluster
 

@@ -266,10 +266,8 @@ def _sparse_layers(fields: Fields, num_layers: int) -> list[bool]:
     every, step = (fields.integer(key, 1, MAX_RANK, 1) for key in ("moe_layer_freq", "decoder_sparse_step"))
     dense = fields.integers("mlp_only_layers", 0, MAX_RANK) if "mlp_only_layers" in fields else []
     layers = range(first, num_layers if last == -1 else last + 1)
-    return [
-        layer in layers and layer % every == 0 and (layer + 1) % step == 0 and layer not in dense
-        for layer in range(num_layers)
-    ]
+    sparse = {layer for layer in layers if not layer % every and not (layer + 1) % step}.difference(dense)
+    return [layer in sparse for layer in range(num_layers)]
 
 
 def lfm2_keys(fields: Fields) -> dict[str, object]:

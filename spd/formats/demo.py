@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 DEMOS = ("demo", "demo-hybrid")  # their names, accepted wherever a model is named; they share a tokenizer
@@ -11,9 +12,4 @@ def demo_folder(name: str = "demo") -> Path:
     return Path(__file__).parent / name
 
 
-def demo_draft_folder() -> Path:
-    return demo_folder() / "draft"
-
-
-def demo_eagle3_folder() -> Path:
-    return demo_folder() / "eagle3"
+demo_draft_folder, demo_eagle3_folder = (partial(demo_folder, f"demo/{name}") for name in ("draft", "eagle3"))

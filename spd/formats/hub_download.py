@@ -92,10 +92,8 @@ def _fetch(name: str, commit: str, file: RepoSibling, report: Callable[[int], No
     """Where a file lies in the cache; what was not there is downloaded and checked."""
     path = cached_folder(name) / "snapshots" / commit / file.rfilename
     if not path.is_file():
-        folder, meter, hub = cache_folder(), _meter(report), constants.ENDPOINT
-        hf_hub_download(
-            name, file.rfilename, revision=commit, cache_dir=folder, endpoint=hub, tqdm_class=meter
-        )
+        at, meter, hub = cache_folder(), _meter(report), constants.ENDPOINT
+        hf_hub_download(name, file.rfilename, revision=commit, cache_dir=at, endpoint=hub, tqdm_class=meter)
         _check_hash(name, file, path)
     return path
 

@@ -88,17 +88,16 @@ class ModelConfig:
 class _Family:
     model_type: str
     absent: Mapping[str, object] = field(default_factory=dict)
-    """What an absent key counts as, where there are files without it. A family that knows windows or the
-    rotation of a part has its key."""
+    """What an absent key counts as, where there are files without it. A family that knows windows, the
+    rotation of a part or shared caches has its key."""
     experts: blocks.ExpertsConfig | None = None  # what no key says of experts
-    switch: str | None = None  # a key without which there are none
-    latent: bool = False
-    recurrent: Callable[[Fields, int], blocks.Recurrent] | None = None  # what reads of layers that recur
     spelled: Callable[[Fields], Mapping[str, object]] | None = None  # what keys say in a way of its own
-    only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)  # as `_SUPPORTED`
+    only: Mapping[str, object] = field(default_factory=dict)  # as `_SUPPORTED`, of one value each
+    switch: str | None = None  # a key without which there are no experts
+    recurrent: Callable[[Fields, int], blocks.Recurrent] | None = None  # what reads of layers that recur
+    latent: bool = False
     local_base: str | None = None  # the key of the base of layers that slide, where these turn in another way
     global_still: bool = False  # where layers slide, those that see everything do not turn
-    gemma4: bool = False  # whether layers have the keys of `read_gemma4`
     also: tuple[str, ...] = ()  # other model types of the same text
 
 
@@ -106,30 +105,33 @@ _COMMON: dict[str, object] = {"rope_theta": 10_000.0}
 _COMMON |= dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), False)
 _NESTED = {"max_position_embeddings": 131072, "rms_norm_eps": 1e-6}
 """Every file of its own says these; the text's part of another may leave them out."""
-_SLIDES, _LOCAL = {"sliding_window": 4096}, "rope_local_base_freq"
+_SLIDES, _LOCAL, _SWA = {"sliding_window": 4096}, "rope_local_base_freq", "swa_rope_theta"
 _SWITCHED = {**_SLIDES, "use_sliding_window": False, "max_window_layers": 28}
 _FOURTH = {**_SLIDES, "sliding_window_pattern": 4}  # of so many layers the last one sees everything
-_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "tie_word_embeddings": True}
+_GELU, _TIED = "gelu_pytorch_tanh", {"tie_word_embeddings": True}
+_GEMMA = {"hidden_activation": _GELU, "query_pre_attn_scalar": 256, **_TIED}
 _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _GEMMA3 = {**_GEMMA, **dict.fromkeys(_CAPS), **_NESTED, "rope_theta": 1e6, "sliding_window_pattern": 6}
 _GEMMA3 |= {_LOCAL: 1e4, "head_dim": 256}
 _UNSAID = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208}
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _GRANITE = dict.fromkeys(_MULTIPLIERS, 1.0)
-_COHERE: dict[str, object] = {"tie_word_embeddings": True, "logit_scale": 0.0625}
-_MUSE: dict[str, object] = {**_NESTED, **_FOURTH, "head_dim": 128, "sliding_window": 2048}
-_MUSE |= {"post_norm_eps": 1e-8, "hidden_activation": "silu", "final_logit_softcapping": 20.0}
-_MUSE["logit_scale"] = 0.19611613513818404
+_COHERE: dict[str, object] = {**_TIED, "logit_scale": 0.0625}
+_SILU = {"hidden_activation": "silu", "attention_bias": False}
+_MUSE: dict[str, object] = {**_NESTED, **_FOURTH, **_SILU, "head_dim": 128, "sliding_window": 2048}
+_MUSE |= {"post_norm_eps": 1e-8, "final_logit_softcapping": 20.0, "logit_scale": 0.19611613513818404}
 _STILL = {"no_rope_layers": None, "no_rope_layer_interval": 4}
 _SHARED = "shared_expert_intermediate_size"
+_RAW = {"norm_topk_prob": False}
 _GROUPS = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True}
 _DENSE, _PARTLY = "first_k_dense_replace", "partial_rotary_factor"
-_DEEPSEEK2 = {**_GROUPS, "topk_method": "greedy", "norm_topk_prob": False, _DENSE: 0}
+_DEEPSEEK2 = {**_GROUPS, **_RAW, "topk_method": "greedy", _DENSE: 0}
 _GLM4: dict[str, object] = {_PARTLY: 0.5, "attention_bias": True, "head_dim": 128}
-_LFM2 = {"rope_theta": 1e6, "conv_L_cache": 3, "tie_word_embeddings": True}
+_GLM4_LITE = {**_GROUPS, _DENSE: 1, "routed_scaling_factor": 1.8}
+_LFM2 = {"rope_theta": 1e6, "conv_L_cache": 3, **_TIED}
 _OSS: dict[str, object] = {"attention_bias": True, "rope_theta": 150_000.0, "head_dim": 64}
 _OSS |= {"sliding_window": 128, "sliding_window_pattern": 2}
-_MIMO_V2: dict[str, object] = {**_GROUPS, "rope_theta": 5e6, "swa_rope_theta": 1e4, "head_dim": 192}
+_MIMO_V2: dict[str, object] = {**_GROUPS, "rope_theta": 5e6, _SWA: 1e4, "head_dim": 192}
 _MIMO_V2 |= {"sliding_window": 129, "v_head_dim": 128, "sliding_window_pattern": 6, _PARTLY: 0.334}
 _MIMO_V2 |= {"attention_value_scale": 0.707, **dict.fromkeys(blocks.SLIDING_HEADS)}
 _STEP: dict[str, object] = {**_GROUPS, "max_position_embeddings": 128000, "rms_norm_eps": 1e-5}
@@ -138,124 +140,74 @@ _STEP |= dict.fromkeys((*blocks.SLIDING_HEADS, *blocks.LIMITS, "query_pre_attn_s
 _HYBRID = {**_NESTED, "max_position_embeddings": 32768, _PARTLY: 0.25}
 _HYBRID_MOE = {**_HYBRID, _SHARED: 512, "norm_topk_prob": True}
 _read_delta = partial(blocks.read_recurrent, kinds=blocks.RECURRENT)
-_LFM2_DENSE = {**_LFM2, "block_auto_adjust_ff_dim": True}
+_read_fused, _read_scan = partial(_read_delta, interleaved=True), partial(_read_delta, corrects=False)
+_read_single = partial(blocks.read_recurrent, kinds=blocks.SINGLE, corrects=False)
 _read_conv = partial(blocks.read_recurrent, kinds=blocks.CONVOLVING)
-_CONVOLVES = _Family("lfm2", _LFM2_DENSE, recurrent=_read_conv, spelled=blocks.lfm2_keys)
-_GEMMA4 = _Family(
-    "gemma4_text",
-    {**_GEMMA3, "sliding_window": 512, "num_kv_shared_layers": 0},
-    blocks.ROUTED,
-    switch="enable_moe_block",
-    local_base=_LOCAL,
-    gemma4=True,
-    also=("gemma4_unified_text",),
-)
-_FAMILIES = {
-    "LlamaForCausalLM": _Family("llama"),
-    "MistralForCausalLM": _Family("mistral", {**_NESTED, **_SLIDES}),
-    "Phi3ForCausalLM": _Family("phi3", {_PARTLY: 1.0, "sliding_window": None}),
-    "Qwen2ForCausalLM": _Family("qwen2", _SWITCHED, also=("qwen2_5_vl", "qwen2_5_vl_text")),
-    "Qwen3ForCausalLM": _Family("qwen3", _SWITCHED, also=("qwen3_vl_text",)),
-    "Qwen3MoeForCausalLM": _Family("qwen3_moe", {"norm_topk_prob": False}, blocks.ROUTED),
-    "ArceeForCausalLM": _Family("arcee", {"hidden_act": "relu2"}, only={"hidden_act": ("relu2",)}),
-    "GemmaForCausalLM": _Family(
-        "gemma",
-        {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "tie_word_embeddings": True},
-        only={"hidden_act": ("gelu_pytorch_tanh",)},
+_lfm2 = partial(_Family, spelled=blocks.lfm2_keys, recurrent=_read_conv)
+_HUNYUAN = {"alpha": None, "num_experts_per_tok": 1, _SHARED: None}
+_QK, _BARE = {"use_qk_norm": True}, {"mlp_bias": False}
+_MINIMAX = {"rope_theta": 5e6, "head_dim": 128, _PARTLY: 1.0}
+_GRANITE4 = {**_GRANITE, "mamba_conv_bias": True, "num_experts": 8, _SHARED: 1024}
+_NEMOTRON = {**_GROUPS, "head_dim": 128, _SHARED: 7688, "mamba_conv_bias": True}
+_MINI = {"max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "sliding_window": None, "head_dim": 128}
+_QWEN2_MOE = {**_SWITCHED, **_RAW, "attention_bias": True, _SHARED: 5632}
+_GEMMA4 = _Family("gemma4_text", {**_GEMMA3, "sliding_window": 512, "num_kv_shared_layers": 0}, blocks.ROUTED)
+_GEMMA4 = replace(_GEMMA4, switch="enable_moe_block", local_base=_LOCAL, also=("gemma4_unified_text",))
+_CAUSAL = {
+    "Llama": _Family("llama"),
+    "Mistral": _Family("mistral", {**_NESTED, **_SLIDES}),
+    "Phi3": _Family("phi3", {_PARTLY: 1.0, "sliding_window": None}),
+    "Qwen2": _Family("qwen2", _SWITCHED, also=("qwen2_5_vl", "qwen2_5_vl_text")),
+    "Qwen3": _Family("qwen3", _SWITCHED, also=("qwen3_vl_text",)),
+    "Qwen3Moe": _Family("qwen3_moe", _RAW, blocks.ROUTED),
+    "Arcee": _Family("arcee", {"hidden_act": "relu2"}, only={"hidden_act": "relu2"}),
+    "Gemma": _Family("gemma", {"hidden_act": _GELU, "head_dim": 256, **_TIED}, only={"hidden_act": _GELU}),
+    "Gemma2": _Family("gemma2", {**_GEMMA, **_CAPS, **_SLIDES, "sliding_window_pattern": 2}),
+    "Gemma3": _Family("gemma3_text", {**_GEMMA3, **_SLIDES, **_UNSAID}, local_base=_LOCAL),
+    "DeepseekV2": _Family("deepseek_v2", _DEEPSEEK2, blocks.ROUTED, latent=True, only=_RAW),
+    "DeepseekV3": _Family("deepseek_v3", {**_GROUPS, _DENSE: 3}, blocks.SIGMOID, latent=True),
+    "Glm4Moe": _Family("glm4_moe", {**_GROUPS, _PARTLY: 0.5, _DENSE: 1}, blocks.SIGMOID),
+    "Glm4MoeLite": _Family("glm4_moe_lite", _GLM4_LITE, blocks.SIGMOID, latent=True),
+    "MiMo": _Family("mimo"),
+    "Lfm2": _lfm2("lfm2", {**_LFM2, "block_auto_adjust_ff_dim": True}),
+    "Lfm2Moe": _lfm2("lfm2_moe", {**_LFM2, **_GROUPS, _DENSE: 2}, blocks.LFM2),
+    "Qwen3Next": _Family("qwen3_next", _HYBRID_MOE, blocks.SHARED, recurrent=_read_fused),
+    "Qwen3_5": _Family("qwen3_5_text", _HYBRID, recurrent=_read_delta),
+    "Qwen3_5Moe": _Family("qwen3_5_moe_text", _HYBRID_MOE, blocks.SHARED, recurrent=_read_delta),
+    "Ernie4_5": _Family("ernie4_5", {"rope_theta": 5e5}),
+    "Ernie4_5_Moe": _Family("ernie4_5_moe", {"rope_theta": 5e5, _DENSE: 1}, blocks.ERNIE),
+    "SmolLM3": _Family("smollm3", {**_STILL, **_TIED, "rope_theta": 2e6}),
+    "Olmo2": _Family("olmo2"),
+    "Olmo3": _Family("olmo3", {**_FOURTH, "rope_theta": 5e5}, local_base="rope_theta"),
+    "Granite": _Family("granite", _GRANITE),
+    "GraniteMoe": _Family("granitemoe", _GRANITE, blocks.ROUTED),
+    "GraniteMoeHybrid": _Family(
+        "granitemoehybrid", _GRANITE4, blocks.GRANITE, blocks.granite_keys, {}, "num_experts", _read_scan
     ),
-    "Gemma2ForCausalLM": _Family("gemma2", {**_GEMMA, **_CAPS, **_SLIDES, "sliding_window_pattern": 2}),
-    "Gemma3ForCausalLM": _Family("gemma3_text", {**_GEMMA3, **_SLIDES, **_UNSAID}, local_base=_LOCAL),
-    "DeepseekV2ForCausalLM": _Family(
-        "deepseek_v2", _DEEPSEEK2, blocks.ROUTED, latent=True, only={"norm_topk_prob": (False,)}
+    "NemotronH": _Family(
+        "nemotron_h", _NEMOTRON, blocks.NEMOTRON, blocks.nemotron_keys, _BARE, "num_experts", _read_single
     ),
-    "DeepseekV3ForCausalLM": _Family("deepseek_v3", {**_GROUPS, _DENSE: 3}, blocks.SIGMOID, latent=True),
-    "Glm4MoeForCausalLM": _Family("glm4_moe", {**_GROUPS, _PARTLY: 0.5, _DENSE: 1}, blocks.SIGMOID),
-    "Glm4MoeLiteForCausalLM": _Family(
-        "glm4_moe_lite", {**_GROUPS, _DENSE: 1, "routed_scaling_factor": 1.8}, blocks.SIGMOID, latent=True
-    ),
-    "MiMoForCausalLM": _Family("mimo"),
-    "Lfm2ForCausalLM": _CONVOLVES,
-    "Lfm2MoeForCausalLM": replace(
-        _CONVOLVES, model_type="lfm2_moe", absent={**_LFM2, **_GROUPS, _DENSE: 2}, experts=blocks.LFM2
-    ),
-    "Qwen3NextForCausalLM": _Family(
-        "qwen3_next", _HYBRID_MOE, blocks.SHARED, recurrent=partial(_read_delta, interleaved=True)
-    ),
-    "Qwen3_5ForCausalLM": _Family("qwen3_5_text", _HYBRID, recurrent=_read_delta),
-    "Qwen3_5MoeForCausalLM": _Family("qwen3_5_moe_text", _HYBRID_MOE, blocks.SHARED, recurrent=_read_delta),
-    "Ernie4_5ForCausalLM": _Family("ernie4_5", {"rope_theta": 5e5}),
-    "Ernie4_5_MoeForCausalLM": _Family("ernie4_5_moe", {"rope_theta": 5e5, _DENSE: 1}, blocks.ERNIE),
-    "SmolLM3ForCausalLM": _Family("smollm3", {**_STILL, "rope_theta": 2e6, "tie_word_embeddings": True}),
-    "Olmo2ForCausalLM": _Family("olmo2"),
-    "Olmo3ForCausalLM": _Family("olmo3", {**_FOURTH, "rope_theta": 5e5}, local_base="rope_theta"),
-    "GraniteForCausalLM": _Family("granite", _GRANITE),
-    "GraniteMoeForCausalLM": _Family("granitemoe", _GRANITE, blocks.ROUTED),
-    "GraniteMoeHybridForCausalLM": _Family(
-        "granitemoehybrid",
-        {**_GRANITE, "mamba_conv_bias": True, "num_experts": 8, _SHARED: 1024},
-        blocks.GRANITE,
-        switch="num_experts",
-        recurrent=partial(_read_delta, corrects=False),
-        spelled=blocks.granite_keys,
-    ),
-    "NemotronHForCausalLM": _Family(
-        "nemotron_h",
-        {**_GROUPS, "head_dim": 128, _SHARED: 7688, "mamba_conv_bias": True},
-        blocks.NEMOTRON,
-        switch="num_experts",
-        recurrent=partial(blocks.read_recurrent, kinds=blocks.SINGLE, corrects=False),
-        spelled=blocks.nemotron_keys,
-        only={"mlp_bias": (False,)},
-    ),
-    "SeedOssForCausalLM": _Family("seed_oss", {"attention_bias": True, "head_dim": 128}),
-    "MinistralForCausalLM": _Family("ministral", {**_SLIDES, "sliding_window_pattern": 1024}),
-    "Ministral3ForCausalLM": _Family(
-        "ministral3",
-        {"max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "sliding_window": None, "head_dim": 128},
-    ),
-    "GlmForCausalLM": _Family("glm", _GLM4),
-    "Glm4ForCausalLM": _Family("glm4", _GLM4),
-    "Exaone4ForCausalLM": _Family("exaone4", _FOURTH, global_still=True),
-    "CohereForCausalLM": _Family("cohere", {**_COHERE, "rope_theta": 5e5}, only={"use_qk_norm": (False,)}),
-    "Cohere2ForCausalLM": _Family("cohere2", {**_COHERE, **_FOURTH}, global_still=True),
-    "Gemma4ForCausalLM": _GEMMA4,
-    "Gemma4UnifiedForCausalLM": _GEMMA4,
-    "MuseGlimmerForCausalLM": _Family(
-        "muse_glimmer_text",
-        _MUSE,
-        spelled=blocks.muse_keys,
-        only={"hidden_activation": ("silu",), "attention_bias": (False,)},
-    ),
-    "GptOssForCausalLM": _Family("gpt_oss", _OSS, blocks.GPT_OSS),
-    "HunYuanDenseV1ForCausalLM": _Family("hunyuan_v1_dense", {"alpha": None}),
-    "HunYuanMoEV1ForCausalLM": _Family(
-        "hunyuan_v1_moe",
-        {"alpha": None, "num_experts_per_tok": 1, _SHARED: None},
-        blocks.ROUTED,
-        spelled=blocks.hunyuan_keys,
-        only={"use_qk_norm": (True,)},
-    ),
-    "MixtralForCausalLM": _Family("mixtral", {"rope_theta": 1e6, "sliding_window": None}, blocks.ROUTED),
-    "MiniMaxM2ForCausalLM": _Family(
-        "minimax_m2",
-        {"rope_theta": 5e6, "head_dim": 128, _PARTLY: 1.0},
-        blocks.MINIMAX,
-        spelled=blocks.minimax_keys,
-        only={"use_qk_norm": (True,), _SHARED: (0,)},
-    ),
-    "MiMoV2FlashForCausalLM": _Family(
-        "mimo_v2_flash", _MIMO_V2, blocks.SIGMOID, spelled=blocks.mimo_keys, local_base="swa_rope_theta"
-    ),
-    "Step3p5ForCausalLM": _Family(
-        "step3p5", _STEP, blocks.SIGMOID, spelled=blocks.step_keys, local_base="rope_theta"
-    ),
-    "Qwen2MoeForCausalLM": _Family(
-        "qwen2_moe",
-        {**_SWITCHED, "attention_bias": True, "norm_topk_prob": False, _SHARED: 5632},
-        blocks.SHARED,
-        only={"qkv_bias": (True,)},
-    ),
+    "SeedOss": _Family("seed_oss", {"attention_bias": True, "head_dim": 128}),
+    "Ministral": _Family("ministral", {**_SLIDES, "sliding_window_pattern": 1024}),
+    "Ministral3": _Family("ministral3", _MINI),
+    "Glm": _Family("glm", _GLM4),
+    "Glm4": _Family("glm4", _GLM4),
+    "Exaone4": _Family("exaone4", _FOURTH, global_still=True),
+    "Cohere": _Family("cohere", {**_COHERE, "rope_theta": 5e5}, only={"use_qk_norm": False}),
+    "Cohere2": _Family("cohere2", {**_COHERE, **_FOURTH}, global_still=True),
+    "Gemma4": _GEMMA4,
+    "Gemma4Unified": _GEMMA4,
+    "MuseGlimmer": _Family("muse_glimmer_text", _MUSE, None, blocks.muse_keys, _SILU),
+    "GptOss": _Family("gpt_oss", _OSS, blocks.GPT_OSS),
+    "HunYuanDenseV1": _Family("hunyuan_v1_dense", {"alpha": None}),
+    "HunYuanMoEV1": _Family("hunyuan_v1_moe", _HUNYUAN, blocks.ROUTED, blocks.hunyuan_keys, _QK),
+    "Mixtral": _Family("mixtral", {"rope_theta": 1e6, "sliding_window": None}, blocks.ROUTED),
+    "MiniMaxM2": _Family("minimax_m2", _MINIMAX, blocks.MINIMAX, blocks.minimax_keys, {**_QK, _SHARED: 0}),
+    "MiMoV2Flash": _Family("mimo_v2_flash", _MIMO_V2, blocks.SIGMOID, blocks.mimo_keys, local_base=_SWA),
+    "Step3p5": _Family("step3p5", _STEP, blocks.SIGMOID, blocks.step_keys, local_base="rope_theta"),
+    "Qwen2Moe": _Family("qwen2_moe", _QWEN2_MOE, blocks.SHARED, only={"qkv_bias": True}),
 }
+_FAMILIES = {f"{name}ForCausalLM": family for name, family in _CAUSAL.items()}
 _OWN = {*_GEMMA, *_CAPS, *_MULTIPLIERS, *_STILL, *_GROUPS, _SHARED, "logit_scale"} - _COMMON.keys()
 _OWN |= {"sliding_window_pattern", "max_window_layers", _DENSE, "attention_value_scale"}
 _OWN |= {*blocks.SLIDING_HEADS, *blocks.LIMITS}
@@ -380,7 +332,8 @@ def _decoder_config(fields: Fields) -> ModelConfig:
     family = _FAMILIES[architecture]
     fields = _spelled(fields, family)
     theirs = {"hidden_act"} if "hidden_activation" in fields else set()  # which Gemma's code leaves alone
-    fields.only({key: each for key, each in {**_SUPPORTED, **family.only}.items() if key not in theirs})
+    supported = {**_SUPPORTED, **{key: (only,) for key, only in family.only.items()}}
+    fields.only({key: each for key, each in supported.items() if key not in theirs})
     num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
     num_heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
     vocab_size = fields.integer("vocab_size", 1, MAX_VOCAB)
@@ -393,7 +346,11 @@ def _decoder_config(fields: Fields) -> ModelConfig:
     if family.experts and (family.switch is None or fields.get(family.switch)):
         experts = blocks.read_experts(fields, num_layers, family.experts)
     inner = experts.intermediate_size if experts else None  # where every layer has experts
-    head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(fields, num_heads)
+    hidden_size = fields.integer("hidden_size", 1, MAX_WIDTH)
+    divides = latent is not None or "head_dim" in fields or hidden_size % num_heads == 0
+    fields.require(divides, "num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}")
+    head_dim = latent and latent.nope_dim + latent.rope_dim
+    head_dim = head_dim or fields.even("head_dim", MAX_HEAD_DIM, hidden_size // num_heads)
     base, partly = family.local_base, _PARTLY in family.absent
     turning = rope_fields(fields, by_kind=base is not None)
     fixed = "alpha" not in turning or "alpha" in family.absent
@@ -428,7 +385,9 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         value_dim=fields.integer("v_head_dim", 1, head_dim) if "v_head_dim" in family.absent else None,
         query_growth=read_growth(turning),
         still=still or blocks.read_still(fields, num_layers),
-        gemma4=blocks.read_gemma4(fields, num_layers, num_heads, sliding) if family.gemma4 else None,
+        gemma4=blocks.read_gemma4(fields, num_layers, num_heads, sliding)
+        if "num_kv_shared_layers" in family.absent
+        else None,
         scales=replace(scales, logits=scales.logits / fields.number("logits_scaling", 1e-6, 1e6, 1.0)),
     )
 
@@ -477,13 +436,6 @@ def _key_heads(fields: Fields, key: str, num_heads: int, usual: int) -> int:
     found = fields.integer(key, 1, MAX_HEADS, usual)
     fields.require(num_heads % found == 0, key, f"{found} does not divide {num_heads} attention heads")
     return found
-
-
-def _head_dim(fields: Fields, num_heads: int) -> int:
-    hidden_size = fields.integer("hidden_size", 1, MAX_WIDTH)
-    divides = "head_dim" in fields or hidden_size % num_heads == 0
-    fields.require(divides, "num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}")
-    return fields.even("head_dim", MAX_HEAD_DIM, hidden_size // num_heads)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,70 +73,35 @@ class MtpFamily:
         return "{l}" in self.layer
 
 
-def _glue(prefix: str, *names: str) -> dict[str, str]:
-    return {key: f"{prefix}{name}.weight" for key, name in zip(_GLUE, names, strict=False)}
+def _family(name: str, of: str, layer: str, glue: str, prefix: str = "", **own: Any) -> MtpFamily:
+    """A family of classes, without ForCausalLM; prefix: of the glue's names, where it is not the layer's."""
+    classes = tuple(f"{each}ForCausalLM" for each in of.split())
+    names = (f"{prefix or layer}{each}.weight" for each in glue.split())
+    keys = ("token_norm", "state_norm", "projection", "final_norm")
+    return MtpFamily(name, classes, layer, dict(zip(keys, names, strict=False)), **own)
 
 
-_GLUE = ("token_norm", "state_norm", "projection", "final_norm")
-_PREFIX, _MIMO = "model.layers.{l}.", "model.mtp_layers.{i}."
-_MIMO_V2 = "model.mtp.layers.{i}."
-_DEEPSEEK = MtpFamily(
-    "deepseek",
-    ("DeepseekV3ForCausalLM",),
-    _PREFIX,
-    _glue(_PREFIX, "enorm", "hnorm", "eh_proj", "shared_head.norm"),
-    {"embedding": _PREFIX + "embed_tokens.weight", "head": _PREFIX + "shared_head.head.weight"},
-)
-_MTP_GLUE = _glue("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-_MTP = MtpFamily("mtp", (), "mtp.layers.{i}.", _MTP_GLUE, masks_first=False)
-_GLM4 = ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
-_QWEN3_NEXT = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+_NEXT, _NORMS = "model.layers.{l}.", "enorm hnorm eh_proj "
+_COPIES = {"embedding": f"{_NEXT}embed_tokens.weight", "head": f"{_NEXT}shared_head.head.weight"}
+_deepseek = partial(_family, layer=_NEXT, glue=_NORMS + "shared_head.norm", tables=_COPIES)
+_OUTPUT = {"head": f"{_NEXT}transformer.shared_head.output.weight"}
+_step3 = partial(_family, layer=_NEXT, glue=_NORMS + "transformer.shared_head.norm", tables=_OUTPUT)
+_MIMO = "token_layernorm hidden_layernorm input_proj final_layernorm"
+_ernie = partial(_family, glue="mtp_emb_norm.{i} mtp_hidden_norm.{i} mtp_linear_proj.{i}", prefix="model.")
+_NUMBERED, _OUTER = "mtp.layers.{i}.", "pre_fc_norm_embedding pre_fc_norm_hidden fc norm"
+_mtp = partial(_family, layer=_NUMBERED, glue=_OUTER, prefix="mtp.", masks_first=False)
+_ends = partial(_family, glue=_NORMS + "final_layernorm", masks_first=False)
 
 FAMILIES = (
-    _DEEPSEEK,
-    replace(_DEEPSEEK, name="glm4", architectures=_GLM4, recycles_normed=False),
-    MtpFamily(
-        "mimo",
-        ("MiMoForCausalLM",),
-        _MIMO,
-        _glue(_MIMO, "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
-        hidden_first=True,
-    ),
-    MtpFamily(
-        "mimo_v2",
-        ("MiMoV2FlashForCausalLM",),
-        _MIMO_V2,
-        _glue(_MIMO_V2, "enorm", "hnorm", "eh_proj", "final_layernorm"),
-        masks_first=False,
-        slides=True,
-    ),
-    replace(
-        _DEEPSEEK,
-        name="step3",
-        architectures=("Step3p5ForCausalLM",),
-        glue=_glue(_PREFIX, "enorm", "hnorm", "eh_proj", "transformer.shared_head.norm"),
-        tables={"head": _PREFIX + "transformer.shared_head.output.weight"},
-        masks_first=False,
-        centred_norms=True,
-        slides=True,
-    ),
-    MtpFamily(
-        "ernie",
-        ("Ernie4_5_MoeForCausalLM", "Ernie4_5_ForCausalLM"),
-        "model.mtp_block.{i}.",
-        _glue("model.", "mtp_emb_norm.{i}", "mtp_hidden_norm.{i}", "mtp_linear_proj.{i}"),
-        recycles_normed=False,
-        like_layer=0,
-    ),
-    _MTP,
-    replace(_MTP, name="qwen3_next", architectures=_QWEN3_NEXT, centred_norms=True),
-    MtpFamily(
-        "nemotron_h",
-        ("NemotronHForCausalLM",),
-        "mtp.layers.{i}.",
-        _glue("mtp.layers.{i}.", "enorm", "hnorm", "eh_proj", "final_layernorm"),
-        masks_first=False,
-    ),
+    _deepseek("deepseek", "DeepseekV3"),
+    _deepseek("glm4", "Glm4Moe Glm4MoeLite", recycles_normed=False),
+    _family("mimo", "MiMo", "model.mtp_layers.{i}.", _MIMO, hidden_first=True),
+    _ends("mimo_v2", "MiMoV2Flash", "model.mtp.layers.{i}.", slides=True),
+    _step3("step3", "Step3p5", masks_first=False, centred_norms=True, slides=True),
+    _ernie("ernie", "Ernie4_5_Moe Ernie4_5", "model.mtp_block.{i}.", recycles_normed=False, like_layer=0),
+    _mtp("mtp", ""),
+    _mtp("qwen3_next", "Qwen3Next Qwen3_5 Qwen3_5Moe", centred_norms=True),
+    _ends("nemotron_h", "NemotronH", _NUMBERED),
 )
 """Families that write the same names differ in conventions: the target's architecture decides among them,
 and the first one stands for architectures that none lists. Source: the published checkpoints' indices and
@@ -303,10 +269,9 @@ def read_head_folder(folder: ModelFolder) -> MtpSource:
 
 def check_fits(head: MtpSource, target: ModelConfig, folder: Path) -> None:
     """Raise IncompatibleError where a head cannot run with a target, naming what differs."""
-    names = {"architecture": "architecture", "hidden_size": "hidden size"}
-    names |= {"vocab_size": "vocabulary size", "num_layers": "layers"}
-    pairs = [(words, getattr(head.config, name), getattr(target, name)) for name, words in names.items()]
-    require_equal("MTP", pairs, head.folder.path, folder, "--mtp")
+    words = ("architecture", "hidden size", "vocabulary size", "layers")
+    facts = ((c.architecture, c.hidden_size, c.vocab_size, c.num_layers) for c in (head.config, target))
+    require_equal("MTP", zip(words, *facts, strict=True), head.folder.path, folder, "--mtp")
 
 
 def require_equal(

@@ -24,7 +24,7 @@ Source: compressed-tensors 0.20, AutoAWQ 0.2, AutoGPTQ and gptqmodel 7, NVIDIA M
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -295,11 +295,8 @@ def _awq(fields: Fields) -> Iterator[Rule]:
     yield Rule(Scheme("awq", 4, _size(fields), symmetric=False), patterns=EVERY)
 
 
-_ALGORITHMS = {
-    "FP8": Scheme("fp8", 8),
-    "NVFP4": Scheme("modelopt-nvfp4", 4, NVFP4_GROUP),
-    "W4A16_NVFP4": Scheme("modelopt-nvfp4", 4, NVFP4_GROUP),
-}
+_ALGORITHMS = {"FP8": Scheme("fp8", 8)}
+_ALGORITHMS |= dict.fromkeys(("NVFP4", "W4A16_NVFP4"), Scheme("modelopt-nvfp4", 4, NVFP4_GROUP))
 
 
 def _modelopt(fields: Fields) -> Iterator[Rule]:
@@ -313,11 +310,7 @@ def _modelopt(fields: Fields) -> Iterator[Rule]:
         yield Rule(scheme, frozenset(name for name in own if own[name] == algorithm))
 
 
-def _mxfp4(fields: Fields) -> Iterator[Rule]:
-    """Of gpt-oss, whose experts alone are stored so: see `unpacked`."""
-    yield Rule(Scheme("mxfp4", 4, MXFP4_GROUP), patterns=(r".*\.experts\.",))
-
-
+_MXFP4 = Rule(Scheme("mxfp4", 4, MXFP4_GROUP), patterns=(r".*\.experts\.",))  # gpt-oss's: see `unpacked`
 _FP8 = {"fmt": ("e4m3", "float8_e4m3fn"), "activation_scheme": ("dynamic",), "scale_fmt": ("float", "ue8m0")}
 
 
@@ -328,5 +321,5 @@ def _fp8(fields: Fields) -> Iterator[Rule]:
     yield Rule(Scheme("fp8", 8, columns, block_rows=rows), patterns=EVERY)
 
 
-_READERS = {"compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq, "modelopt": _modelopt}
-_READERS |= {"mxfp4": _mxfp4, "fp8": _fp8}
+_READERS: dict[str, Callable[[Fields], Iterable[Rule]]] = {"mxfp4": lambda _: [_MXFP4], "fp8": _fp8}
+_READERS |= {"compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq, "modelopt": _modelopt}

@@ -33,19 +33,17 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()  # longrope: divides each angle, up to the original context
 
 
+_FACTORS = ("beta_fast", "beta_slow", "attention_factor")
 _NUMBERS: dict[RopeKind, dict[str, float]] = {
     "default": {},
     "linear": {"factor": 1.0},
     "llama3": {"factor": 1.0, "low_freq_factor": 1e-6, "high_freq_factor": 1e-6},
-    "yarn": {
-        **{"factor": 1.0, "beta_fast": 1e-6, "beta_slow": 1e-6},
-        **{"attention_factor": 1e-6, "mscale": 0.0, "mscale_all_dim": 0.0},
-    },
+    "yarn": {"factor": 1.0, **dict.fromkeys(_FACTORS, 1e-6), "mscale": 0.0, "mscale_all_dim": 0.0},
     "longrope": {"factor": 1e-6, "attention_factor": 1e-6},
     "proportional": {},
 }
 """The numbers that each kind reads, and the least of each; a million is the most."""
-_OPTIONAL = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"}
+_OPTIONAL = {*_FACTORS, "mscale", "mscale_all_dim"}
 _SHARE = "partial_rotary_factor"
 _BESIDE = ("rope_theta", _SHARE, "original_max_position_embeddings")  # which may stand beside the others
 ROTARY_OF_IMAGES = ("mrope_section", "mrope_interleaved")
@@ -71,16 +69,14 @@ def rope_fields(fields: Fields, by_kind: bool) -> Fields:
     return Fields(found.where, {**found.values, **beside})
 
 
-def read_local_rope(
-    fields: Fields, base: str, max_positions: int, head_dim: int, *, partly: bool
-) -> RopeConfig:
+def read_local_rope(fields: Fields, base: str, positions: int, head_dim: int, *, partly: bool) -> RopeConfig:
     """How layers that slide turn, where they do so in another way; base: the key of theirs."""
     nested = fields.fields("rope_parameters")
     part = nested.fields(KINDS[1]) if nested else None
     own = {"rope_theta": fields.get(base), **({_SHARE: fields.get(_SHARE)} if partly else {})}
     own |= part.values if part else {}
     found = Fields(part.where if part else fields.where, own)
-    return read_rope(found, max_positions, head_dim, partly=partly)
+    return read_rope(found, positions, head_dim, partly=partly)
 
 
 def read_rope(rope: Fields, max_positions: int, head_dim: int, *, partly: bool = False) -> RopeConfig:

@@ -86,9 +86,7 @@ def _content(fields: Fields, key: str, value: object) -> str:
 class Tokenizer:
     """The tokenizer of a model folder; safe to use from several threads."""
 
-    def __init__(
-        self, library: tokenizers.Tokenizer, highest: int, config: TokenizerConfig, where: str
-    ) -> None:
+    def __init__(self, library: tokenizers.Tokenizer, last: int, config: TokenizerConfig, where: str) -> None:
         self._library = library
         self._where = where
         self._lock = threading.Lock()
@@ -99,7 +97,7 @@ class Tokenizer:
         added = library.get_added_tokens_decoder()
         special = (pair for pair in sorted(added.items()) if pair[1].special or pair[1].content in named)
         self.special_tokens = {token.content: token_id for token_id, token in special}
-        self.vocab_size = max(highest, *added, -1) + 1  # the highest token id plus one, added tokens included
+        self.vocab_size = max(last, *added, -1) + 1  # the highest token id plus one, added tokens included
         if not 0 < self.vocab_size <= MAX_ID + 1:
             why = f"token ids reach {self.vocab_size - 1}, 0 to {MAX_ID} are supported"
             raise CheckpointError(f"{where}: {why}")

@@ -20,7 +20,7 @@ from typing import Any
 
 from spd.errors import ResourceError
 from spd.formats.checkpoint import DTYPE_BITS, Checkpoint, TensorMeta
-from spd.formats.files import sync, sync_folder
+from spd.formats.files import sync, sync_folder, write_whole
 
 Report = Callable[[int, int], None]  # hears of (bytes written, bytes in all)
 
@@ -71,10 +71,8 @@ def write_tensors(path: Path, tensors: Sequence[OutputTensor], report: Report = 
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a new JSON file."""
-    with open(path, "xb") as file:
-        file.write((json.dumps(value, indent=1) + "\n").encode())
-        sync(file)
+    """Write a JSON file."""
+    write_whole(path, json.dumps(value, indent=1) + "\n")
 
 
 @contextmanager
