@@ -26,12 +26,10 @@ from spd.formats.json_file import Fields, decode_utf8, listed, names_in, open_re
 if TYPE_CHECKING:
     from torch import Tensor
 
-SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
-MAX_TENSORS = 1 << 20
+SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
+MAX_TENSORS, MAX_NUMBER = 1 << 20, (1 << 64) - 1
 INDEX_LIMIT = 40_000_000  # bytes; the largest published ones, of 140 thousand tensors, have 20 million
 HEADER_LIMIT = 40_000_000  # bytes; 90 thousand tensors of one file take 12 million, the official reader 100
-MAX_NUMBER = (1 << 64) - 1
 PIECE = 8 << 20  # bytes of a tensor that are in memory at a time, where it goes from file to file
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 TORCH_NAMES = {
@@ -60,6 +58,11 @@ class TensorMeta(NamedTuple):
     offset: int  # of its first byte, from the beginning of the file
 
 
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]
+Kinds = Mapping[str, Sequence[str]]  # dtypes of tensors that are no floats
+NONE: Kinds = MappingProxyType({})
+Metas = Mapping[str, TensorMeta]
 Identity = tuple[int, int, int, int]  # what stays equal while a file is the same; first its size
 
 
@@ -145,7 +148,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                     if len(tensors) > MAX_TENSORS:
                         raise CheckpointError(f"{meta.shard}: holds more than {MAX_TENSORS:,} tensors")
         self.folder = folder
-        self.tensors: Mapping[str, TensorMeta] = MappingProxyType(tensors)
+        self.tensors: Metas = MappingProxyType(tensors)
         self.shards = tuple(self._identities)
         self.total_bytes = sum(meta.nbytes for meta in tensors.values())
         self.notes = tuple(notes)  # such as files that the index does not name
@@ -280,23 +283,18 @@ def read_weight_map(path: Path) -> dict[str, str]:
 
 
 def check_tensors(
-    checkpoint: Checkpoint,
-    expected: Mapping[str, tuple[int, ...]],
-    *,
-    kinds: Mapping[str, Sequence[str]] = MappingProxyType({}),
-    what: str = "tensors",
-    fix: Sequence[str] = (),
+    opened: Checkpoint, expected: Shapes, kinds: Kinds = NONE, what: str = "tensors", fix: Sequence[str] = ()
 ) -> list[str]:
     """Compare names, shapes and dtypes with what the model needs; returns unexpected names.
 
     Those that older exporters wrote and no model needs are not among them: rotary tables, a tied head's copy.
-    `kinds` are the dtypes of tensors that are no floats. One error lists all that are missing, mis-shaped or
-    wrongly typed; `what` it calls the expected ones, and `fix` it proposes.
+    One error lists all that are missing, mis-shaped or wrongly typed; `what` it calls the expected ones, and
+    `fix` it proposes.
     """
     faults: dict[str, list[str]] = {"missing": [], "of another shape": [], "of an unsupported dtype": []}
     missing, shapes, types = faults.values()
     for name, shape in expected.items():
-        meta = checkpoint.tensors.get(name)
+        meta = opened.tensors.get(name)
         if meta is None:
             missing.append(f"{shown(name)}: is missing")
             continue
@@ -307,9 +305,9 @@ def check_tensors(
             types.append(f"{where}: dtype {meta.dtype} is not supported here ({', '.join(own)} are)")
     if problems := missing + shapes + types:
         counts = ", ".join(f"{len(found)} {words}" for words, found in faults.items() if found)
-        why = f"{checkpoint.folder}: {len(expected)} {what} are needed: {counts}; first: {problems[0]}"
+        why = f"{opened.folder}: {len(expected)} {what} are needed: {counts}; first: {problems[0]}"
         raise CheckpointError(why, reason=listed(problems), fix=fix)
-    others = (name for name in checkpoint.tensors if name not in expected)
+    others = (name for name in opened.tensors if name not in expected)
     return [name for name in others if not name.endswith("rotary_emb.inv_freq") and name != "lm_head.weight"]
 
 

@@ -32,9 +32,8 @@ from spd.formats.json_file import Fields, keyed, shown
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
-MODEL_TYPE = "eagle3"
+MODEL_TYPE, MOST_AUX = "eagle3", 16
 IDS, OTHER_IDS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
-MOST_AUX = 16
 LAYER_PREFIXES = ("midlayer.", "layers.0.")  # before the names of the head's layer; the first found counts
 OFFSETS = "d2t"
 _BUILT = {
@@ -96,15 +95,10 @@ def read_eagle3(fields: Fields) -> tuple[Eagle3Config, Fields] | None:
         num_aux=len(listed) if listed else 3,
     )
     stored = [each.get(key) for each in (layer, fields) for key in ("dtype", "torch_dtype")]
-    llama = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "tie_word_embeddings": False,
-        "dtype": next((dtype for dtype in stored if dtype), None),
-        "torch_dtype": None,
-        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # the target's, and often another one's
-    }
+    llama: dict[str, object] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    llama |= {"num_hidden_layers": 1, "tie_word_embeddings": False, "torch_dtype": None}
+    llama |= {"dtype": next((dtype for dtype in stored if dtype), None)}
+    llama |= dict.fromkeys(("bos_token_id", "eos_token_id"))  # the target's, and often another one's
     return facts, layer.having(llama)
 
 

@@ -29,8 +29,7 @@ from spd.formats.rope_config import RopeConfig, read_growth, read_local_rope, re
 FILE_NAME, GENERATION = "config.json", "generation_config.json"
 MTP_HEAD = "MTPSpeculator"
 # Caps stop an absurd number before anything is allocated; all lie well above any published model.
-MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM = 1024, 4096, 1024
-MAX_VOCAB = 1 << 24
+MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_VOCAB = 1024, 4096, 1024, 1 << 24
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spd.errors import CheckpointError, IncompatibleError
-from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, TensorMeta, check_tensors
+from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, Shape, Shapes, TensorMeta, check_tensors
 from spd.formats.json_file import Fields, listed, shown
 from spd.formats.model_config import MAX_LAYERS, MTP_HEAD, ModelConfig, model_config_of, refuse_head
 from spd.formats.quantized import UNUSED
@@ -35,8 +35,7 @@ from spd.formats.quantized import UNUSED
 if TYPE_CHECKING:
     from spd.formats.folder import ModelFolder
 
-MODEL_TYPE = "mtp"
-FINAL_NORM = "model.norm.weight"
+MODEL_TYPE, FINAL_NORM = "mtp", "model.norm.weight"
 _HOW_TO_ATTACH = (
     "--mtp HEAD with a folder that `spd convert-mtp ORIGINAL HEAD` made of the original checkpoint",
     "--spec ngram",
@@ -44,8 +43,6 @@ _HOW_TO_ATTACH = (
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Keys of `config.json` that say how many modules a head has."""
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -147,14 +144,14 @@ class MtpSource:
     verifier: str = ""  # what a head folder was cut from; empty for a head in its own checkpoint
     verifier_sha256: str = ""
 
-    def glue_tensors(self, module: int) -> dict[str, tuple[int, ...]]:
+    def glue_tensors(self, module: int) -> dict[str, Shape]:
         """Names and shapes of what surrounds a module's decoder layer."""
         hidden, named = self.config.hidden_size, self.layout.named
         shapes = {"projection": (hidden, 2 * hidden)}
         names = self.layout.family.glue.items()
         return {named(name, module): shapes.get(key, (hidden,)) for key, name in names}
 
-    def copies(self, module: int) -> dict[str, tuple[int, ...]]:
+    def copies(self, module: int) -> dict[str, Shape]:
         """Names and shapes of the copies of embedding and head that a module's checkpoint may hold."""
         shape, names = (self.config.vocab_size, self.config.hidden_size), self.layout.family.tables.values()
         return {self.layout.named(name, module): shape for name in names}
@@ -199,9 +196,9 @@ def no_mtp(folder: Path, num_layers: int, declared: int) -> IncompatibleError:
     return IncompatibleError(f"{folder}: holds no MTP layers", reason=reason, fix=_HOW_TO_ATTACH)
 
 
-def check_mtp(checkpoint: Checkpoint, source: MtpSource, layer_tensors: Shapes) -> dict[str, tuple[int, ...]]:
+def check_mtp(checkpoint: Checkpoint, source: MtpSource, layer_tensors: Shapes) -> dict[str, Shape]:
     """Names and shapes of all that the head's modules need, seen to be there. layer_tensors: of one layer."""
-    expected: dict[str, tuple[int, ...]] = {}
+    expected: dict[str, Shape] = {}
     layout = source.layout
     for module in range(layout.modules):
         prefix, copies = layout.layer_prefix(module), source.copies(module)

@@ -24,19 +24,18 @@ Source: compressed-tensors 0.20, AutoAWQ 0.2, AutoGPTQ and gptqmodel 7, NVIDIA M
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from spd.errors import CheckpointError
-from spd.formats.checkpoint import FLOAT_DTYPES, TensorMeta, text_name
+from spd.formats.checkpoint import FLOAT_DTYPES, Metas, Shape, Shapes, text_name
 from spd.formats.json_file import Fields, keyed, shown
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # which nibble of a word holds each of eight neighbouring columns
-NVFP4_GROUP, MXFP4_GROUP = 16, 32
-MAX_GROUP = 1 << 16
+NVFP4_GROUP, MXFP4_GROUP, MAX_GROUP = 16, 32, 1 << 16
 FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Where older tools wrote what `config.json` lacks, and their methods."""
 SUPPORTED = "compressed-tensors, gptq, awq, modelopt, mxfp4, and fp8 with weight_block_size"
@@ -51,7 +50,6 @@ PACKED |= dict.fromkeys(("gptq", "awq"), "qweight")
 CODES = frozenset({"weight", *PACKED.values()})
 _NESTED = re.compile(r"[*+}]\)*[*+{]|\([^()]*[*+{|][^()]*\)[*+{]")  # repetitions of repetitions
 EVERY = ("",)  # patterns that each name matches
-Shape = tuple[int, ...]
 StoredTensor = tuple[tuple[Shape, ...], tuple[str, ...]]  # the shapes that a tensor may have, and dtypes
 
 
@@ -134,7 +132,7 @@ class Quantization:
     def scheme_of(self, module: str) -> Scheme | None:
         return next((rule.scheme for rule in self.rules if rule.holds(module)), None)
 
-    def found(self, name: str, shape: Shape, tensors: Mapping[str, TensorMeta]) -> tuple[str, Scheme] | None:
+    def found(self, name: str, shape: Shape, tensors: Metas) -> tuple[str, Scheme] | None:
         """The module and the scheme of a matrix `name` by a checkpoint's headers; None: stored as it is."""
         module = name.removesuffix(".weight")
         stored = tensors.get(name)
@@ -156,9 +154,7 @@ class Quantization:
             refuse(scheme.codes, f"groups of {scheme.group} do not divide {shape[1]} columns")
         return module, scheme
 
-    def stored(
-        self, expected: Mapping[str, Shape], tensors: Mapping[str, TensorMeta]
-    ) -> tuple[dict[str, Shape], dict[str, tuple[str, ...]]]:
+    def stored(self, expected: Shapes, tensors: Metas) -> tuple[dict[str, Shape], dict[str, tuple[str, ...]]]:
         """Names and shapes of what stores the expected tensors, and dtypes of those that are no floats."""
         shapes: dict[str, Shape] = {}
         dtypes: dict[str, tuple[str, ...]] = {}

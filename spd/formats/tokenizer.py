@@ -28,8 +28,7 @@ import tokenizers
 from spd.errors import CheckpointError, IncompatibleError, SpdError, UsageError
 from spd.formats.json_file import Fields, names_in, one_line, parse_json, read_text, shown
 
-FILE_NAME = "tokenizer.json"
-MAP_NAME, CONFIG_NAME = "special_tokens_map.json", "tokenizer_config.json"
+FILE_NAME, MAP_NAME, CONFIG_NAME = "tokenizer.json", "special_tokens_map.json", "tokenizer_config.json"
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("add_bos_token", "add_eos_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")

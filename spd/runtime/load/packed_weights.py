@@ -12,15 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spd.formats.checkpoint import Checkpoint
-from spd.formats.quantized import AWQ_ORDER, Quantization, Scheme, Shape
+from spd.formats.checkpoint import Checkpoint, Shape, Shapes
+from spd.formats.quantized import AWQ_ORDER, Quantization, Scheme
 from spd.kernels.linear.few_bits import MIDDLE, CodeKind, paired, unpaired, values
 from spd.runtime.load.progress import LoadMeter
 from spd.runtime.models.builder import Fill
 from spd.runtime.models.destinations import Cut, Cuts
 from spd.runtime.models.weights import PARTS, part_name
 
-Shapes = Mapping[str, Shape]
 Stored = Mapping[str, Tensor]
 STRIP = 2**22  # codes of odd widths unpacked at a time: each takes eight bytes several times meanwhile
 
