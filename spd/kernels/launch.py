@@ -14,8 +14,7 @@ class Device:
     """What launch choices may follow; the defaults are a CPU's, whose interpreter takes any choice."""
 
     capability: tuple[int, int] = (0, 0)
-    shared: int = 99 * 1024
-    """Bytes of shared memory that a program may use; the default is the least of all."""
+    shared: int = 99 * 1024  # bytes of shared memory that a program may use; the default is the least of all
     processors: int = 132
 
 

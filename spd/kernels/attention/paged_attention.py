@@ -23,10 +23,8 @@ from torch import Tensor
 
 from spd.kernels.attention.rotary_store import Pools, surely_finite
 
-KV_BLOCK = 512
-"""Positions a block: torch's CPU flash attention walks keys in blocks of this many."""
-KV_PART = KV_BLOCK // 4
-"""Every part of a block that is attended is a multiple of this."""
+KV_BLOCK = 512  # positions a block: torch's CPU flash attention walks keys in blocks of this many
+KV_PART = KV_BLOCK // 4  # every part of a block that is attended is a multiple of this
 
 
 @dataclass(frozen=True)
@@ -61,8 +59,7 @@ class Windows:
     bounds: Sequence[int]
     """For each slot a number of positions that its rows do not reach beyond, 0 without valid rows, in whole
     `KV_BLOCK`s where a last part of one is computed otherwise (see `context_for`)."""
-    first_pages: Sequence[int | None]
-    """See `gather_pages`, for as many pages as the bound takes."""
+    first_pages: Sequence[int | None]  # see `gather_pages`, for as many pages as the bound takes
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from spd.kernels.linear.norm_gate import rms_norm
 
-Pools = tuple[Tensor, Tensor]
-"""Keys and values of all pages [P, page, K, D]."""
+Pools = tuple[Tensor, Tensor]  # keys and values of all pages [P, page, K, D]
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from spd.kernels.linear.skinny_linear import AnyWeight, plain_weight
 FEW_ROWS = 4
 """Rows of one expert that the torch form computes at a time in a window; with more rows than it has the
 last one is repeated, so that the number of an expert's rows chooses no arithmetic."""
-MANY_ROWS = 16
-"""The same in a prompt chunk."""
+MANY_ROWS = 16  # the same in a prompt chunk
 
 
 class RoutingRule(Protocol):

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from spd.kernels.linear.activation import Activation
 
-GELU_SCALE = 0.7978845608028654
-"""The square root of 2 / pi."""
+GELU_SCALE = 0.7978845608028654  # the square root of 2 / pi
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -25,8 +25,7 @@ Widest = Mapping[torch.dtype, int]
 """By the dtype of a weight's values: how wide tiles of tokens of that dtype, or of bfloat16, may be."""
 NARROW: Widest = MappingProxyType({})
 
-PROGRAMS = 128
-"""Programs that fill the device: about one for each multiprocessor of the largest ones."""
+PROGRAMS = 128  # programs that fill the device: about one for each multiprocessor of the largest ones
 
 SMALL_PROGRAMS = 1024
 """The same for weights of bytes, whose programs have two warps and half the rows, so that several share a

@@ -21,10 +21,8 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 SOURCES = ("linear.c", "attention.c", "experts.c", "sample.c", "round.c", "recurrent.c", "pool.c", "init.c")
-COMPILERS = ("gcc", "cc")
-"""The first that is found; else the one that the package ziglang holds."""
-LARGEST_HEAD = 576
-"""Elements of a head that attention has room for: a latent of 512 with 64 rotated."""
+COMPILERS = ("gcc", "cc")  # the first that is found; else the one that the package ziglang holds
+LARGEST_HEAD = 576  # elements of a head that attention has room for: a latent of 512 with 64 rotated
 FLAGS = (
     *("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off", "-pthread", "-fPIC", "-shared"),
     *("-nodefaultlibs", f"-DLARGEST_HEAD={LARGEST_HEAD}"),
@@ -49,8 +47,7 @@ OWN_FLAGS: dict[str, tuple[str, ...]] = {
 """They leave the better instructions alone."""
 DTYPE_FLAGS: dict[str, tuple[str, ...]] = {"bfloat16": (), "float32": ("-DSPD_FLOAT32",)}
 """By what a library's elements are: weights, the cache, and what goes from layer to layer."""
-PATIENCE = 300
-"""Seconds that the compiler is given."""
+PATIENCE = 300  # seconds that the compiler is given
 HASH = hashlib.sha256().digest_size
 LARGEST = 16 << 20  # bytes that are read of a kept file; a library has below a hundred thousand
 

@@ -30,11 +30,9 @@ from spd.kernels.round.window import Places, RoundTensors, RoundWindow, Rows
 from spd.kernels.sampling.philox import STREAM_TARGET
 from spd.kernels.sampling.sampling import SamplingTensors, adjust_rows
 
-SIDE, DEPTH = 16, 32
-"""Rows or columns of a tile, and its depth."""
+SIDE, DEPTH = 16, 32  # rows or columns of a tile, and its depth
 TILE_BYTES, LARGE_PAGE = 2 * SIDE * DEPTH, 1 << 21
-Step = tuple[Callable[..., Any], tuple[Any, ...]]
-"""A function and its arguments."""
+Step = tuple[Callable[..., Any], tuple[Any, ...]]  # a function and its arguments
 ROUND = (
     *("tokens", "length", "length_limit", "draft", "num_drafts", "match", "draft_limit", "draft_cap"),
     *("page_table", "stop_ids", "active", "ring", "times", "counter"),
@@ -68,8 +66,7 @@ def ending_of(act: Activation) -> tuple[int, float, float]:
     return 2 + number, math.inf if act.limit is None else act.limit, act.alpha
 
 
-CODES = ("int4", "int8", "e2m1", "e4m3")
-"""Kinds of codes, numbered from 1."""
+CODES = ("int4", "int8", "e2m1", "e4m3")  # kinds of codes, numbered from 1
 
 
 def numbers(given: Sequence[Any]) -> list[Any]:

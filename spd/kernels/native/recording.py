@@ -21,8 +21,7 @@ from spd.kernels.native.library import NativeLibrary, Step
 
 Result = TypeVar("Result")
 
-POOL_BYTES = 64 << 20
-"""A program that makes more is not recorded: there, Python is not what takes the time."""
+POOL_BYTES = 64 << 20  # a program that makes more is not recorded: there, Python is not what takes the time
 ALIGNMENT = 64
 ASKING = frozenset({"nonzero", "masked_select", "lift_fresh"})
 """Operations whose result has a size that values decide, or brings a value of the host's."""

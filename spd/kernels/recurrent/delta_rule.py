@@ -20,10 +20,8 @@ from torch.nn.functional import pad, softplus
 
 from spd.kernels.recurrent.short_conv import Segments
 
-NORM_EPSILON = 1e-6
-"""Inside the root of a query's or key's length."""
-CHUNK = 32
-"""Rows; the products' shapes do not depend on how many of them there are."""
+NORM_EPSILON = 1e-6  # inside the root of a query's or key's length
+CHUNK = 32  # rows; the products' shapes do not depend on how many of them there are
 
 
 class DeltaMemory(NamedTuple):

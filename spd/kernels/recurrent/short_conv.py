@@ -23,8 +23,7 @@ class Segments(NamedTuple):
     """int64 [5, G], in the order of first rows: the slot, the run's first row of the pass's T, how many rows,
     the position of the first, and the position, from applied to start + rows, as of which the state is
     written: tokens below it stay."""
-    applied: Tensor
-    """int64 [S], the position that each slot's written state is of."""
+    applied: Tensor  # int64 [S], the position that each slot's written state is of
 
     def runs(self) -> list[list[int]]:
         """[slot, first, count, start, keep, applied] of the runs that have rows: waits for the device."""

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from spd.kernels.sampling.philox import STREAM_TARGET, gumbel, random_bits, uniform
 
-STREAM_DRAFT = 1
-"""The stream a sampled draft is to be drawn with, for its row: see `row_stream`."""
+STREAM_DRAFT = 1  # the stream a sampled draft is to be drawn with, for its row: see `row_stream`
 STREAM_ACCEPTANCE = 2
 STREAM_RESIDUAL = 3
 NUM_STREAMS = 4

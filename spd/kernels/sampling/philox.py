@@ -15,8 +15,7 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 MASK = 0xFFFFFFFF
 ROUNDS = 10
 
-STREAM_TARGET = 0
-"""The stream of the draw that is emitted; coupled drafters share it."""
+STREAM_TARGET = 0  # the stream of the draw that is emitted; coupled drafters share it
 
 
 def _multiply_high_low(value: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:

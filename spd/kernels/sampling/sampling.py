@@ -15,8 +15,7 @@ from spd.kernels.sampling.philox import STREAM_TARGET, gumbel
 
 NEGATIVE_INFINITY = float("-inf")
 
-MASS_BITS = 32
-"""A token as likely as the likeliest has the mass 2**32."""
+MASS_BITS = 32  # a token as likely as the likeliest has the mass 2**32
 LOG2_E = 1.4426950216293335
 LOWEST_EXPONENT = -40.0
 EXP2 = (

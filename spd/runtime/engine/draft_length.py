@@ -121,8 +121,7 @@ class DraftLength:
 
     maximum: int
     adaptive: bool
-    tiers: tuple[int, ...] = ()
-    """The values of k to choose from; empty means all from 0 to `maximum`."""
+    tiers: tuple[int, ...] = ()  # the values of k to choose from; empty means all from 0 to `maximum`
     copying: int = 0
     """Above `maximum`: k of rounds for which prompt lookup drafts alone, where it has a match. 0: never."""
     copied: tuple[float, float] = field(init=False)

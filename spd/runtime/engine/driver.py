@@ -46,8 +46,7 @@ def drive(
 
 
 Answer = Event | BaseException
-Listener = Callable[[Answer], None]
-"""Hears of one request, in the engine's thread."""
+Listener = Callable[[Answer], None]  # hears of one request, in the engine's thread
 _Order = tuple[Callable[["Engine"], None], Listener]
 """What to do with the engine, and what hears that it failed."""
 

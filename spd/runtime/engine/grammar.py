@@ -24,14 +24,11 @@ from spd.runtime.round.limits import WORD, mask_width
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_BYTES = 64 * 1024
-"""Of a grammar's text."""
+MAX_BYTES = 64 * 1024  # of a grammar's text
 MOST_STATES, MOST_PATTERNS = 100_000, 12
 """Of a schema: the common multiple of all `multipleOf`, and patterns where `allOf` or `$ref` combine some."""
-BEGINNING = 2
-"""Tokens of a reply among which its thinking has to begin."""
-KEPT = 64
-"""Compiled grammars that are kept for the next request with the same text."""
+BEGINNING = 2  # tokens of a reply among which its thinking has to begin
+KEPT = 64  # compiled grammars that are kept for the next request with the same text
 FLAGS = {
     "schema": ("--schema", """'{"type": "object", "properties": {"name": {"type": "string"}}}'"""),
     "regex": ("--grammar", "'/[0-9]{4}-[0-9]{2}/'"),
@@ -66,8 +63,7 @@ class Grammar:
         self.began = matcher is not None and after is None
         self._left = budget.tokens if budget is not None and budget.inside else None
         """Tokens of thinking that are left; None outside of it."""
-        self._count = 0
-        """Tokens that were accepted."""
+        self._count = 0  # tokens that were accepted
 
     @property
     def finished(self) -> bool:

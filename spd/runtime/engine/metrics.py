@@ -26,12 +26,10 @@ class RoundRecord:
     ms: dict[str, float]
     """Draft, verify, rest, and host: the gap between the round before and this one, by the device's clock."""
     draft_forwards: int
-    k: int
-    """Drafts a slot that the round had room for; `draft` may hold fewer."""
+    k: int  # drafts a slot that the round had room for; `draft` may hold fewer
     match: int = 0
     """Tokens of the match that prompt lookup took `draft` from; 0 where a model drafted, or nothing did."""
-    other_load: float = 0.0
-    """CPUs that other programs kept busy lately; see `cpu_load`."""
+    other_load: float = 0.0  # CPUs that other programs kept busy lately; see `cpu_load`
 
 
 @dataclass(slots=True)
@@ -41,17 +39,13 @@ class RequestMetrics:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    load_ms: float = 0.0
-    """Of the engine, before the request: with `first_token_ms` what a cold start takes."""
-    queue_ms: float = 0.0
-    """From arrival to the first work on the prompt."""
+    load_ms: float = 0.0  # of the engine, before the request: with `first_token_ms` what a cold start takes
+    queue_ms: float = 0.0  # from arrival to the first work on the prompt
     preemptions: int = 0
     prompt_ms: float = 0.0
     first_token_ms: float = 0.0
-    predicted_ms: float = 0.0
-    """From the first tokens to the last."""
-    first_tokens: int = 0
-    """How many came the first time."""
+    predicted_ms: float = 0.0  # from the first tokens to the last
+    first_tokens: int = 0  # how many came the first time
     outcomes: dict[tuple[int, int], int] = field(default_factory=dict)
     """Rounds, by how many drafts were verified, and how many of them were accepted and emitted."""
     draft_n_accepted_raw: int = 0

@@ -17,8 +17,7 @@ from typing import NamedTuple
 from spd.runtime.round.limits import NUM_RESERVED
 from spd.runtime.round.spans import Run, kinds_in
 
-ROOT = b"spd page"
-"""What the first page of all is chained to."""
+ROOT = b"spd page"  # what the first page of all is chained to
 
 
 class TextHashes:

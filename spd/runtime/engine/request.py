@@ -33,10 +33,8 @@ class GrammarText:
 
     kind: Literal["schema", "regex", "lark"]
     text: str
-    after: int | None = None
-    """It applies behind the first such token: what comes before is thinking."""
-    optional: bool = False
-    """What comes before is instead a text that is whole without it."""
+    after: int | None = None  # it applies behind the first such token: what comes before is thinking
+    optional: bool = False  # what comes before is instead a text that is whole without it
 
 
 @dataclass(frozen=True)
@@ -90,12 +88,9 @@ class Event(NamedTuple):
 
     request_id: str
     token_ids: tuple[int, ...]
-    text: str
-    """Whole characters only."""
-    finish_reason: str | None = None
-    """None while it goes on, then "stop", "length", "abort" or "error"."""
-    drafted: tuple[bool, ...] = ()
-    """For each token whether it was an accepted draft."""
+    text: str  # whole characters only
+    finish_reason: str | None = None  # None while it goes on, then "stop", "length", "abort" or "error"
+    drafted: tuple[bool, ...] = ()  # for each token whether it was an accepted draft
     logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None
     """In words why it ended by one, or what the text lacks that ended before its grammar was complete."""

@@ -17,8 +17,7 @@ from spd.runtime.engine.page_table import Checkpoints, PageTable, Tail, TextHash
 from spd.runtime.engine.sequence import NO_SLOT, Sequence
 from spd.runtime.round.spans import Run, clip_runs, extend_tile, reusable_prefix
 
-INTERVAL = 4096
-"""Positions of a prompt after which there is a checkpoint, whatever stands there."""
+INTERVAL = 4096  # positions of a prompt after which there is a checkpoint, whatever stands there
 
 
 class EnqueuedRound(NamedTuple):
@@ -26,8 +25,7 @@ class EnqueuedRound(NamedTuple):
 
     ticket: Any  # what its outcome is read by
     sequences: Listed[Sequence]
-    pages: list[int]
-    """Given up since it was enqueued: it may touch them, and they are free afterwards."""
+    pages: list[int]  # given up since it was enqueued: it may touch them, and they are free afterwards
 
 
 class Scheduler:

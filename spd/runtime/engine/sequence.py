@@ -39,11 +39,9 @@ class Detokenizer:
 
     def __init__(self, bytes_of: Callable[[Listed[int]], bytes], stops: Listed[str], min_tokens: int) -> None:
         self._bytes_of, self._stops, self._min_tokens = bytes_of, tuple(stops), min_tokens
-        self._rest = b""
-        """The beginning of a character, whose other bytes are to come."""
+        self._rest = b""  # the beginning of a character, whose other bytes are to come
         self._pending = ""
-        self._ignored = 0
-        """Leading characters of `_pending` that came within the first min_tokens tokens."""
+        self._ignored = 0  # leading characters of `_pending` that came within the first min_tokens tokens
         self._count = 0
         self.stopped = False
 
@@ -101,8 +99,7 @@ class Sequence:
     """Keeps it out of the rounds between one it took part in and the arrival of its next masks."""
     waits: bool = False
     """Whether the grammar has to begin yet, behind the last of `stop_ids`: it keeps out of none before."""
-    silent: int = 0
-    """Rounds on their way that were enqueued before it stopped there: they do nothing for it."""
+    silent: int = 0  # rounds on their way that were enqueued before it stopped there: they do nothing for it
     runs: list[Run] = field(default_factory=list)
     """Which program writes the prompt's positions; what follows is written by tiles."""
     slot: int = NO_SLOT
@@ -110,21 +107,16 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     """Of the full pages that a prefill will have written; see `TextHashes`."""
-    prefilled: int = 0
-    """Positions whose cache is there; all but the last token's before it may decode."""
+    prefilled: int = 0  # positions whose cache is there; all but the last token's before it may decode
     checkpoint: int | None = None
     """The place of the states as of `prefilled` that it begins with, where its model keeps some."""
-    stops: tuple[int, ...] = ()
-    """Positions at which its prefill pauses, for a checkpoint."""
-    placed: bool = False
-    """Whether the device knows of its stay in the slot."""
-    active: bool = False
-    """Whether it takes part in rounds: prefilled, and waiting for nothing."""
+    stops: tuple[int, ...] = ()  # positions at which its prefill pauses, for a checkpoint
+    placed: bool = False  # whether the device knows of its stay in the slot
+    active: bool = False  # whether it takes part in rounds: prefilled, and waiting for nothing
     generated: list[int] = field(default_factory=list)
     plain: bool = field(init=False)
     """Whether its text ends by ids and length alone: nothing else looks at its tokens."""
-    length: int = field(init=False)
-    """Committed tokens the host knows of, the prompt included."""
+    length: int = field(init=False)  # committed tokens the host knows of, the prompt included
     in_flight: int = 0
     """Widths (k + 1) of rounds enqueued and not yet read: what they commit is known late, see `bound`."""
     metrics: RequestMetrics = field(default_factory=RequestMetrics)

@@ -23,8 +23,7 @@ from spd.runtime.plan.config import MAX_DRAFT, show_size, split_spec
 from spd.runtime.round.cpu_load import SLIGHT
 
 HEADER = "spd.trace/1"
-PARTS = ("draft", "verify", "rest", "host")
-"""Of a round's time."""
+PARTS = ("draft", "verify", "rest", "host")  # of a round's time
 
 
 @dataclass(frozen=True)
@@ -84,20 +83,16 @@ def read_trace(path: Path) -> Trace:
     return trace
 
 
-ROW_COST = 0.01
-"""Assumed extra cost of verifying one more row, as a share, until it has been measured."""
-LEAST = 3
-"""Rounds that make a cost a measured one."""
+ROW_COST = 0.01  # assumed extra cost of verifying one more row, as a share, until it has been measured
+LEAST = 3  # rounds that make a cost a measured one
 
 
 @dataclass(frozen=True)
 class CostModel:
     """Milliseconds of the parts of a round, by the number of drafts where they depend on it."""
 
-    verify: Mapping[int, float]
-    """Measured medians by rows: of one where there were plain rounds."""
-    draft: Mapping[int, float]
-    """Of drafting k tokens."""
+    verify: Mapping[int, float]  # measured medians by rows: of one where there were plain rounds
+    draft: Mapping[int, float]  # of drafting k tokens
     rest: float
     host: float
 
@@ -200,10 +195,8 @@ def _survival(records: Sequence[RoundRecord]) -> tuple[float, ...]:
 
 
 SCHEMA = "spd.explain/1"
-BEYOND = 2
-"""Drafts a round that are weighed beyond the most that a trace held: of more it knows nothing."""
-NOTICEABLE = 0.02
-"""A prospect is worth a try when it is faster by more than this."""
+BEYOND = 2  # drafts a round that are weighed beyond the most that a trace held: of more it knows nothing
+NOTICEABLE = 0.02  # a prospect is worth a try when it is faster by more than this
 
 
 @dataclass(frozen=True)
@@ -223,22 +216,17 @@ class Explanation:
     """Everything that a trace says."""
 
     method: str
-    k: int
-    """The most common number of drafts a round; 0 where none were drafted."""
+    k: int  # the most common number of drafts a round; 0 where none were drafted
     rounds: int
     tokens_per_second: float
     costs: CostModel
     acceptance: Acceptance
     plain: Prospect
     now: Prospect
-    own: tuple[Prospect, ...]
-    """The trace's drafter at every k."""
-    imposed: bool
-    """Whether acceptance was imposed and not measured."""
-    other_load: float
-    """CPUs that other programs kept busy, on average."""
-    state_bytes: int
-    """Of a request's recurrent states, which a round reads and writes once."""
+    own: tuple[Prospect, ...]  # the trace's drafter at every k
+    imposed: bool  # whether acceptance was imposed and not measured
+    other_load: float  # CPUs that other programs kept busy, on average
+    state_bytes: int  # of a request's recurrent states, which a round reads and writes once
 
     @property
     def best(self) -> Prospect:

@@ -98,8 +98,7 @@ def choose(
     return tuple(chosen)
 
 
-NO_TEXT_LENGTH = 64
-"""Random ids a prompt, where no length was wished for."""
+NO_TEXT_LENGTH = 64  # random ids a prompt, where no length was wished for
 
 
 def encode_questions(

@@ -35,8 +35,7 @@ class Replay:
     plans: tuple[dict[str, Any], dict[str, Any]]
     texts: int
     tokens: int
-    speculated: int
-    """Accepted drafts of the candidate: with none, nothing was tried."""
+    speculated: int  # accepted drafts of the candidate: with none, nothing was tried
     differences: list[dict[str, Any]]
 
 

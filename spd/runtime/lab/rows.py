@@ -14,8 +14,7 @@ from spd.runtime.lab.load import Sample
 ALL = "all"
 KEYS = ("category", "temperature", "prompt_tokens_asked", "concurrency", "rate")
 """What a row shares with the plain row beside it."""
-MACHINE = ("lag", "graphs", "tp")
-"""Settings that a row's plain partner has too."""
+MACHINE = ("lag", "graphs", "tp")  # settings that a row's plain partner has too
 IDENTITY = (*KEYS, "method", "draft_max", "adaptive", "verify", "draft_tp", *MACHINE)
 
 
@@ -172,8 +171,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(0, ceil(share * len(values)) - 1)]
 
 
-WINSORIZED = 7
-"""Values from which on the extremes of a sample are drawn in."""
+WINSORIZED = 7  # values from which on the extremes of a sample are drawn in
 
 
 def repeat_interval(values: Sequence[float]) -> dict[str, Any]:

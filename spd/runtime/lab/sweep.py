@@ -15,10 +15,8 @@ from spd.runtime.lab.prompt_set import Question
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.round.sampling_params import SamplingParams
 
-LEAST, MOST = 3, 20
-"""Repetitions where their number follows from the time."""
-BATCH_REQUESTS = 16
-"""Requests of a pass at a rate, at least."""
+LEAST, MOST = 3, 20  # repetitions where their number follows from the time
+BATCH_REQUESTS = 16  # requests of a pass at a rate, at least
 
 
 @dataclass(frozen=True)
@@ -31,8 +29,7 @@ class Settings:
     repetitions: int | None = None
     seconds: float = 80.0
     ignore_eos: bool = False
-    waves: int = 1
-    """Requests of a pass where several are together, at least, as a multiple of those that are."""
+    waves: int = 1  # requests of a pass where several are together, at least, as a multiple of those that are
 
 
 class Sweep:
@@ -51,10 +48,8 @@ class Sweep:
         self.report: Callable[[str, int, int], object] = lambda what, done, total: None
         """What hears how far it has come: passes done, and to do."""
         self.samples: list[Sample] = []
-        self.plans: list[dict[str, Any]] = []
-        """One a configuration; of the first load."""
-        self.compared = 0
-        """Tokens that were held against those of plain decoding."""
+        self.plans: list[dict[str, Any]] = []  # one a configuration; of the first load
+        self.compared = 0  # tokens that were held against those of plain decoding
         self.differences: list[dict[str, Any]] = []
 
     def run(self) -> None:

@@ -29,8 +29,7 @@ from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, N
 from spd.kernels.native.library import FLOAT32, ROUNDED, NativeLibrary, ending_of
 from spd.runtime.layers.base import Communicator, ForwardBatch, Residual
 
-PACK_ROWS = 16
-"""Rows that oneDNN is told to expect when it lays out a weight."""
+PACK_ROWS = 16  # rows that oneDNN is told to expect when it lays out a weight
 
 
 @dataclass(frozen=True)

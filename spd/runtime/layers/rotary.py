@@ -112,8 +112,7 @@ class RotaryTable:
         scale, still = attention_factor(rope), (0, (dims.width - dims.rotated) // 2)
         cos, sin = F.pad(angles.cos() * scale, still, value=1.0), F.pad(angles.sin() * scale, still)
         self.max_positions = max_positions
-        self.local: RotaryTable | None = None
-        """Of the layers that turn in another way, where there are any."""
+        self.local: RotaryTable | None = None  # of the layers that turn in another way, where there are any
         self.cos = torch.cat((cos, cos), dim=-1).to(device=device, dtype=dtype)
         self.sin = torch.cat((-sin, sin), dim=-1).to(device=device, dtype=dtype)
 

@@ -35,8 +35,7 @@ from spd.runtime.models.destinations import WHOLE, Destination, Shard
 from spd.runtime.models.layouts import LayerLayout
 from spd.runtime.models.weights import WIDE, PackedSpec, WeightForm, part_name
 
-Fill = Callable[[Mapping[str, Tensor]], None]
-"""Writes every view from its namesake, wherever that comes from."""
+Fill = Callable[[Mapping[str, Tensor]], None]  # writes every view from its namesake, wherever that comes from
 
 
 class Tensors(dict[str, Tensor]):
@@ -44,14 +43,12 @@ class Tensors(dict[str, Tensor]):
 
     def __init__(self, found: Mapping[str, Tensor]) -> None:
         super().__init__(found)
-        self.grouped: dict[str, GroupedWeight] = {}
-        """Matrices in codes, with what stands beside these."""
+        self.grouped: dict[str, GroupedWeight] = {}  # matrices in codes, with what stands beside these
 
 
 Kept = Tensor | GroupedWeight
 Product = Linear | SkinnyLinear | NativeLinear
-LayerTensors = tuple[Tensors, Tensors]
-"""One layer's: of its attention block, and of its MLP block."""
+LayerTensors = tuple[Tensors, Tensors]  # one layer's: of its attention block, and of its MLP block
 
 
 @dataclass(frozen=True)
@@ -141,8 +138,7 @@ class LayerBuilder:
         self.place, self.kernels, self.epsilon = place, place.kernels, epsilon
         self.dtype, self.form, self.ranks = place.dtype, place.form, place.ranks
         self.fold_norms = place.kernels.facts.folds_norms
-        self.products: list[Product] = []
-        """All but the heads', in the order in which they were made."""
+        self.products: list[Product] = []  # all but the heads', in the order in which they were made
 
     def linear(self, weight: Kept, bias: Tensor | None = None, around: Around = ALONE) -> Product:
         """A product by weight [N, K] in this builder's form, with what stands around it in its layer."""

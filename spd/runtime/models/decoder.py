@@ -50,8 +50,7 @@ from spd.runtime.models.weights import HeadRules, ModelLayout
 
 AttentionBlock = Attention | LatentAttention | GatedDelta | ShortConv | Callable[..., Residual]
 """A layer's first block: it writes the rows' cache entries, then reads the pages; or a state and rings."""
-MlpBlock = GatedMlp | MoeMlp | SideMlp | Callable[..., Residual]
-"""A layer's second block: each row by itself."""
+MlpBlock = GatedMlp | MoeMlp | SideMlp | Callable[..., Residual]  # a layer's second block: each row by itself
 
 
 @dataclass(frozen=True)
@@ -172,8 +171,7 @@ class Decoder:
         self.varied_layers = 1 + max(kinds.index(kind) for kind in set(kinds))
         """How many of the first layers there must be for one of every kind."""
         self.vocab_size, self.hidden_size = self.embedding.shape
-        self.state_size = self.hidden_size
-        """Elements of a state that a head reads."""
+        self.state_size = self.hidden_size  # elements of a state that a head reads
         self.max_positions = self.rotary.max_positions
         self.reader: AuxStates | None = None
         """Of the head that reads the streams between layers, once there is one."""

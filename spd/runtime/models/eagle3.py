@@ -30,8 +30,7 @@ from spd.runtime.models.weights import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-IGNORABLE = (OFFSETS, "t2d")
-"""What is read for itself, and what says nothing more."""
+IGNORABLE = (OFFSETS, "t2d")  # what is read for itself, and what says nothing more
 UNDERSTOOD = ("fc", "input_norm", "norm")
 """Beginnings of names outside the layer: what else begins so changes the states."""
 INTEGERS = ("I64", "I32")

@@ -186,12 +186,9 @@ def check_weights(checkpoint: Checkpoint, config: ModelConfig, layout: ModelLayo
 
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-INT4_GROUP = 64
-"""Columns that share a scale where weights are rounded to four bits at load."""
-STEP = 128
-"""Columns of four bits that kernels read at a time, at most."""
-PARTS = ("scales", "zeros")
-"""What stands beside the codes of a matrix in few bits."""
+INT4_GROUP = 64  # columns that share a scale where weights are rounded to four bits at load
+STEP = 128  # columns of four bits that kernels read at a time, at most
+PARTS = ("scales", "zeros")  # what stands beside the codes of a matrix in few bits
 
 
 def part_name(name: str, part: str) -> str:
@@ -273,8 +270,7 @@ class WeightForm:
         return size * (4 if destination.exact else DTYPE_BYTES[dtype])
 
 
-WIDE = WeightForm()
-"""Every matrix in the run's dtype."""
+WIDE = WeightForm()  # every matrix in the run's dtype
 
 
 def int4_form(kernels: str, dtype: str) -> WeightForm:

@@ -28,16 +28,13 @@ class Proposer:
     `catch_up`, outside of it. Without states or a cache a proposer inherits methods that do nothing.
     """
 
-    captures: bool = False
-    """Whether it reads the target's states; see `ModelOutput`."""
+    captures: bool = False  # whether it reads the target's states; see `ModelOutput`
     draws: bool
     """Whether each draft is drawn, by `Sampler.draw_draft`, which keeps from what; else each is certain."""
     watches: bool = False
     """Whether it looks for matches, of which `state.match` tells, where no draft is asked for."""
-    most_drafts: int = sys.maxsize
-    """Where more are drafted no model drafts: its cache is not brought up."""
-    by_slot: tuple[str, ...]
-    """The attributes that are kept by slots; see `narrowed`."""
+    most_drafts: int = sys.maxsize  # where more are drafted no model drafts: its cache is not brought up
+    by_slot: tuple[str, ...]  # the attributes that are kept by slots; see `narrowed`
 
     def admit(self, slot: int, start: int, view: SlotView) -> None:
         """A slot begins, new or preempted before, with pages that hold positions up to `start`.
@@ -88,10 +85,8 @@ class Beside(NamedTuple):
     """
 
     lookup: Lookup
-    most_drafts: int
-    """Of the model."""
-    watches: bool
-    """Whether lookup may draft alone, so that matches matter where no model drafts."""
+    most_drafts: int  # of the model
+    watches: bool  # whether lookup may draft alone, so that matches matter where no model drafts
 
 
 class ModelProposer(Proposer):

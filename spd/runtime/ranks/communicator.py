@@ -24,8 +24,7 @@ from spd import __version__
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.ranks.rendezvous import MEETING_SECONDS, meet
 
-c10d: Any = torch._C._distributed_c10d
-"""Its classes as they are, without a process-wide group."""
+c10d: Any = torch._C._distributed_c10d  # its classes as they are, without a process-wide group
 
 PATIENCE = timedelta(hours=1)
 """Of one exchange. A rank that is dead or hangs is found by other means, much sooner."""
@@ -97,8 +96,7 @@ class Ranks:
     """One rank's groups. Each group of `draft.size` ranks runs the whole drafter."""
 
     target: ProcessGroup
-    draft: ProcessGroup | None
-    """None: this rank drafts alone."""
+    draft: ProcessGroup | None  # None: this rank drafts alone
     share: ProcessGroup | None
     """Hands rank 0's drafts to the other groups; None where all ranks draft together."""
 

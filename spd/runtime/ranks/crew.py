@@ -26,12 +26,9 @@ from spd.runtime.ranks.rendezvous import announce, meet
 from spd.runtime.ranks.watch import HANG_TICKS, TICK, Watch, end_words, failure
 from spd.runtime.round.round_queue import RoundQueue, Ticket
 
-START_SECONDS = 120
-"""In which a rank must have imported torch and said that it is there."""
-LAST_SECONDS = 3
-"""For which ranks are waited for at the end before they are killed."""
-PROGRAM = "from spd.cli.rank import main; main()"
-"""What another rank runs; the command line owns processes."""
+START_SECONDS = 120  # in which a rank must have imported torch and said that it is there
+LAST_SECONDS = 3  # for which ranks are waited for at the end before they are killed
+PROGRAM = "from spd.cli.rank import main; main()"  # what another rank runs; the command line owns processes
 
 Result = TypeVar("Result")
 
@@ -68,8 +65,7 @@ class Crew:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._coming: list[Line] = []
         self._lines: dict[int, Line] = {}
-        self.broken = False
-        """Whether an order broke off, so that it is not known where the other ranks are."""
+        self.broken = False  # whether an order broke off, so that it is not known where the other ranks are
         self._host, self._place = LOOPBACK, ""
         try:
             if plan.wishes.rendezvous is None:
@@ -246,8 +242,7 @@ class LeadingQueue:
 
     def __init__(self, queue: RoundQueue, crew: Crew) -> None:
         self._queue, self.crew = queue, crew
-        self.close = weakref.finalize(self, crew.close)
-        """End the other ranks."""
+        self.close = weakref.finalize(self, crew.close)  # end the other ranks
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._queue, name)

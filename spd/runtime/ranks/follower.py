@@ -25,10 +25,8 @@ LOOPBACK = "127.0.0.1"
 HANG_SECONDS = 15
 BEAT_SECONDS = 0.5
 SILENCE = f"has not answered for {HANG_SECONDS} seconds"
-COLLATERAL = 75
-"""The exit status of a rank that ends because another one did."""
-LEADERLESS = 76
-"""The exit status of a rank that has given up rank 0."""
+COLLATERAL = 75  # the exit status of a rank that ends because another one did
+LEADERLESS = 76  # the exit status of a rank that has given up rank 0
 
 
 class Line(Connection):

@@ -14,8 +14,7 @@ from typing import Any
 
 from spd.errors import EngineError
 
-MEETING_SECONDS = 60
-"""In which ranks that have said that they are there must have found each other."""
+MEETING_SECONDS = 60  # in which ranks that have said that they are there must have found each other
 PAUSE = 0.2
 END = "end"
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -18,8 +18,7 @@ from spd.errors import EngineError
 from spd.runtime.ranks.communicator import Pulse
 from spd.runtime.ranks.follower import COLLATERAL, HANG_SECONDS, SILENCE, Line
 
-TICK = 0.25
-"""Seconds between two looks of rank 0, each of which is a sign of life to the others."""
+TICK = 0.25  # seconds between two looks of rank 0, each of which is a sign of life to the others
 HANG_TICKS = round(HANG_SECONDS / TICK)
 """Looks without a step while others wait, or without a word, after which a rank is given up.
 
@@ -27,8 +26,7 @@ Counted in looks, not by the clock: while the terminal has stopped the program, 
 LAST_WORDS_TICKS = 8
 """Looks for which a rank that ended because of another one waits for the news of that one."""
 KEPT_WAITING = f"has kept the others waiting for {HANG_SECONDS} seconds"
-NOTICE_SECONDS = 4
-"""In which rank 0 notices that a rank has failed; if it does not, it hangs itself."""
+NOTICE_SECONDS = 4  # in which rank 0 notices that a rank has failed; if it does not, it hangs itself
 
 
 def failure(rank: int, words: str, details: str = "") -> EngineError:
@@ -44,12 +42,9 @@ class _Member:
     process: subprocess.Popen[bytes] | None = None
     steps: int = 0
     waiting: bool = False
-    quiet: int = 0
-    """Looks since its last word."""
-    still: int = 0
-    """Looks since its last step."""
-    gone: int = 0
-    """Looks since it ended because of another rank."""
+    quiet: int = 0  # looks since its last word
+    still: int = 0  # looks since its last step
+    gone: int = 0  # looks since it ended because of another rank
 
     def beat(self, steps: int, waiting: bool) -> None:
         """Take in how far it is."""

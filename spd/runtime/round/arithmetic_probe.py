@@ -35,10 +35,8 @@ CANDIDATES = (2, 4, 5, 6, 8, 12, 16)
 up to 6 rows pass over packed bfloat16 weights once, of 7 and 8 twice (oneDNN 3.12)."""
 PROBED_LAYERS = 4
 
-Pass = tuple[Tensor, Tensor]
-"""Hidden states [T, H] and logits [T, V] of rows of one fixed text."""
-Window = Callable[[int, int, int], Pass]
-"""(first row, rows, blocks of context) to what becomes of those rows."""
+Pass = tuple[Tensor, Tensor]  # hidden states [T, H] and logits [T, V] of rows of one fixed text
+Window = Callable[[int, int, int], Pass]  # (first row, rows, blocks of context) to what becomes of those rows
 PARTS = tuple(range(KV_PART, KV_BLOCK, KV_PART))
 """Of 512: 128, 256 and 384. Which of the last two serves depends on the processor."""
 PART_ROWS = 256

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 STAT = Path("/proc/stat")
-WINDOW = 0.1
-"""Seconds between two looks: the system counts in hundredths."""
+WINDOW = 0.1  # seconds between two looks: the system counts in hundredths
 SLIGHT = 0.3
 """CPUs' worth of load that changes nothing: the system's own work, and what a look may be wrong by."""
 

@@ -19,8 +19,7 @@ from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 from spd.runtime.round.state import narrowed
 
-MOST_RECORDED = 64
-"""Rounds that are recorded at most: each holds the arguments of some hundred calls."""
+MOST_RECORDED = 64  # rounds that are recorded at most: each holds the arguments of some hundred calls
 
 
 @dataclass(frozen=True)
@@ -31,10 +30,8 @@ class RoundShape:
     next_k: int
     needs: SamplerClass
     num_logprobs: int | None
-    slots: int
-    """The first so many run."""
-    threads: int = 0
-    """Of C functions."""
+    slots: int  # the first so many run
+    threads: int = 0  # of C functions
 
 
 def slot_counts(slots: int) -> tuple[int, ...]:

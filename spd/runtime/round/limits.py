@@ -11,10 +11,8 @@ TAIL_ROWS = {name: facts.tail_rows for name, facts in FACTS.items()}
 """Rows of a verify-class pass over a prompt's tail. Its bits do not depend on them."""
 CHUNK = {name: facts.chunk for name, facts in FACTS.items()}
 """Positions of a prompt chunk, by the form of the kernels."""
-CATCH_UP = 16
-"""Tokens that a drafter's cache may lack, besides a round's drafts, before one pass adds them."""
-WORD = 32
-"""Token ids a word of a mask."""
+CATCH_UP = 16  # tokens that a drafter's cache may lack, besides a round's drafts, before one pass adds them
+WORD = 32  # token ids a word of a mask
 
 
 def mask_width(vocab_size: int) -> int:

@@ -65,15 +65,13 @@ class ModelRunner:
         self.kernels, self.dtype = kernels, cache.dtype
         self.merges = kernels.facts.rows_alike
         """Whether prompts of several slots may go through one pass: any rows beside a row leave its bits."""
-        self.pages_per_block = KV_BLOCK // cache.page_size
-        """Pages of a whole block of an attended context."""
+        self.pages_per_block = KV_BLOCK // cache.page_size  # pages of a whole block of an attended context
         self.context_parts: tuple[int, ...] = ()
         """Sizes of an attended context's last block beside a whole one; see `admitted_parts`."""
         self.trash_slot = TRASH_PAGE * cache.page_size
         self.buckets: tuple[int, ...] | None = None
         """Row counts that give the same bits; None where every number does by construction."""
-        self.tile = sys.maxsize if kernels.facts.rows_alike else WIDEST
-        """Rows of a product at most."""
+        self.tile = sys.maxsize if kernels.facts.rows_alike else WIDEST  # rows of a product at most
         if kernels.facts.tries_rows:
             self._try_arithmetic(alone)
 

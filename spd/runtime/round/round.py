@@ -33,10 +33,8 @@ from spd.runtime.round.sampler import Sampler
 from spd.runtime.round.sampling_params import SamplerClass
 from spd.runtime.round.state import RoundState
 
-Logprobs = tuple[Tensor, Tensor, Tensor]
-"""Of the samples [S, R]; the likeliest values and ids [S, R, N]."""
-DRAWS = 8192
-"""Uniform draws, looked up by position: the same acceptance for the same text lengths."""
+Logprobs = tuple[Tensor, Tensor, Tensor]  # of the samples [S, R]; the likeliest values and ids [S, R, N]
+DRAWS = 8192  # uniform draws, looked up by position: the same acceptance for the same text lengths
 
 
 def conditional_rate(length: float, k: int) -> float:

@@ -44,8 +44,7 @@ class HostLogprobs:
 class RoundResult(NamedTuple):
     """What one round emitted, in host values."""
 
-    rows: list[list[int]]
-    """Of the ring, one a slot; see `read_emission`."""
+    rows: list[list[int]]  # of the ring, one a slot; see `read_emission`
     logprobs: HostLogprobs | None
     k: int
     draft_forwards: int
@@ -53,16 +52,14 @@ class RoundResult(NamedTuple):
     """What each slot's drafter proposed for the round after, where that was asked for."""
     seconds: tuple[float, float, float]
     """Draft, verify, rest, by the device's clock; a GPU counts sampling as verification."""
-    gap: float
-    """Seconds without a round before it, by the same clock; 0 for the first."""
+    gap: float  # seconds without a round before it, by the same clock; 0 for the first
 
 
 class Ticket(NamedTuple):
     """A round enqueued and not yet read."""
 
     k: int
-    draft_forwards: int
-    """Forward passes of the drafting loop."""
+    draft_forwards: int  # forward passes of the drafting loop
     fetch: Callable[[], Fetched]
     queue: RoundQueue
 
@@ -147,14 +144,11 @@ class RoundQueue:
         self.launched = 0
         self.behind = 0
         """Tokens that the proposer's cache misses at most, beside the first missed round's drafts."""
-        self.ended = 0
-        """When the round that was read last had run, in nanoseconds by the device's clock."""
-        self._ids: Tensor | None = None
-        """Of the prompt that is being written: int64 [length]."""
+        self.ended = 0  # when the round that was read last had run, in nanoseconds by the device's clock
+        self._ids: Tensor | None = None  # of the prompt that is being written: int64 [length]
         self.unwritten: list[PromptPart] = []
         """Parts of prompts that are written together, in one pass where the kernels allow that."""
-        self.unsaved: list[tuple[int, int, int, int]] = []
-        """What `save` is to copy once they are written."""
+        self.unsaved: list[tuple[int, int, int, int]] = []  # what `save` is to copy once they are written
 
     # -- slots -----------------------------------------------------------------------------------
 

@@ -21,8 +21,7 @@ MERGED_WIDTH = 16
 class SlotView(NamedTuple):
     """What the host knows of a slot's cache."""
 
-    bound: int
-    """Of its length, from above; 0: the slot has no rows."""
+    bound: int  # of its length, from above; 0: the slot has no rows
     pages: Sequence[int]
 
 
@@ -33,13 +32,11 @@ class PromptPart(NamedTuple):
     """Positions begin to end of a slot's prompt."""
 
     slot: int
-    token_ids: Tensor
-    """Of the whole prompt, int64 [1, length]."""
+    token_ids: Tensor  # of the whole prompt, int64 [1, length]
     begin: int
     end: int
     view: SlotView
-    runs: Sequence[Run]
-    """Which program writes which positions; `begin` does not cut a chunk run."""
+    runs: Sequence[Run]  # which program writes which positions; `begin` does not cut a chunk run
 
     @property
     def tokens(self) -> Tensor:
@@ -66,13 +63,10 @@ class SlotRows(NamedTuple):
     """The rows of one pass, S windows of one width, with all that attention reads for them."""
 
     rows: Rows
-    page_table: Tensor
-    """int64 [S, P]."""
+    page_table: Tensor  # int64 [S, P]
     views: Sequence[SlotView]
-    states: HeadStates | None = None
-    """Of S slots, for models that read some."""
-    segments: Segments | None = None
-    """Of S slots or fewer, for models with recurrent layers."""
+    states: HeadStates | None = None  # of S slots, for models that read some
+    segments: Segments | None = None  # of S slots or fewer, for models with recurrent layers
 
     def of(self, slots: Tensor) -> SlotRows:
         """The windows of some slots, int64 [P]: those with rows."""
