@@ -11,19 +11,9 @@ from spd.errors import CheckpointError
 from spd.formats.assistant import ORDER, suppressed_ids
 from spd.formats.checkpoint import Checkpoint, check_tensors
 from spd.formats.model_config import ModelConfig
-from spd.runtime.models import families
+from spd.runtime.models import families, weights
 from spd.runtime.models.destinations import Destination, Shard
 from spd.runtime.models.layouts import GqaLayout
-from spd.runtime.models.weights import (
-    EMBEDDING,
-    FINAL_NORM,
-    HeadPart,
-    HeadRules,
-    ModelLayout,
-    expected_tensors,
-    table_of_ids,
-    tell_unused,
-)
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +21,7 @@ if TYPE_CHECKING:
 CENTROIDS = "masked_embedding.centroids.weight"
 
 
-def layout(config: ModelConfig, reads: Mapping[bool, int] | None = None) -> ModelLayout:
+def layout(config: ModelConfig, reads: Mapping[bool, int] | None = None) -> weights.ModelLayout:
     """The layers, and the tables around them.
 
     reads: the target's layer whose cache those read that see everything (True), and those that slide.
@@ -48,15 +38,15 @@ def tables(config: ModelConfig, shard: Shard) -> dict[str, Destination]:
     found = {
         "pre_projection": Destination.of({"pre_projection.weight": (hidden, 2 * wide)}),
         "post_projection": Destination.of({"post_projection.weight": (wide, hidden)}),
-        "final_norm": Destination.of({FINAL_NORM: (hidden,)}),
+        "final_norm": Destination.of({weights.FINAL_NORM: (hidden,)}),
     }
     if not facts.clusters:
-        return {**found, "head": table_of_ids(EMBEDDING, size, hidden, shard)}
-    found["ordered"] = Destination.of({EMBEDDING: (size, hidden)})
+        return {**found, "head": weights.table_of_ids(weights.EMBEDDING, size, hidden, shard)}
+    found["ordered"] = Destination.of({weights.EMBEDDING: (size, hidden)})
     return {**found, "centroids": Destination.of({CENTROIDS: (facts.clusters, hidden)})}
 
 
-def read_layers(target: ModelLayout) -> dict[bool, int]:
+def read_layers(target: weights.ModelLayout) -> dict[bool, int]:
     """Of a target's layers that see everything (True), and of those that slide, the last with its own cache.
 
     The windows must be those that the assistant was trained beside: nothing says so but its configuration.
@@ -69,26 +59,29 @@ def check_assistant(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
     """Names that an assistant does not use. Raises one CheckpointError for everything that it lacks."""
     what, facts = "tensors of the assistant", config.assistant
     assert facts is not None
-    expected = expected_tensors(config, layout(config))
+    expected = weights.expected_tensors(config, layout(config))
     if facts.clusters:
         expected[ORDER] = (config.vocab_size,)
     unused = check_tensors(checkpoint, expected, kinds={ORDER: ("I64", "I32")}, what=what)
     return [name for name in unused if name != ORDER]
 
 
-def parts(config: ModelConfig, target: ModelLayout, checkpoint: Checkpoint | None) -> list[HeadPart]:
+def parts(
+    config: ModelConfig, target: weights.ModelLayout, checkpoint: Checkpoint | None
+) -> list[weights.HeadPart]:
     """What loads an assistant, its one part. Raises CheckpointError."""
-    whole, facts, order, rules = layout(config, read_layers(target)), config.assistant, None, HeadRules()
+    whole, facts = layout(config, read_layers(target)), config.assistant
+    rules, order = weights.HeadRules(), None
     assert facts is not None
     if checkpoint is not None:
-        tell_unused(check_assistant(config, checkpoint), checkpoint.folder)
-        rules = HeadRules(never=suppressed_ids(checkpoint.folder, config.vocab_size))
+        weights.tell_unused(check_assistant(config, checkpoint), checkpoint.folder)
+        rules = weights.HeadRules(never=suppressed_ids(checkpoint.folder, config.vocab_size))
         order = _order(checkpoint, config.vocab_size) if facts.clusters else None
     elif facts.clusters:
         import torch
 
         order = torch.arange(config.vocab_size)
-    return [HeadPart(whole, rules, {}, order)]
+    return [weights.HeadPart(whole, rules, {}, order)]
 
 
 def _order(checkpoint: Checkpoint, size: int) -> torch.Tensor:

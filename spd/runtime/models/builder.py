@@ -16,21 +16,9 @@ from spd.errors import IncompatibleError
 from spd.kernels.dispatch import Kernels
 from spd.kernels.linear.activation import Activation
 from spd.kernels.linear.few_bits import INT4_GROUP, GroupedWeight, int4_groups, int8_rows, magnitudes, tiled
+from spd.runtime.layers import linear as products
 from spd.runtime.layers.base import Communicator
-from spd.runtime.layers.linear import (
-    ALONE,
-    AnyEmbedding,
-    AnyHead,
-    AnyLinear,
-    Around,
-    Linear,
-    NativeLinear,
-    ShardedEmbedding,
-    ShardedHead,
-    SkinnyLinear,
-    SummedLinear,
-    share_workspace,
-)
+from spd.runtime.layers.linear import ALONE, Around
 from spd.runtime.models.destinations import WHOLE, Destination, Shard
 from spd.runtime.models.layouts import LayerLayout
 from spd.runtime.models.weights import WIDE, PackedSpec, WeightForm, part_name
@@ -47,7 +35,7 @@ class Tensors(dict[str, Tensor]):
 
 
 Kept = Tensor | GroupedWeight
-Product = Linear | SkinnyLinear | NativeLinear
+Product = products.Linear | products.SkinnyLinear | products.NativeLinear
 LayerTensors = tuple[Tensors, Tensors]  # one layer's: of its attention block, and of its MLP block
 
 
@@ -147,36 +135,36 @@ class LayerBuilder:
 
     def _linear(self, weight: Kept, bias: Tensor | None, around: Around) -> Product:
         if self.kernels.native is not None:
-            return NativeLinear(weight, bias, self.kernels.native, around)
+            return products.NativeLinear(weight, bias, self.kernels.native, around)
         if self.kernels.facts.folds_norms:
             laid_out = tiled(weight) if isinstance(weight, GroupedWeight) else weight
-            return SkinnyLinear(laid_out, bias, self.kernels, around)
-        return Linear(weight, self.dtype, bias, around)
+            return products.SkinnyLinear(laid_out, bias, self.kernels, around)
+        return products.Linear(weight, self.dtype, bias, around)
 
-    def embedding(self, table: Tensor, vocab_size: int) -> AnyEmbedding:
+    def embedding(self, table: Tensor, vocab_size: int) -> products.AnyEmbedding:
         """A table [V, H] of `vocab_size` ids, or of a rank's own."""
         if self.ranks is None:
             return table
-        return ShardedEmbedding(table, self.place.shard.ids(vocab_size)[0], vocab_size, self.ranks)
+        return products.ShardedEmbedding(table, self.place.shard.ids(vocab_size)[0], vocab_size, self.ranks)
 
-    def head(self, table: Tensor, vocab_size: int, ids: Tensor | None = None) -> AnyHead:
+    def head(self, table: Tensor, vocab_size: int, ids: Tensor | None = None) -> products.AnyHead:
         """The product that makes logits by a table [V, H], or a rank's own rows.
 
         ids: of a head of some of the `vocab_size` ids each row's, int64, ascending.
         """
         inner = self._linear(table, None, ALONE)
         if self.ranks is None:
-            if isinstance(inner, SkinnyLinear):
+            if isinstance(inner, products.SkinnyLinear):
                 inner.ids = ids
             return inner
-        return ShardedHead(inner, vocab_size if ids is None else len(ids), self.ranks)
+        return products.ShardedHead(inner, vocab_size if ids is None else len(ids), self.ranks)
 
     def share_workspace(self, rows: int) -> None:
         """Give the products made so far, which run in turn, one workspace for up to `rows` rows."""
-        if skinny := [product for product in self.products if isinstance(product, SkinnyLinear)]:
-            share_workspace(skinny, rows)
+        if skinny := [product for product in self.products if isinstance(product, products.SkinnyLinear)]:
+            products.share_workspace(skinny, rows)
 
-    def after_norm(self, tensors: Tensors, name: str, act: Activation | None = None) -> AnyLinear:
+    def after_norm(self, tensors: Tensors, name: str, act: Activation | None = None) -> products.AnyLinear:
         """The fused matrix `name` that reads the block's norm, or the stream itself where there is none."""
         bias, norm, folds = tensors.get(f"{name}_bias"), tensors.get("norm"), self.fold_norms
         rounds = folds and self.form.kind == "int8"
@@ -189,7 +177,7 @@ class LayerBuilder:
             kept = kept.mul_(norm) if isinstance(kept, Tensor) else replace(kept, columns=norm)
         return self.linear(kept, bias, Around(self.epsilon, norm, folds, act))
 
-    def matrix(self, tensors: Tensors, name: str, *, cut: bool = False) -> AnyLinear:
+    def matrix(self, tensors: Tensors, name: str, *, cut: bool = False) -> products.AnyLinear:
         return self.linear(self._kept(tensors, name, cut=cut), tensors.get(f"{name}_bias"))
 
     def _kept(self, tensors: Tensors, name: str, *, cut: bool = False) -> Kept:
@@ -219,7 +207,7 @@ class LayerBuilder:
 
     def summed(
         self, tensors: Tensors, name: str, epsilon: float | None = None, *, centred: bool = False
-    ) -> AnyLinear:
+    ) -> products.AnyLinear:
         """The matrix `name` at a block's end, of whose columns a rank has its own.
 
         epsilon: of the norm behind it, where it is another than elsewhere.
@@ -232,7 +220,7 @@ class LayerBuilder:
         weight = self._kept(tensors, name, cut=True)
         if self.ranks is None:
             return self.linear(weight, bias, around)
-        return SummedLinear(self.linear(weight), bias, around, self.ranks, self.kernels)
+        return products.SummedLinear(self.linear(weight), bias, around, self.ranks, self.kernels)
 
     def _centre(self, tensors: Tensors, name: str) -> None:
         """Take the mean of every column out of a matrix [N, K], and of its bias. Raises IncompatibleError."""

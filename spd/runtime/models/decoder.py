@@ -19,31 +19,13 @@ from spd.kernels.linear.norm_gate import rms_norm
 from spd.kernels.linear.skinny_linear import Draw
 from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.sampling.sampling import NEGATIVE_INFINITY
+from spd.runtime.layers import linear as products
 from spd.runtime.layers.base import ForwardBatch, LayerCache, ModelOutput, Residual
-from spd.runtime.layers.linear import (
-    AnyEmbedding,
-    AnyHead,
-    AnyLinear,
-    SkinnyLinear,
-    SummedLinear,
-    normed,
-    squared,
-    unscaled_norm,
-)
 from spd.runtime.layers.rotary import RotaryRows, RotaryTable
+from spd.runtime.models import layouts
 from spd.runtime.models.attention import Attention, LatentAttention
 from spd.runtime.models.builder import LayerBuilder, LayerTensors, Tensors
 from spd.runtime.models.gated_delta import GatedDelta, ShortConv
-from spd.runtime.models.layouts import (
-    GqaLayout,
-    LatentLayout,
-    LayerLayout,
-    MixerLayout,
-    MlpLayout,
-    MoeLayout,
-    NoLayout,
-    SideLayout,
-)
 from spd.runtime.models.moe import GatedMlp, LayerEmbeddings, MoeMlp, SideMlp
 from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout, ScanLayout
 from spd.runtime.models.weights import HeadRules, ModelLayout
@@ -59,7 +41,7 @@ class DecoderLayer:
 
     attention: AttentionBlock
     mlp: MlpBlock
-    layout: MixerLayout  # of the first: it says what the cache holds
+    layout: layouts.MixerLayout  # of the first: it says what the cache holds
     parallel: bool = False  # both read the stream before the layer
 
     def __call__(
@@ -73,20 +55,20 @@ class DecoderLayer:
 
 
 BLOCKS: dict[type, Any] = {
-    GqaLayout: Attention,
-    LatentLayout: LatentAttention,
+    layouts.GqaLayout: Attention,
+    layouts.LatentLayout: LatentAttention,
     DeltaLayout: GatedDelta,
     ScanLayout: GatedDelta,
     ConvLayout: ShortConv,
-    MlpLayout: GatedMlp,
-    MoeLayout: MoeMlp,
-    SideLayout: SideMlp,
-    NoLayout: lambda *_: lambda stream, *given: stream,
+    layouts.MlpLayout: GatedMlp,
+    layouts.MoeLayout: MoeMlp,
+    layouts.SideLayout: SideMlp,
+    layouts.NoLayout: lambda *_: lambda stream, *given: stream,
 }
 """What runs a block, by its description: made of that, of its tensors and of a builder."""
 
 
-def build_layer(layout: LayerLayout, tensors: LayerTensors, build: LayerBuilder) -> DecoderLayer:
+def build_layer(layout: layouts.LayerLayout, tensors: LayerTensors, build: LayerBuilder) -> DecoderLayer:
     """One layer. The tensors belong to it from then on: they are changed, or packed and worthless."""
     if layout.parallel:
         tensors[1]["norm"] = tensors[0]["norm"]
@@ -125,8 +107,8 @@ class Parts:
     """What a decoder or a part of a head is put together of, and the other tables outside its layers."""
 
     tables: Tensors
-    embedding: AnyEmbedding
-    head: AnyHead
+    embedding: products.AnyEmbedding
+    head: products.AnyHead
     layers: list[DecoderLayer]
     rotary: RotaryTable
     heads: tuple[AttentionHeads, ...]  # of every shape that layers have
@@ -134,7 +116,7 @@ class Parts:
     logit_softcap: float | None
 
 
-def looked_up(embedding: AnyEmbedding, ids: Tensor) -> tuple[Tensor, Tensor]:
+def looked_up(embedding: products.AnyEmbedding, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Ids and a table in which they can be looked up by a kernel: the table itself where it is whole."""
     if isinstance(embedding, Tensor):
         return ids, embedding
@@ -161,7 +143,7 @@ class Decoder:
         self.embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=build.dtype))
         self.caches = [layer.layout for layer in self.layers]
         """For each layer, what tells the shapes of its cache."""
-        self.reads = [layout.reads if isinstance(layout, GqaLayout) else None for layout in self.caches]
+        self.reads = [each.reads if isinstance(each, layouts.GqaLayout) else None for each in self.caches]
         """For each layer the one whose cache it reads; None: its own."""
         shapes = [getattr(layout, "heads", None) for layout in self.caches]
         kinds = [
@@ -212,14 +194,14 @@ class Decoder:
 
     def normed(self, stream: Residual, weight: Tensor) -> Tensor:
         """The stream [T, hidden] normalised with scales weight [hidden]."""
-        return normed(stream, weight, self.epsilon, self.kernels)
+        return products.normed(stream, weight, self.epsilon, self.kernels)
 
     def _embed(self, batch: ForwardBatch) -> Residual:
         ids, table = looked_up(self.embedding, batch.token_ids)
         if self.layout.centred_stream or self.layout.normed_embedding:
             wide = table[ids].float()
-            normed = self.layout.normed_embedding
-            wide = unscaled_norm(wide, self.epsilon) if normed else wide - wide.mean(-1, keepdim=True)
+            bare = self.layout.normed_embedding
+            wide = products.unscaled_norm(wide, self.epsilon) if bare else wide - wide.mean(-1, keepdim=True)
             table = wide.to(table.dtype)
             ids = torch.arange(ids.shape[0], device=ids.device)
         if self.head.carries_squares and batch.chunk_start is None:
@@ -240,7 +222,7 @@ class Decoder:
 
     def sample(self, hidden: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
         """What a head draws that can, see `SkinnyLinear`."""
-        assert isinstance(self.head, SkinnyLinear)
+        assert isinstance(self.head, products.SkinnyLinear)
         return self.head.sample(self._shown(hidden), draw)
 
 
@@ -261,7 +243,7 @@ class HeadModel(Decoder):
         """
         super().__init__(parts, build)
         self.rules, self.ids, self.layer = rules, ids, self.layers[0]
-        self.projection: AnyLinear | None = None
+        self.projection: products.AnyLinear | None = None
         if "projection" in parts.tables:
             self.projection = build.linear(parts.tables["projection"])
             self.token_norm, self.state_norm = parts.tables["token_norm"], parts.tables["state_norm"]
@@ -296,9 +278,9 @@ class HeadModel(Decoder):
 
     def _stream(self, state: Tensor, attention: Attention, batch: ForwardBatch) -> Residual:
         """The residual stream that begins with a state, with squares where sums over ranks go by them."""
-        summed = isinstance(attention.output, SummedLinear)
+        summed = isinstance(attention.output, products.SummedLinear)
         carries = batch.chunk_start is None and self.head.carries_squares and summed
-        return squared(state, self.kernels) if carries else Residual(state)
+        return products.squared(state, self.kernels) if carries else Residual(state)
 
     def _shown(self, states: Tensor) -> Tensor:
         """What the head reads of states [T, hidden]: normed, unless they are already or never are."""

@@ -14,18 +14,10 @@ from spd.formats.checkpoint import Checkpoint, check_tensors
 from spd.formats.eagle3 import EMBEDDING, FINAL_NORM, FUSE, HEAD, LAYER_PREFIXES, OFFSETS
 from spd.formats.json_file import listed
 from spd.formats.model_config import ModelConfig
+from spd.runtime.models import weights
 from spd.runtime.models.destinations import Destination, Shard
 from spd.runtime.models.families import usual_attention, usual_mlp
 from spd.runtime.models.layouts import LayerLayout
-from spd.runtime.models.weights import (
-    HeadPart,
-    HeadRules,
-    ModelLayout,
-    SharedTable,
-    expected_tensors,
-    table_of_ids,
-    tell_unused,
-)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,10 +30,10 @@ INTEGERS = ("I64", "I32")
 
 def layout(
     config: ModelConfig, prefix: str = LAYER_PREFIXES[0], *, without: tuple[str, ...] = ()
-) -> ModelLayout:
+) -> weights.ModelLayout:
     """One layer that reads pairs, its names below `prefix`, and the tables around it but for some."""
     layer = LayerLayout(replace(usual_attention(config), reads_pairs=True), usual_mlp(config))
-    return ModelLayout((layer,), tables=partial(tables, config, without), prefix=prefix, shift=1)
+    return weights.ModelLayout((layer,), tables=partial(tables, config, without), prefix=prefix, shift=1)
 
 
 def tables(config: ModelConfig, without: tuple[str, ...], shard: Shard) -> dict[str, Destination]:
@@ -52,7 +44,7 @@ def tables(config: ModelConfig, without: tuple[str, ...], shard: Shard) -> dict[
     found = {
         "fuse": Destination.of({FUSE: (hidden, facts.num_aux * width)}),
         "final_norm": Destination.of({FINAL_NORM: (hidden,)}),
-        "head": table_of_ids(HEAD, rows, hidden, shard),
+        "head": weights.table_of_ids(HEAD, rows, hidden, shard),
     }
     if facts.norm_before_fc:
         found["aux_norm"] = Destination.of({"input_norm.weight": (facts.num_aux * width,)})
@@ -60,7 +52,7 @@ def tables(config: ModelConfig, without: tuple[str, ...], shard: Shard) -> dict[
         norms = {f"fc_norm.{i}.weight": (width,) for i in range(facts.num_aux)}
         found["aux_norms"] = Destination.of(norms)
     if facts.own_embedding:
-        found["embedding"] = table_of_ids(EMBEDDING, config.vocab_size, hidden, shard)
+        found["embedding"] = weights.table_of_ids(EMBEDDING, config.vocab_size, hidden, shard)
     return {name: each for name, each in found.items() if name not in without}
 
 
@@ -89,7 +81,7 @@ def check_eagle3(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
     assert config.eagle3 is not None
     prefix, rows = layer_prefix(checkpoint), config.eagle3.draft_vocab_size
     without = ("head",) if shares_head(config, checkpoint) else ()
-    expected = expected_tensors(config, layout(config, prefix, without=without))
+    expected = weights.expected_tensors(config, layout(config, prefix, without=without))
     if EMBEDDING in checkpoint.tensors:
         expected[EMBEDDING] = (config.vocab_size, config.hidden_size)
     if rows != config.vocab_size or OFFSETS in checkpoint.tensors:
@@ -105,26 +97,27 @@ def check_eagle3(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
     return [name for name in unused if name not in IGNORABLE]
 
 
-def head_parts(config: ModelConfig, checkpoint: Checkpoint | None) -> list[HeadPart]:
+def head_parts(config: ModelConfig, checkpoint: Checkpoint | None) -> list[weights.HeadPart]:
     """What loads a head, its one part. Raises CheckpointError.
 
     Without a checkpoint its ids are spread over the vocabulary.
     """
     facts = config.eagle3
     assert facts is not None
-    rules = HeadRules(normed_residual=facts.norm_before_residual, recycles_normed=facts.norm_output)
-    shared = {} if facts.own_embedding else {"embedding": SharedTable(EMBEDDING, config.vocab_size)}
+    rules = weights.HeadRules(normed_residual=facts.norm_before_residual, recycles_normed=facts.norm_output)
+    shared = {} if facts.own_embedding else {"embedding": weights.SharedTable(EMBEDDING, config.vocab_size)}
     rows, size = facts.draft_vocab_size, config.vocab_size
     if checkpoint is None:
         import torch
 
         ids = None if rows == size else torch.arange(rows) * size // rows
-        return [HeadPart(layout(config), rules, shared, ids)]
-    tell_unused(check_eagle3(config, checkpoint), checkpoint.folder)
+        return [weights.HeadPart(layout(config), rules, shared, ids)]
+    weights.tell_unused(check_eagle3(config, checkpoint), checkpoint.folder)
     ids, order = _vocabulary(rows, size, checkpoint)
     if order is not None or shares_head(config, checkpoint):
-        shared["head"] = SharedTable(HEAD, rows, order)
-    return [HeadPart(layout(config, layer_prefix(checkpoint), without=(*shared,)), rules, shared, ids)]
+        shared["head"] = weights.SharedTable(HEAD, rows, order)
+    own = layout(config, layer_prefix(checkpoint), without=(*shared,))
+    return [weights.HeadPart(own, rules, shared, ids)]
 
 
 def _vocabulary(rows: int, size: int, checkpoint: Checkpoint) -> tuple[Tensor | None, Tensor | None]:

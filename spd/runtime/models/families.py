@@ -12,25 +12,14 @@ from spd.formats.block_config import ConvConfig, DeltaConfig
 from spd.formats.model_config import ModelConfig
 from spd.formats.rope_config import RotaryDims, yarn_scale
 from spd.kernels.linear.activation import GELU, RELU2, SILU, Activation
-from spd.runtime.models.layouts import (
-    AttentionLayout,
-    GqaLayout,
-    LatentLayout,
-    LayerLayout,
-    MixerLayout,
-    MlpLayout,
-    MoeLayout,
-    NoLayout,
-    RecurrentLayout,
-    SideLayout,
-)
+from spd.runtime.models import layouts as blocks
 from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout, ScanLayout
 from spd.runtime.models.weights import FINAL_NORM, ModelLayout
 
 
-def usual_attention(config: ModelConfig) -> GqaLayout:
+def usual_attention(config: ModelConfig) -> blocks.GqaLayout:
     """Grouped-query attention; biases follow the configuration."""
-    return GqaLayout(
+    return blocks.GqaLayout(
         config.hidden_size,
         config.num_heads,
         config.num_kv_heads,
@@ -43,22 +32,22 @@ def usual_attention(config: ModelConfig) -> GqaLayout:
     )
 
 
-def usual_mlp(config: ModelConfig) -> MlpLayout:
+def usual_mlp(config: ModelConfig) -> blocks.MlpLayout:
     """The gated MLP; biases follow the configuration."""
-    return MlpLayout(config.hidden_size, config.intermediate_size, config.mlp_bias)
+    return blocks.MlpLayout(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
 
-def usual_experts(config: ModelConfig, **own: Any) -> MoeLayout:
+def usual_experts(config: ModelConfig, **own: Any) -> blocks.MoeLayout:
     """Routed experts as the configuration says."""
     experts = config.experts
     assert experts is not None
     act = shared = RELU2 if experts.plain else SILU
     if experts.clamped is not None:
         act = Activation("swiglu", *experts.clamped)
-    return MoeLayout(config.hidden_size, experts, act=act, shared_act=shared, **own)
+    return blocks.MoeLayout(config.hidden_size, experts, act=act, shared_act=shared, **own)
 
 
-def usual_recurrent(config: ModelConfig) -> RecurrentLayout | None:
+def usual_recurrent(config: ModelConfig) -> blocks.RecurrentLayout | None:
     """What stands in place of attention in layers of which the configuration says so."""
     facts, hidden = config.recurrent, config.hidden_size
     if facts is None:
@@ -69,42 +58,38 @@ def usual_recurrent(config: ModelConfig) -> RecurrentLayout | None:
 
 
 def layered(
-    config: ModelConfig, attention: AttentionLayout, dense: MlpLayout | None = None, **slid: Any
+    config: ModelConfig, attention: blocks.AttentionLayout, dense: blocks.MlpLayout | None = None, **slid: Any
 ) -> ModelLayout:
     """One kind of attention but for its sliding windows; experts where the configuration says so.
 
     Elsewhere `dense`, which is this family's MLP unless given. slid: other fields of layers that slide.
     """
     dense, experts, recurrent = dense or usual_mlp(config), config.experts, config.recurrent
-    wide, other, layers = config.quantization is None, usual_recurrent(config), list[LayerLayout]()
+    wide, other, layers = config.quantization is None, usual_recurrent(config), list[blocks.LayerLayout]()
     sparse = usual_experts(config, centred_norms=dense.centred_norms, turned=wide) if experts else dense
     for i in range(config.num_layers):
-        mixer: MixerLayout = attention
+        mixer: blocks.MixerLayout = attention
         if other is not None and recurrent is not None and recurrent.layers[i]:
             mixer = other
-        elif isinstance(attention, GqaLayout):
+        elif isinstance(attention, blocks.GqaLayout):
             window = config.sliding[i] if config.sliding else None
             own = {} if window is None else _local(config, attention) | slid
             mixer = replace(attention, sliding=window, still=True in config.still[i : i + 1], **own)
         mlp, limits = sparse if experts and experts.sparse_layers[i] else dense, config.limits[i : i + 1]
         for routed, beside in limits:
-            if isinstance(mlp, MoeLayout):
+            if isinstance(mlp, blocks.MoeLayout):
                 limited = mlp.shared_act._replace(limit=beside)
                 mlp = replace(mlp, act=mlp.act._replace(limit=routed), shared_act=limited)
             else:
                 mlp = replace(mlp, act=mlp.act._replace(limit=beside))
-        layers.append(LayerLayout(mixer, mlp))
+        layers.append(blocks.LayerLayout(mixer, mlp))
     scales = config.scales
     unit = scales.embedding / scales.residual
-    return ModelLayout(
-        tuple(layers),
-        embedding_scale=None if unit == 1.0 else unit,
-        residual_scale=scales.residual,
-        logit_scale=scales.logits,
-    )
+    made = ModelLayout(tuple(layers), embedding_scale=None if unit == 1.0 else unit)
+    return replace(made, residual_scale=scales.residual, logit_scale=scales.logits)
 
 
-def _local(config: ModelConfig, attention: GqaLayout) -> dict[str, Any]:
+def _local(config: ModelConfig, attention: blocks.GqaLayout) -> dict[str, Any]:
     """What layers that slide have of their own: heads, and how they turn."""
     heads = dict(zip(("num_heads", "num_kv_heads"), config.local_heads or (), strict=False))
     if (rope := config.local_rope) is None:
@@ -187,17 +172,17 @@ def qwen3_5(config: ModelConfig) -> ModelLayout:
 
 def nemotron_h(config: ModelConfig) -> ModelLayout:
     """Nemotron-H and Nano 2 and 3: a block a layer, Mamba-2, attention without positions, MLP or experts."""
-    facts, hidden, nothing = config.recurrent, config.hidden_size, NoLayout()
+    facts, hidden, nothing = config.recurrent, config.hidden_size, blocks.NoLayout()
     assert isinstance(facts, DeltaConfig)
     scan = ScanLayout(hidden, facts, config.rms_norm_eps, pre_norm="norm")
     attention = replace(usual_attention(config), still=True, pre_norm="norm")
     made = {
-        "linear_attention": LayerLayout(scan, nothing),
-        "full_attention": LayerLayout(attention, nothing),
-        "mlp": LayerLayout(nothing, replace(usual_mlp(config), act=RELU2, pre_norm="norm")),
+        "linear_attention": blocks.LayerLayout(scan, nothing),
+        "full_attention": blocks.LayerLayout(attention, nothing),
+        "mlp": blocks.LayerLayout(nothing, replace(usual_mlp(config), act=RELU2, pre_norm="norm")),
     }
     if config.experts is not None:
-        made["moe"] = LayerLayout(nothing, usual_experts(config, pre_norm="norm"))
+        made["moe"] = blocks.LayerLayout(nothing, usual_experts(config, pre_norm="norm"))
     return ModelLayout(tuple(made[kind] for kind in facts.single))
 
 
@@ -261,8 +246,8 @@ def deepseek(config: ModelConfig) -> ModelLayout:
     # YaRN's correction grows with the stretch of the context.
     correction = yarn_scale(rope.factor, rope.mscale_all_dim or 0.0) if rope.kind == "yarn" else 1.0
     scale = config.head_dim**-0.5 * correction**2
-    attention = LatentLayout(config.hidden_size, config.num_heads, latent, scale, config.attention_bias)
-    return layered(config, attention)
+    made = blocks.LatentLayout(config.hidden_size, config.num_heads, latent, scale, config.attention_bias)
+    return layered(config, made)
 
 
 def gemma(config: ModelConfig) -> ModelLayout:
@@ -301,26 +286,21 @@ def gemma4(config: ModelConfig, reads: Mapping[bool, int] | None = None) -> Mode
     """
     assert config.gemma4 is not None
     facts, sources, layers = config.gemma4, dict(reads or {}), []
-    usual = replace(
-        usual_attention(config),
-        qk_norm=True,
-        value_norm=True,
-        scale=1.0,
-        post_norm="post_attention_layernorm",
-    )
+    usual = replace(usual_attention(config), qk_norm=True, value_norm=True, scale=1.0)
+    usual = replace(usual, post_norm="post_attention_layernorm")
     size = facts.head_dim
     wide = replace(usual, head_dim=size, num_kv_heads=facts.kv_heads, rotary=RotaryDims(size, size))
     wide = replace(wide, key_is_value=facts.key_is_value)
     behind = "post_feedforward_layernorm_1" if config.experts else "post_feedforward_layernorm"
     mlp = replace(usual_mlp(config), act=GELU, pre_norm="pre_feedforward_layernorm", post_norm=behind)
-    for index, window in enumerate(config.sliding or (None,) * config.num_layers):
-        shares = index >= config.num_layers - facts.shared
+    for i, window in enumerate(config.sliding or (None,) * config.num_layers):
+        shares = i >= config.num_layers - facts.shared
         width = config.intermediate_size * (2 if shares and facts.double_wide else 1)
         if not shares:
-            sources[window is None] = index
+            sources[window is None] = i
         own = replace(usual, sliding=window, local_rope=True) if window is not None else wide
         attention = replace(own, reads=sources[window is None] if shares else None)
-        side = SideLayout(replace(mlp, intermediate_size=width), config.experts, facts.per_layer, index)
-        layers.append(LayerLayout(attention, side))
+        side = blocks.SideLayout(replace(mlp, intermediate_size=width), config.experts, facts.per_layer, i)
+        layers.append(blocks.LayerLayout(attention, side))
     per_layer = (facts.per_layer_vocab, facts.per_layer) if facts.per_layer else None
     return ModelLayout(tuple(layers), embedding_scale=math.sqrt(config.hidden_size), per_layer=per_layer)

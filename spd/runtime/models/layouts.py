@@ -292,14 +292,8 @@ class MoeLayout:
         size, name = self.experts.shared_size, self.experts.shared_name
         if not size:
             return None
-        return MlpLayout(
-            self.hidden_size,
-            size,
-            block=f"mlp.{name}",
-            fused_gate_up=name == "shared_mlp",
-            act=self.shared_act,
-            shard=self.shard,
-        )
+        made = MlpLayout(self.hidden_size, size, block=f"mlp.{name}", fused_gate_up=name == "shared_mlp")
+        return replace(made, act=self.shared_act, shard=self.shard)
 
     def destinations(self) -> dict[str, Destination]:
         hidden, inner, experts = self.hidden_size, self.experts.intermediate_size, self.experts
@@ -321,16 +315,11 @@ class MoeLayout:
         if experts.shared_gated and experts.shared_size:
             exact["shared_gate"] = (f"{experts.shared_name}_gate.weight", (1, hidden))
         found = _norms(self.pre_norm, None, hidden, self.centred_norms)
-        found |= {
-            key: Destination.of({f"mlp.{name}": shape}, exact=True) for key, (name, shape) in exact.items()
-        }
+        found |= {key: Destination.of({f"mlp.{name}": own}, exact=True) for key, (name, own) in exact.items()}
+        stems = [f"mlp.experts.{number}." for number in range(count)]
         for name, width in (("gate_up", rows), ("down", hidden)):
             own = {part: shape for part, shape in shapes.items() if (part == "down") == (name == "down")}
-            names = {
-                f"mlp.experts.{e}.{part}_proj.weight": shape
-                for e in range(count)
-                for part, shape in own.items()
-            }
+            names = {f"{stem}{part}_proj.weight": shape for stem in stems for part, shape in own.items()}
             found[f"experts_{name}"] = Destination.of(names, cut=cuts.get(name))
             if biased:
                 cut = self.shard.columns(width) if name == "gate_up" else None
