@@ -17,10 +17,11 @@ from spd.kernels.linear.norm_gate import rms_norm
 from spd.kernels.round.window import Rows
 
 
-class StateRings(Protocol):
-    """The states of S slots."""
+@dataclass(frozen=True)
+class HeadStates:
+    """Rings [S, >= depth, H] of the states of S slots, which a head reads beside tokens."""
 
-    rings: Tensor  # [S, >= depth, H]
+    rings: Tensor
     depth: int
 
 
@@ -29,7 +30,7 @@ class HeadRows(Protocol):
 
     positions: Tensor  # int64 [T], those of rows that matter from 1 on
     width: int
-    states: StateRings
+    states: HeadStates
 
 
 @dataclass(frozen=True)

@@ -173,9 +173,7 @@ def _compile(compiler: Sequence[str], flags: Sequence[str]) -> bytes:
         made = Path(folder, "native.so")
         places = (f"{name}={folder}" for name in ("TMPDIR", "ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"))
         command = ["env", *places, *compiler, *flags, *sources, "-o", str(made), *LIBRARIES]
-        done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE, check=False
-        )
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
         if done.returncode:
             said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
             raise NativeUnavailable(f"{compiler[0]} does not compile them: {said.strip()}")

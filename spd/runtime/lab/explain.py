@@ -75,9 +75,7 @@ def read_trace(path: Path) -> Trace:
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
             if number == len(lines) > 1 and isinstance(error, json.JSONDecodeError):
                 continue  # what a run that was killed left of its last line
-            raise UsageError(
-                f"{path}, line {number} is no round of a trace", fix=["spd generate --trace FILE writes them"]
-            ) from None
+            raise UsageError(f"{path}, line {number} is no round of a trace", fix=[fix]) from None
     if not trace.rounds:
         raise UsageError(f"{path} holds no rounds beyond a first one", fix=["a longer reply: -n 256"])
     return trace
@@ -99,12 +97,8 @@ class CostModel:
     def parts(self, k: int) -> dict[str, float]:
         """What a round spends on what."""
         drafting = _on_line({0: 0.0, **self.draft}, k) if self.draft else 0.0
-        return {
-            "verification": _on_line(self.verify, k + 1),
-            "drafting": drafting,
-            "sampling and bookkeeping": self.rest,
-            "the host": self.host,
-        }
+        found = {"verification": _on_line(self.verify, k + 1), "drafting": drafting}
+        return {**found, "sampling and bookkeeping": self.rest, "the host": self.host}
 
     def round_ms(self, k: int) -> float:
         """A whole round."""
@@ -119,12 +113,8 @@ def fit_costs(records: Sequence[RoundRecord]) -> CostModel:
         verify.setdefault(record.k + 1, []).append(record.ms["verify"])
         if after is not None and after.request == record.request and after.k:
             draft.setdefault(after.k, []).append(record.ms["draft"])
-    return CostModel(
-        _medians(verify),
-        _medians(draft),
-        median(record.ms["rest"] for record in records),
-        median(record.ms["host"] for record in records),
-    )
+    rest, host = (median(record.ms[part] for record in records) for part in ("rest", "host"))
+    return CostModel(_medians(verify), _medians(draft), rest, host)
 
 
 def _medians(samples: Mapping[int, list[float]]) -> dict[int, float]:
@@ -235,13 +225,10 @@ class Explanation:
 
     def as_dict(self) -> dict[str, Any]:
         """The object of `spd explain --json`."""
-        costs = self.costs
+        costs, plain = self.costs, ("method", "k", "rounds", "tokens_per_second", "other_load")
         return {
             "schema": SCHEMA,
-            **{
-                name: getattr(self, name)
-                for name in ("method", "k", "rounds", "tokens_per_second", "other_load")
-            },
+            **{name: getattr(self, name) for name in plain},
             "verify_ms": {str(rows): ms for rows, ms in costs.verify.items()},
             "plain_measured": 1 in costs.verify,
             "draft_ms": {str(k): ms for k, ms in costs.draft.items()},

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, product
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -86,11 +87,8 @@ def replay_requests(
     expected, found = run(reference, "reference"), run(candidate, "candidate")
     names = (name for name, _ in requests)
     lines = list(zip(names, expected.timelines, found.timelines, strict=True))
-    parted = [
-        (name, a, b)
-        for name, a, b in lines
-        if (a.token_ids, a.finish_reason) != (b.token_ids, b.finish_reason)
-    ]
+    whole = attrgetter("token_ids", "finish_reason")
+    parted = [(name, a, b) for name, a, b in lines if whole(a) != whole(b)]
     differences = []
     if parted:
         engine = Engine(replace(reference, slots=1))
@@ -136,13 +134,5 @@ def _explain(engine: Engine, name: str, expected: Timeline, found: Timeline, tie
                 noise = gumbel(*draw, STREAM_TARGET, engine.usable_vocab)[0]
                 margin = margin / heat + float(noise[a] - noise[b])
             near = abs(margin) <= tie / (heat or 1.0)
-    return {
-        "prompt": name,
-        "temperature": request.params.temperature,
-        "seed": request.params.seed,
-        "position": at,
-        "reference": a,
-        "candidate": b,
-        "margin": margin,
-        "near_tie": near,
-    }
+    asked = {"prompt": name, "temperature": request.params.temperature, "seed": request.params.seed}
+    return {**asked, "position": at, "reference": a, "candidate": b, "margin": margin, "near_tie": near}

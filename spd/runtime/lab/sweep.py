@@ -110,13 +110,11 @@ class Sweep:
             for number, question in enumerate(asked)
         ]
 
-    def _pass(
-        self, index: int, engine: Engine, work: Work, asked: Sequence[Question], repetition: int
-    ) -> Pass:
+    def _pass(self, index: int, engine: Engine, work: Work, asked: Sequence[Question], turn: int) -> Pass:
         requests, load = self._requests(work, asked, f"{index}.{len(self.samples)}"), work.load
-        arrivals = poisson_arrivals(len(requests), load.rate, repetition) if load.rate is not None else None
+        arrivals = poisson_arrivals(len(requests), load.rate, turn) if load.rate is not None else None
         ran = run_pass(engine, requests, concurrency=load.concurrency, arrivals=arrivals, watch=self._watch)
-        self.samples.append(take_sample(ran, index, work, repetition, [q.prompt.name for q in asked]))
+        self.samples.append(take_sample(ran, index, work, turn, [q.prompt.name for q in asked]))
         return ran
 
     def _compare(self, work: Work, asked: Sequence[Question], ran: Mapping[int, Pass]) -> None:

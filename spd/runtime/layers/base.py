@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from spd.kernels.linear.head_input import HeadStates as HeadStates
 from spd.kernels.recurrent.short_conv import Segments
 
 
@@ -43,14 +44,6 @@ class ModelOutput(NamedTuple):
         """Both changed alike."""
         hidden = change(self.hidden)
         return ModelOutput(hidden, hidden if self.states is self.hidden else change(self.states))
-
-
-@dataclass(frozen=True)
-class HeadStates:
-    """Rings [S, >= depth, hidden] of states that a head reads beside tokens: see `head_input`."""
-
-    rings: Tensor
-    depth: int
 
 
 @dataclass(frozen=True)

@@ -78,13 +78,9 @@ def quantization_config(checkpoint: Checkpoint, rounded: Collection[str]) -> dic
         if name not in rounded and len(meta.shape) == 2 and name.endswith(".weight")
     )
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "ignore": sorted(kept),
-        "config_groups": {"group_0": group},
-    }
+    how = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    groups = {"ignore": sorted(kept), "config_groups": {"group_0": group}}
+    return {**how, "quantization_status": "compressed", **groups}
 
 
 def _called(name: str, meta: TensorMeta) -> str:

@@ -151,13 +151,9 @@ def _cache_facts(config: ModelConfig) -> dict[str, Any]:
     """What a cache looks like that an assistant reads, by what it is called."""
     facts = config.gemma4
     wide = (0, 0) if facts is None else (facts.head_dim, facts.kv_heads)
-    return {
-        "head size": config.head_dim,
-        "key heads": config.num_kv_heads,
-        "head size of layers that see everything": wide[0],
-        "key heads of layers that see everything": wide[1],
-        "sliding window": next((window for window in config.sliding if window is not None), 0),
-    }
+    found = {"head size": config.head_dim, "key heads": config.num_kv_heads}
+    found |= {f"{name} of layers that see everything": size for name, size in zip(found, wide, strict=True)}
+    return {**found, "sliding window": next((each for each in config.sliding if each is not None), 0)}
 
 
 def _reuse(config: EngineConfig, source: MtpSource) -> str:

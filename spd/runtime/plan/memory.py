@@ -15,21 +15,14 @@ from spd.errors import ResourceError, UsageError
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import MtpSource
 from spd.kernels.attention.attention_chunks import num_chunks
+from spd.kernels.dispatch import FACTS
 from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import Shard
 from spd.runtime.models.layouts import GqaLayout
 from spd.runtime.models.mtp_weights import module_bytes, module_position_size
 from spd.runtime.models.weights import DTYPE_BYTES, WIDE, ModelLayout, WeightForm, int4_form, layout_bytes
 from spd.runtime.plan.config import METHODS, EngineConfig, show_size
-from spd.runtime.round.limits import (
-    CATCH_UP,
-    CHUNK,
-    NUM_RESERVED,
-    PAGE_SIZE,
-    TAIL_ROWS,
-    ring_depth,
-    state_depth,
-)
+from spd.runtime.round.limits import CATCH_UP, CHUNK, NUM_RESERVED, PAGE_SIZE, ring_depth, state_depth
 
 ATTENTION_BLOCK = 512  # positions that attention walks at a time; a slot's pages come in whole blocks
 LOGIT_COPIES = {"torch": 16, "native": 16, "triton": 4}
@@ -217,7 +210,7 @@ def _aux_states(shape: EngineShape, draft: ModelConfig) -> int:
     """Bytes of an EAGLE-3 head's states, of the streams that a pass reads, and of embeddings of its own."""
     if (facts := draft.eagle3) is None:
         return 0
-    rows = max(shape.chunk, TAIL_ROWS[shape.kernels], shape.slots * (shape.draft_max + 1))
+    rows = max(shape.chunk, FACTS[shape.kernels].tail_rows, shape.slots * (shape.draft_max + 1))
     own = 0
     if facts.target_hidden_size == draft.hidden_size and (shape.head_embedding or shape.draft_tp != shape.tp):
         own = -(-draft.vocab_size // shape.draft_tp) * draft.hidden_size  # else it is among the weights
@@ -248,7 +241,7 @@ def _weights(config: ModelConfig, shape: EngineShape, form: WeightForm, ranks: i
 
 def _workspace(shape: EngineShape, model: ModelConfig, ctx: int, rows: int, sampled: int, ranks: int) -> int:
     """The most that a model's passes over `rows`, of them `sampled`, hold beside weights and cache."""
-    rows = max(rows, TAIL_ROWS[shape.kernels])
+    rows = max(rows, FACTS[shape.kernels].tail_rows)
     width, widest = DTYPE_BYTES[shape.dtype], max(shape.chunk, rows)
     layout = rank_layout(model, ranks)
     shapes = {block.heads for block in layout.attending}

@@ -7,8 +7,6 @@ from spd.kernels.dispatch import FACTS
 PAGE_SIZE = 64
 TRASH_PAGE, ZERO_PAGE, NUM_RESERVED = 0, 1, 2
 """Page 0 takes rows that must not be kept, page 1 stays zero and pads gathers."""
-TAIL_ROWS = {name: facts.tail_rows for name, facts in FACTS.items()}
-"""Rows of a verify-class pass over a prompt's tail. Its bits do not depend on them."""
 CHUNK = {name: facts.chunk for name, facts in FACTS.items()}
 """Positions of a prompt chunk, by the form of the kernels."""
 CATCH_UP = 16  # tokens that a drafter's cache may lack, besides a round's drafts, before one pass adds them
@@ -25,7 +23,7 @@ def state_depth(chunk: int, draft_max: int, modules: int) -> int:
 
     Those are the round's that is read and of two, at most, that were enqueued before its end was known.
     """
-    return max(chunk, TAIL_ROWS["triton"], CATCH_UP + 3 * (draft_max + 1) + modules) + 1
+    return max(chunk, FACTS["triton"].tail_rows, CATCH_UP + 3 * (draft_max + 1) + modules) + 1
 
 
 def ring_depth(draft_max: int) -> int:

@@ -161,10 +161,8 @@ class ModelRunner:
         present = [slot for slot, view in enumerate(views) if view.bound]
         return to_device(present, torch.long, self.device) if 0 < len(present) < len(views) else None
 
-    def _batch(
-        self, given: SlotRows, tile: int | None = None, chunk_start: int | None = None
-    ) -> ForwardBatch:
-        rows, tile = given.rows, tile or self.tile
+    def _batch(self, own: SlotRows, tile: int | None = None, chunk_start: int | None = None) -> ForwardBatch:
+        rows, tile = own.rows, tile or self.tile
         slots, width = rows.token_ids.shape
         ids, positions, places = (t.reshape(-1) for t in (rows.token_ids, rows.positions, rows.kv_slots))
         if self.buckets is not None and chunk_start is None:
@@ -175,20 +173,20 @@ class ModelRunner:
                 places = pad(places, (0, extra), value=self.trash_slot)
         plan = None
         if chunk_start is None or self.buckets is not None:
-            plan = self._attention_plan(given, padded=chunk_start is None)
+            plan = self._attention_plan(own, padded=chunk_start is None)
         return ForwardBatch(
             token_ids=ids,
             positions=positions,
             kv_slots=places,
-            page_table=given.page_table,
+            page_table=own.page_table,
             plan=plan,
             num_slots=slots,
             width=width,
             tile=tile,
             chunk_start=chunk_start,
             first_key=self.model.heads[0].first_key,
-            states=given.states,
-            segments=given.segments,
+            states=own.states,
+            segments=own.segments,
         )
 
     def _run(self, batch: ForwardBatch) -> ModelOutput:
