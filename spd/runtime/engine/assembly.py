@@ -56,12 +56,10 @@ def memory_refusal(error: BaseException, plan: EnginePlan, phase: str) -> Resour
     let_go(error)
     asked = plan.drafting_model is not None and plan.drafter.reason == "asked for"
     counted = f"the plan counted {show_size(plan.need.total)}: {plan.need.words()}"
-    return ResourceError(
-        f"out of memory on {plan.device} while {phase}",
-        reason=[line for line in (first_line(error), counted) if line],
-        fix=[*remedies(plan.shape, None, asked), "end what else uses this memory"],
-        code="out_of_memory",
-    )
+    reason = [line for line in (first_line(error), counted) if line]
+    fix = [*remedies(plan.shape, None, asked), "end what else uses this memory"]
+    why = f"out of memory on {plan.device} while {phase}"
+    return ResourceError(why, reason=reason, fix=fix, code="out_of_memory")
 
 
 def _runners(

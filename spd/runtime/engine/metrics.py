@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+BEFORE = ("load_ms", "prompt_ms", "queue_ms", "first_token_ms")  # times up to the first token
+
 
 @dataclass(frozen=True)
 class RoundRecord:
@@ -129,18 +131,13 @@ class RequestMetrics:
         return {
             "prompt_n": self.prompt_tokens - self.cached_tokens,
             "cache_n": self.cached_tokens,
-            "load_ms": round(self.load_ms, 3),
-            "prompt_ms": round(self.prompt_ms, 3),
-            "queue_ms": round(self.queue_ms, 3),
-            "first_token_ms": round(self.first_token_ms, 3),
+            **{name: round(getattr(self, name), 3) for name in BEFORE},
             "inter_token_ms": round(self.inter_token_latency_ms, 3),
             "preemptions": self.preemptions,
             "predicted_n": self.completion_tokens,
             "predicted_ms": round(self.predicted_ms, 3),
             "predicted_per_second": round(self.decode_tokens_per_second, 3),
-            "draft_n": self.draft_n,
-            "draft_n_accepted": self.draft_n_accepted,
-            "draft_n_accepted_raw": self.draft_n_accepted_raw,
+            **{name: getattr(self, name) for name in ("draft_n", "draft_n_accepted", "draft_n_accepted_raw")},
         }
 
     def speculative_decoding(self, method: str, k: int, *, imposed: bool = False) -> dict[str, Any]:

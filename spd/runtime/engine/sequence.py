@@ -234,11 +234,9 @@ class RequestChecks:
         self.plan, self.vocab_size = plan, config.vocab_size
         self.tokenizer = folder.tokenizer
         if self.tokenizer is not None and self.tokenizer.vocab_size > self.vocab_size:  # which may be padded
-            raise CheckpointError(
-                f"{folder.path / 'tokenizer.json'}: {self.tokenizer.vocab_size} token ids, but config.json "
-                f"says vocab_size {self.vocab_size}",
-                reason=["Some tokens would have no embedding."],
-            )
+            why = f"{self.tokenizer.vocab_size} token ids, but config.json says vocab_size {self.vocab_size}"
+            path, reason = folder.path / "tokenizer.json", ["Some tokens would have no embedding."]
+            raise CheckpointError(f"{path}: {why}", reason=reason)
         self.eos_ids = folder.generation.eos_token_ids or config.eos_token_ids
         self.usable_vocab = self.tokenizer.vocab_size if self.tokenizer else self.vocab_size
         """Ids that can be drawn; vocab_size of them have an embedding."""
@@ -272,11 +270,9 @@ class RequestChecks:
         if not length:
             raise UsageError("the prompt has no tokens", reason=["a first token is needed to continue from"])
         if length >= self.plan.shape.ctx:
-            raise IncompatibleError(
-                f"prompt is {length:,} tokens but the context is {self.plan.shape.ctx:,}",
-                fix=[f"--ctx N above {length}", "a shorter prompt"],
-                code="context_overflow",
-            )
+            why = f"prompt is {length:,} tokens but the context is {self.plan.shape.ctx:,}"
+            fix = [f"--ctx N above {length}", "a shorter prompt"]
+            raise IncompatibleError(why, fix=fix, code="context_overflow")
         end = () if request.thinking is None else (request.thinking.end,)
         named = (*params.stop_token_ids, *(token for token, _ in params.logit_bias), *end)
         for what, ids, size in (

@@ -84,12 +84,10 @@ def _parse(line: str, where: str, *, json_lines: bool) -> tuple[str, str]:
     return text, category
 
 
-def choose(
-    prompts: Sequence[Prompt], categories: Iterable[str] | None, each: int | None
-) -> tuple[Prompt, ...]:
+def choose(prompts: Sequence[Prompt], named: Iterable[str] | None, each: int | None) -> tuple[Prompt, ...]:
     """The prompts of some categories, `each` of every one. Raises UsageError for an unknown category."""
     known = list(dict.fromkeys(prompt.category for prompt in prompts))
-    wanted = list(categories) if categories is not None else known
+    wanted = list(named) if named is not None else known
     if unknown := [name for name in wanted if name not in known]:
         raise UsageError(f"no prompts of category {unknown[0]}", reason=[f"there are: {', '.join(known)}"])
     chosen: list[Prompt] = []
@@ -117,11 +115,9 @@ def encode_questions(
     for length, prompt in product(lengths, prompts):
         ids = _encode(files, prompt, prompts, length, most) if (length or 0) <= most else []
         if (count := max(length or 0, len(ids))) > most - max_tokens:
-            raise UsageError(
-                f"prompt {prompt.name} is {count:,} tokens; with -n {max_tokens} they do not fit the "
-                f"context of {most:,}",
-                fix=["a smaller -n or --prompt-tokens"],
-            )
+            why = f"with -n {max_tokens} they do not fit the context of {most:,}"
+            fix = ["a smaller -n or --prompt-tokens"]
+            raise UsageError(f"prompt {prompt.name} is {count:,} tokens; {why}", fix=fix)
         questions.append(Question(prompt, tuple(ids), length))
     return questions
 

@@ -95,13 +95,9 @@ def replay_requests(
         tie = max(NEAR_TIE[plan["dtype"]] for plan in plans)  # the coarser one's rounding
         differences = [_explain(engine, name, a, b, tie) for name, a, b in parted]
         engine.close()
-    return Replay(
-        plans=(plans[0], plans[1]),
-        texts=len(bare),
-        tokens=sum(max(len(a.token_ids), len(b.token_ids)) for _, a, b in lines),
-        speculated=sum(record.accepted for record in found.records),
-        differences=differences,
-    )
+    tokens = sum(max(len(a.token_ids), len(b.token_ids)) for _, a, b in lines)
+    speculated = sum(record.accepted for record in found.records)
+    return Replay((plans[0], plans[1]), len(bare), tokens, speculated, differences)
 
 
 def promised_equal(plans: tuple[Mapping[str, Any], Mapping[str, Any]]) -> bool:
@@ -121,11 +117,8 @@ def _explain(engine: Engine, name: str, expected: Timeline, found: Timeline, tie
     margin, near = None, False
     if a is not None and b is not None:
         params = replace(request.params, max_tokens=at + 1, logprobs=MAX_LOGPROBS)
-        entries = [
-            entry
-            for event in engine.stream([Request("margin", request.prompt_ids, params)])
-            for entry in event.logprobs
-        ]
+        events = engine.stream([Request("margin", request.prompt_ids, params)])
+        entries = [entry for event in events for entry in event.logprobs]
         likely, heat = dict(entries[at].top), params.temperature
         if a in likely and b in likely:
             margin = likely[a] - likely[b]

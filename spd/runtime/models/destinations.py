@@ -49,9 +49,8 @@ class Shard:
     def share(self, count: int, what: str) -> int:
         """How many of `count` things each rank has. Raises IncompatibleError where they cannot."""
         if count % self.size:
-            raise IncompatibleError(
-                f"{count:,} {what} cannot be divided among {self.size} ranks", code="tensor_parallel"
-            )
+            why = f"{count:,} {what} cannot be divided among {self.size} ranks"
+            raise IncompatibleError(why, code="tensor_parallel")
         return count // self.size
 
     def rows(self, *counts: int) -> Cut | None:

@@ -90,10 +90,9 @@ def check_eagle3(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
     unused = check_tensors(checkpoint, expected, kinds={OFFSETS: INTEGERS}, what=what)
     unread = [name for name in unused if name.startswith((prefix, *UNDERSTOOD))]
     if unread:
-        raise CheckpointError(
-            f"{checkpoint.folder}: {unread[0]}: this kind of EAGLE-3 head is not supported",
-            reason=[f"{len(unread)} of its tensors are not read:", *listed(unread)],
-        )
+        why = f"{checkpoint.folder}: {unread[0]}: this kind of EAGLE-3 head is not supported"
+        reason = [f"{len(unread)} of its tensors are not read:", *listed(unread)]
+        raise CheckpointError(why, reason=reason)
     return [name for name in unused if name not in IGNORABLE]
 
 
@@ -131,9 +130,8 @@ def _vocabulary(rows: int, size: int, checkpoint: Checkpoint) -> tuple[Tensor | 
         return None, None
     found, order = (torch.arange(rows) + checkpoint.read(OFFSETS).long()).sort()
     if int(found[0]) < 0 or int(found[-1]) >= size or bool((found.diff() == 0).any()):
-        raise CheckpointError(
-            f"{checkpoint.folder}: tensor {OFFSETS}: does not lead to different token ids below {size:,}",
-            reason=["Each of its numbers is added to its own index."],
-        )
+        why = f"tensor {OFFSETS}: does not lead to different token ids below {size:,}"
+        reason = ["Each of its numbers is added to its own index."]
+        raise CheckpointError(f"{checkpoint.folder}: {why}", reason=reason)
     ascending = torch.equal(order, torch.arange(rows))
     return None if rows == size else found, None if ascending else order

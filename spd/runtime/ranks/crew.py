@@ -98,10 +98,8 @@ class Crew:
     def _call(self, started: int) -> None:
         """Say to ranks that are there already where to come."""
         if (tp := self.plan.shape.tp) > started:
-            raise UsageError(
-                f"--tp {tp}, but torchrun started {started} ranks",
-                fix=[f"--tp {started}", f"torchrun with {tp} processes in all"],
-            )
+            fix = [f"--tp {started}", f"torchrun with {tp} processes in all"]
+            raise UsageError(f"--tp {tp}, but torchrun started {started} ranks", fix=fix)
         key, store = secrets.token_bytes(32), meet()
         self._place, master = key.hex(), store
         self._store = store  # where no agent of torchrun holds one, it ends with this one
@@ -147,11 +145,9 @@ class Crew:
             raise failure(rank, *told)
         for name, value in told[0].items():
             if value != own[name]:
-                raise IncompatibleError(
-                    f"rank {rank} has another {name} than rank 0, so that their bits may differ",
-                    reason=[f"rank 0: {own[name]}", f"rank {rank}: {value}"],
-                    code="tensor_parallel",
-                )
+                why = f"rank {rank} has another {name} than rank 0, so that their bits may differ"
+                reason = [f"rank 0: {own[name]}", f"rank {rank}: {value}"]
+                raise IncompatibleError(why, reason=reason, code="tensor_parallel")
 
     def open(self, usable_vocab: int) -> Ranks:
         """Let every rank load its part, and meet them; the own part is loaded by the caller."""

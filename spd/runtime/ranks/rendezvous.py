@@ -37,11 +37,8 @@ def meet() -> Any:
     try:
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=MEETING_SECONDS)))
     except (RuntimeError, ValueError) as error:
-        raise EngineError(
-            "the ranks cannot meet",
-            reason=[str(error).splitlines()[0]],
-            fix=["torchrun with the same --master-addr and --master-port on every machine"],
-        ) from None
+        fix = ["torchrun with the same --master-addr and --master-port on every machine"]
+        raise EngineError("the ranks cannot meet", reason=str(error).splitlines()[:1], fix=fix) from None
     return c10d.PrefixStore("spd", store)
 
 

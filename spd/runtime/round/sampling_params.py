@@ -40,10 +40,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         check_range("temperature", self.temperature, 0.0, 100.0)
         if 0.0 < self.temperature < 1e-3:
-            raise UsageError(
-                f"temperature {self.temperature} is too small to sample with",
-                reason=["valid: 0 (greedy), or 0.001 to 100"],
-            )
+            why = f"temperature {self.temperature} is too small to sample with"
+            raise UsageError(why, reason=["valid: 0 (greedy), or 0.001 to 100"])
         check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
         check_range("top_k", self.top_k, 0, 2**31 - 1)
         check_range("min_p", self.min_p, 0.0, 1.0)
