@@ -95,7 +95,7 @@ FAMILIES = (
     _family("mimo", "MiMo", "model.mtp_layers.{i}.", _MIMO, hidden_first=True),
     _ends("mimo_v2", "MiMoV2Flash", "model.mtp.layers.{i}.", slides=True),
     _step3("step3", "Step3p5", masks_first=False, centred_norms=True, slides=True),
-    _ernie("ernie", "Ernie4_5_Moe Ernie4_5", "model.mtp_block.{i}.", recycles_normed=False, like_layer=0),
+    _ernie("ernie", "Ernie4_5_Moe Ernie4_5_", "model.mtp_block.{i}.", recycles_normed=False, like_layer=0),
     _mtp("mtp", ""),
     _mtp("qwen3_next", "Qwen3Next Qwen3_5 Qwen3_5Moe", centred_norms=True),
     _ends("nemotron_h", "NemotronH", _NUMBERED),
