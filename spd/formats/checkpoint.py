@@ -288,8 +288,7 @@ def check_tensors(
     """Compare names, shapes and dtypes with what the model needs; returns unexpected names.
 
     Those that older exporters wrote and no model needs are not among them: rotary tables, a tied head's copy.
-    One error lists all that are missing, mis-shaped or wrongly typed; `what` it calls the expected ones, and
-    `fix` it proposes.
+    One error lists all that are missing, mis-shaped or wrongly typed; `what` it calls the expected ones.
     """
     faults: dict[str, list[str]] = {"missing": [], "of another shape": [], "of an unsupported dtype": []}
     missing, shapes, types = faults.values()

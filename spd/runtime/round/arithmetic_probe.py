@@ -18,15 +18,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from spd.kernels.attention.paged_attention import (
-    KV_BLOCK,
-    KV_PART,
-    AttentionHeads,
-    Scores,
-    Windows,
-    paged_attention,
-    plan_attention,
-)
+from spd.kernels.attention import paged_attention as attention
+from spd.kernels.attention.paged_attention import KV_BLOCK, KV_PART, AttentionHeads, paged_attention
 from spd.runtime.layers.linear import Linear
 
 WIDEST = 32
@@ -97,7 +90,7 @@ def admitted_parts(
     pages = 2 * KV_BLOCK // page_size
     shape = (pages, page_size, heads.num_kv_heads, heads.head_dim)
     pools, table = (noise(*shape), noise(*shape)), torch.arange(pages)[None]
-    scores = Scores(heads.head_dim**-0.5)
+    scores = attention.Scores(heads.head_dim**-0.5)
 
     def agrees(part: int, width: int) -> bool:
         """Rows before the part's end, in the first block and in the second, with the rest and without."""
@@ -106,8 +99,8 @@ def admitted_parts(
         for block in (0, KV_BLOCK):
             rows = block + part - width + torch.arange(width)[None]
             for context in (block + part, block + KV_BLOCK):
-                windows = Windows(rows, valid, table, [context], [0])
-                plans.append(plan_attention(windows, heads, page_size, dtype))
+                windows = attention.Windows(rows, valid, table, [context], [0])
+                plans.append(attention.plan_attention(windows, heads, page_size, dtype))
         for number in range(max(PART_TRIES, PART_ROWS // width)):
             query = noise(1, width, heads.num_heads, heads.head_dim)
             pair = plans[2 * (number % 2) :][:2]

@@ -20,15 +20,8 @@ from spd.kernels.round.window import Rows, kv_slots
 from spd.runtime.layers.base import ForwardBatch, HeadStates, ModelOutput
 from spd.runtime.layers.linear import Linear, SkinnyLinear
 from spd.runtime.models.decoder import Decoder
-from spd.runtime.round.arithmetic_probe import (
-    CANDIDATES,
-    PROBED_LAYERS,
-    WIDEST,
-    Pass,
-    admitted_buckets,
-    admitted_parts,
-    summed_alike,
-)
+from spd.runtime.round import arithmetic_probe as probe
+from spd.runtime.round.arithmetic_probe import CANDIDATES, WIDEST, admitted_parts
 from spd.runtime.round.kv_cache import KvCache
 from spd.runtime.round.limits import NUM_RESERVED, TRASH_PAGE, ZERO_PAGE
 from spd.runtime.round.rows import MERGED_WIDTH, PromptPart, SlotRows, SlotView, joined
@@ -85,7 +78,7 @@ class ModelRunner:
         self.buckets = (*CANDIDATES, WIDEST)  # none is rounded while they are tried
         generator, start = torch.Generator().manual_seed(0), end - WIDEST
         pages = list(range(NUM_RESERVED, NUM_RESERVED + 2 * self.pages_per_block))
-        layers = model.caches[: max(PROBED_LAYERS, model.varied_layers)]
+        layers = model.caches[: max(probe.PROBED_LAYERS, model.varied_layers)]
         room = (pages[-1] + 1, self.cache.page_size, self.dtype, self.device)
         cache = KvCache(layers, *room, slots=1, depth=2 * WIDEST)
         for pool in (pool for layer in cache.layers for pool in layer.pools):
@@ -95,7 +88,7 @@ class ModelRunner:
         ring = torch.randn(1, WIDEST, model.state_size, generator=generator)
         states = HeadStates(ring.to(self.device, self.dtype), WIDEST)
 
-        def window(first: int, rows: int, blocks: int) -> Pass:
+        def window(first: int, rows: int, blocks: int) -> probe.Pass:
             own = self.prompt_rows(ids[:, first : first + rows], start + first, table)
             given = SlotRows(own, table, [SlotView(blocks * KV_BLOCK, pages)], states)
             if cache.recurrent:  # a state as of the text's first row, from where tokens are applied again
@@ -104,11 +97,11 @@ class ModelRunner:
             hidden = model.forward(self._batch(given), cache.layers).hidden
             return hidden, model.logits(hidden, WIDEST)
 
-        self.buckets = admitted_buckets(window)
+        self.buckets = probe.admitted_buckets(window)
         if alone:
             products = {p.weight.shape: p for p in model.products if isinstance(p, Linear)}
             for product in products.values():  # one of each shape
-                self.buckets = summed_alike(product, self.buckets)
+                self.buckets = probe.summed_alike(product, self.buckets)
         if self.device == "cpu":
             given = (self.dtype, self.cache.page_size, self.buckets)
             every = [set(admitted_parts(heads, *given)) for heads in model.heads]
@@ -287,14 +280,12 @@ class ModelRunner:
                 made.append(self.forward_prompt(piece, table, ring, chunked=chunked).states)
         return made[0] if len(made) == 1 else torch.cat(made, 1)
 
-    def _write_together(
-        self, parts: Sequence[PromptPart], rings: Sequence[HeadStates | None]
-    ) -> list[Tensor]:
+    def _write_together(self, parts: Sequence[PromptPart], held: Sequence[HeadStates | None]) -> list[Tensor]:
         """One pass: every layer writes all rows before any reads, so a part may rest on another's pages."""
         tables = [self.page_table_of(part.view) for part in parts]
         pages = max(table.shape[1] for table in tables)
         windows = []
-        for part, table, ring in zip(parts, tables, rings, strict=True):
+        for part, table, ring in zip(parts, tables, held, strict=True):
             table = pad(table, (0, pages - table.shape[1]), value=ZERO_PAGE)
             windows.append(self._of_prompt(part, table, ring).folded(MERGED_WIDTH, self.trash_slot))
         made = self._run(self._batch(joined(windows))).states
