@@ -16,8 +16,7 @@ from spd.formats.json_file import Fields, keyed
 
 MAX_POSITIONS = 1 << 27
 MAX_PERIOD, MAX_RANK, MAX_EXPERTS, MAX_WIDTH = 1024, 1 << 16, 1 << 14, 1 << 20
-KINDS = ("full_attention", "sliding_attention")
-LINEAR = "linear_attention"
+KINDS, LINEAR = ("full_attention", "sliding_attention"), "linear_attention"
 RECURRENT, CONVOLVING = (KINDS[0], LINEAR), (KINDS[0], "conv")
 SINGLE = (*RECURRENT, "mlp", "moe")  # kinds of layers: of those that recur, and of those with a single block
 _OLDER = {"mamba": LINEAR, "attention": KINDS[0], "M": LINEAR, "*": KINDS[0], "-": "mlp", "E": "moe"}

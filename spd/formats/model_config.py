@@ -26,8 +26,7 @@ from spd.formats.json_file import Fields, keyed, names_in, shown
 from spd.formats.quantized import Quantization, read_quantization
 from spd.formats.rope_config import RopeConfig, read_growth, read_local_rope, read_rope, rope_fields
 
-FILE_NAME, GENERATION = "config.json", "generation_config.json"
-MTP_HEAD = "MTPSpeculator"
+FILE_NAME, GENERATION, MTP_HEAD = "config.json", "generation_config.json", "MTPSpeculator"
 # Caps stop an absurd number before anything is allocated; all lie well above any published model.
 MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_VOCAB = 1024, 4096, 1024, 1 << 24
 

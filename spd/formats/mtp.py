@@ -183,8 +183,7 @@ def find_mtp(architecture: str, names: Collection[str], num_layers: int) -> MtpL
 def declared_modules(fields: Fields) -> int:
     """How many MTP modules `config.json` speaks of; 0 where it does not."""
     nested = fields.get("text_config")
-    values = {**(nested if isinstance(nested, dict) else {}), **fields.values}
-    found = fields.having(values)
+    found = fields.having({**(nested if isinstance(nested, dict) else {}), **fields.values})
     return found.integer(next((key for key in COUNT_KEYS if key in found), COUNT_KEYS[0]), 0, MAX_LAYERS, 0)
 
 
