@@ -18,19 +18,7 @@ from typer.main import get_command
 from spd.cli.commands import COMMANDS, build_app, complete
 from spd.cli.parser import ELSEWHERE
 from spd.cli.signals import Interrupted, SignalGuard, die_by, end_when_lost
-from spd.cli.text.output import (
-    DISK_FULL,
-    Console,
-    OutputClosed,
-    PrintableStderr,
-    Session,
-    Sink,
-    hold_standard_descriptors,
-    release_streams,
-    wants_color,
-    write_error,
-    write_stderr,
-)
+from spd.cli.text import output as out
 from spd.errors import ResourceError, SpdError, UsageError
 from spd.runtime.ranks.rendezvous import found
 
@@ -44,11 +32,11 @@ SHARED = ("--json", "-q", "--quiet", "-v", "-vv", "--verbose")
 
 def main(argv: Sequence[str]) -> int:
     """Run `spd` with these arguments and return its exit status; ends by the signal if one came."""
-    hold_standard_descriptors()
+    out.hold_standard_descriptors()
     for name in SEARCH_PATHS & os.environ.keys():
         os.environ[name] = os.pathsep.join(filter(os.path.isabs, os.environ[name].split(os.pathsep)))
     if (stderr := sys.stderr) is not None:
-        sys.stderr = PrintableStderr(stderr)
+        sys.stderr = out.PrintableStderr(stderr)
     with suppress(AttributeError, ValueError):  # for help where the locale has fewer letters
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     # torch says so on import where NumPy is absent; spd does not need it.
@@ -62,15 +50,15 @@ def main(argv: Sequence[str]) -> int:
         return status
     except Interrupted as stop:
         return die_by(stop.signum)
-    except (OutputClosed, BrokenPipeError):
+    except (out.OutputClosed, BrokenPipeError):
         return PIPE_CLOSED
     except OSError as error:  # help into a full disk, known only when it is flushed
         full = ResourceError(f"cannot write: {error.strerror}", fix=["free some space"], code="write_failed")
-        write_error(full, Console(), as_json=False)
+        out.write_error(full, out.Console(), as_json=False)
         return full.exit_code
     finally:
         guard.uninstall()
-        release_streams()
+        out.release_streams()
         sys.stderr = stderr
 
 
@@ -81,11 +69,11 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
     as_json = "--json" in argv[: argv.index("--") if "--" in argv else None]
     rank, started = found(os.environ) or (0, None)
     words = f"spd {argv[0]} --help" if argv[0] in COMMANDS else "spd --help"
-    console = Console(wants_color(sys.stderr, os.environ), help=words)
+    console = out.Console(out.wants_color(sys.stderr, os.environ), help=words)
     state = _folder("XDG_STATE_HOME", "~/.local/state/spd")
     sockets = _folder("XDG_RUNTIME_DIR", f"/tmp/spd-{os.getuid()}")
     dumb = os.environ.get("TERM") in ("dumb", None)
-    session = Session(console, guard, state, sockets, dumb_terminal=dumb, rendezvous=started)
+    session = out.Session(console, guard, state, sockets, dumb_terminal=dumb, rendezvous=started)
     try:
         if os.environ.get(COMPLETION_VARIABLE):
             typed = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
@@ -94,12 +82,12 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
             from spd.cli.rank import stand_by
 
             return stand_by(rank, argv, os.environ.get("LOCAL_RANK", "0"))
-        end_when_lost(lambda error: write_error(_explain(error, session.console), session.console, as_json))
+        end_when_lost(lambda error: out.write_error(_explain(error, console), session.console, as_json))
         defaults: dict[str, Any] = {}
         named = os.environ.get("SPD_CONFIG")
         path = Path(named) if named else _folder("XDG_CONFIG_HOME", "~/.config/spd") / "config.toml"
         if not {"-h", "--help", "-V", "--version"}.isdisjoint(argv):
-            Sink.stdout()  # raises where it is closed
+            out.Sink.stdout()  # raises where it is closed
         elif argv[0] in COMMANDS and (named or path.is_file()):
             from spd.cli.config import read_defaults
 
@@ -117,14 +105,14 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
     except SystemExit as stop:  # how Typer ends when standard output breaks under its help
         return PIPE_CLOSED if stop.code == 1 else int(stop.code or 0)
     except Exception as error:
-        if isinstance(error, OutputClosed) or (isinstance(error, OSError) and error.errno in DISK_FULL):
+        if isinstance(error, out.OutputClosed) or getattr(error, "errno", None) in out.DISK_FULL:
             raise
         if session.console.debug:
-            write_stderr("".join(traceback.format_exception(error)))
+            out.write_stderr("".join(traceback.format_exception(error)))
         failure = _explain(error, session.console)
         if failure.exit_code in (2, 3, 4):
             failure.reason = (*failure.reason, *session.told)
-        write_error(failure, session.console, as_json)
+        out.write_error(failure, session.console, as_json)
         return failure.exit_code
     finally:
         if started is not None and not rank:
@@ -139,7 +127,7 @@ def _folder(variable: str, usual: str) -> Path:
     return Path(home) / "spd" if os.path.isabs(home) else Path(usual).expanduser()
 
 
-def _explain(error: Exception, console: Console) -> SpdError:
+def _explain(error: Exception, console: out.Console) -> SpdError:
     """The refusal to show for an exception."""
     if isinstance(error, SpdError):
         return error
@@ -153,10 +141,7 @@ def _explain(error: Exception, console: Console) -> SpdError:
     if os.strerror(errno.EMFILE) in str(error):  # torch's errors have no number
         return ResourceError("too many open files", fix=["ulimit -n 1024"])
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return ResourceError(
-            "out of memory",
-            reason=str(error).splitlines()[:1],
-            fix=["--ctx 4k for a smaller cache, --spec off or --spec ngram to do without a draft model"],
-            code="out_of_memory",
-        )
+        fix = ["--ctx 4k for a smaller cache, --spec off or --spec ngram to do without a draft model"]
+        reason = str(error).splitlines()[:1]
+        return ResourceError("out of memory", reason=reason, fix=fix, code="out_of_memory")
     return SpdError(f"unexpected {type(error).__name__}: {error}")

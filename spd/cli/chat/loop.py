@@ -14,37 +14,11 @@ from spd.cli.chat.conversation import ChatEncoder, Conversation, SessionStore, T
 from spd.cli.chat.slash import Commands
 from spd.cli.commands.models import ensure_models
 from spd.cli.serve.local import served_engine
+from spd.cli.text import output as out
+from spd.cli.text import prompt
 from spd.cli.text.job import plan_settings
-from spd.cli.text.output import (
-    WORDS,
-    OutputClosed,
-    Session,
-    Sink,
-    Size,
-    as_line,
-    compiling,
-    fact_lines,
-    is_terminal,
-    loading,
-    shortened,
-    tell,
-    terminal_size,
-    to_json,
-    write_error,
-    write_stderr,
-)
-from spd.cli.text.prompt import (
-    ThinkingSplitter,
-    check_text,
-    note_thinking,
-    opens_thinking,
-    read_text,
-    system_text,
-    template_variables,
-    thinking_budget,
-)
 from spd.cli.text.reply import DIM, DraftedText, ReplyView, stats_line
-from spd.errors import EngineError, IncompatibleError, SpdError, UsageError
+from spd.errors import EngineError, IncompatibleError, NotFoundError, SpdError, UsageError
 from spd.formats.demo import DEMOS
 from spd.formats.files import INPUT_LIMIT
 from spd.formats.folder import ModelFolder
@@ -64,7 +38,7 @@ LEAVE_SECONDS = 5.0
 class ChatModel:
     """Everything that changes when a chat loads another model, or changes how it draws."""
 
-    def __init__(self, options: ChatOptions, session: Session) -> None:
+    def __init__(self, options: ChatOptions, session: out.Session) -> None:
         self._session, self._console, self._first = session, session.console, options
         self.metrics: RequestMetrics | None = None
         """Of the last reply."""
@@ -74,7 +48,7 @@ class ChatModel:
     def _use(self, options: ChatOptions, folder: ModelFolder) -> None:
         """Read the small files and check every option. Raises before anything has changed."""
         settings = plan_settings(options, folder)
-        variables, tools = template_variables(options), None
+        variables, tools = prompt.template_variables(options), None
         if options.tools is not None:
             from spd.cli.chat.tools import ChatTools
 
@@ -82,7 +56,7 @@ class ChatModel:
             variables["tools"] = tools.shown
         self.encoder, self.tools = ChatEncoder(settings.vocabulary, variables), tools
         self.options, self.folder, self.settings, self.name = options, folder, settings, options.model
-        note_thinking(self._console, options.think, settings.vocabulary)
+        prompt.note_thinking(self._console, options.think, settings.vocabulary)
 
     @property
     def fingerprint(self) -> str:
@@ -108,10 +82,10 @@ class ChatModel:
                 return served
             from spd.runtime import Engine
 
-            with compiling(lambda words: setattr(self, "_doing", words)):
+            with out.compiling(lambda words: setattr(self, "_doing", words)):
                 return Engine(config, progress=progress)
 
-        self._doing = f"loading {as_line(self.name)}"
+        self._doing = f"loading {out.as_line(self.name)}"
         self.thread = EngineThread(build, lambda: [self.params(seed=0)])
         self.thread.start()
 
@@ -150,7 +124,7 @@ class ChatModel:
         """Show how far loading is until it has ended, or `go_on` says no."""
         if self.thread.ready.is_set():
             return
-        with loading(self._doing, self._console) as display:
+        with out.loading(self._doing, self._console) as display:
             while not self.thread.ready.wait(0.1) and go_on():
                 if self.thread.progress is not None:
                     display(self.thread.progress)
@@ -174,8 +148,8 @@ class ChatModel:
             self.thread.engine()
             return ""
         if (progress := self.thread.progress) is not None and progress.total:
-            done = f"{WORDS[progress.phase]} {100 * progress.done // progress.total}%"
-            self._doing = f"loading {as_line(self.name)} · {done}"
+            done = f"{out.WORDS[progress.phase]} {100 * progress.done // progress.total}%"
+            self._doing = f"loading {out.as_line(self.name)} · {done}"
         return self._doing
 
     def last_stats(self) -> Iterator[str]:
@@ -183,22 +157,22 @@ class ChatModel:
         metrics = self.metrics
         if metrics is None:
             raise UsageError("there is no reply yet", fix=["type a message"])
-        return fact_lines(
-            metrics.timings() | metrics.speculative_decoding(self.plan.spec, self.plan.shape.draft_max)
-        )
+        speculation = metrics.speculative_decoding(self.plan.spec, self.plan.shape.draft_max)
+        return out.fact_lines(metrics.timings() | speculation)
 
     def sampling_lines(self) -> Iterator[str]:
         """How it draws, and where each value comes from."""
         words = self.settings.sampling.words()
         del words["seed"], words["logprobs"]  # each reply has its own seed, and shows no others
-        return fact_lines(words)
+        return out.fact_lines(words)
 
     def lines(self) -> Iterator[str]:
         """The model, what drafts for it, and the memory they take."""
         plan = self.plan.as_dict()
         shown = ("model", "spec", "draft_max", "spec_reason", "device", "weights", "ctx")
         sizes = ("weight_bytes", "draft_weight_bytes", "cache_bytes")
-        return fact_lines({name: plan[name] for name in shown} | {name: Size(plan[name]) for name in sizes})
+        facts = {name: plan[name] for name in shown}
+        return out.fact_lines(facts | {name: out.Size(plan[name]) for name in sizes})
 
 
 PROMPT = "› "
@@ -207,19 +181,27 @@ RECALLED = 2
 """Turns that are shown of a chat that goes on."""
 
 
+def open_session(store: SessionStore, options: ChatOptions) -> tuple[str, Conversation | None]:
+    """The name to save under, and what was said under it before. Raises NotFoundError and UsageError."""
+    if options.continue_ is None:
+        return ("" if options.no_save else store.open_new()), None
+    name = options.continue_ or next(iter(store.names()), "")
+    if not name:
+        raise NotFoundError("no chat is saved yet", fix=["spd chat"], code="no_session")
+    saved = store.path(name).exists()
+    if not (saved and options.no_save):
+        store.open(name)
+    return name, store.load(name) if saved else None
+
+
 class Chat:
     """One conversation with one model at a time, and everything that commands may change."""
 
     def __init__(
-        self,
-        session: Session,
-        options: ChatOptions,
-        sink: Sink,
-        store: SessionStore,
-        name: str,
-        saved: Conversation | None,
+        self, session: out.Session, options: ChatOptions, sink: out.Sink, store: SessionStore
     ) -> None:
-        self.session, self.sink, self.store, self.name = session, sink, store, name
+        self.session, self.sink, self.store = session, sink, store
+        self.name, saved = open_session(store, options)
         self._console = dataclasses.replace(session.console, help="/help")
         if saved is not None and not options.typed & {"model", "model_argument"}:
             options = dataclasses.replace(options, model=saved.model)
@@ -229,9 +211,9 @@ class Chat:
         seed = options.seed if saved is None or "seed" in options.typed else None
         if saved is not None and seed == saved.seed:
             seed = None  # the next reply's, not the first one's again
-        conversation = (saved or Conversation(self.model.name)).with_wishes(system_text(system), seed)
+        conversation = (saved or Conversation(self.model.name)).with_wishes(prompt.system_text(system), seed)
         self.conversation = conversation.for_model(self.model.name, self.model.fingerprint)
-        self.attached = [(path, read_text(path)) for path in options.file or ()]
+        self.attached = [(path, prompt.read_text(path)) for path in options.file or ()]
         self.draft = ""
         self.leaving = False
         self.styled = sink.is_terminal and not session.dumb_terminal
@@ -280,13 +262,10 @@ class Chat:
             except SpdError as error:
                 if not interactive or self._ends(error):
                     raise
-                write_error(error, self._console, as_json=False)
+                out.write_error(error, self._console, as_json=False)
         if not (said or interactive):
-            raise UsageError(
-                "no messages: standard input is empty",
-                fix=["spd chat in a terminal", "spd chat < messages.txt, one message a line"],
-                code="no_prompt",
-            )
+            fix = ["spd chat in a terminal", "spd chat < messages.txt, one message a line"]
+            raise UsageError("no messages: standard input is empty", fix=fix, code="no_prompt")
         return 0
 
     def _status(self) -> str:
@@ -294,7 +273,7 @@ class Chat:
         if loading := self.model.loading_words():
             return f" {loading}"
         slow = ["slow: no C compiler"] * ("no C compiler" in self.model.plan.kernels_reason)
-        return " " + " · ".join((self._used(), as_line(self.model.name), self.model.spec_words(), *slow))
+        return " " + " · ".join((self._used(), out.as_line(self.model.name), self.model.spec_words(), *slow))
 
     # -- turns -------------------------------------------------------------------------------------
 
@@ -302,7 +281,7 @@ class Chat:
         """Send a message and show the reply. Raises what the message or the engine raises."""
         message = text.removeprefix("/") if text.startswith("//") else text
         parts = [*(content for _, content in self.attached), *([message] if message.strip() else [])]
-        turn = Turn(check_text("\n\n".join(parts), "the message"))
+        turn = Turn(prompt.check_text("\n\n".join(parts), "the message"))
         turns = (*self.conversation.turns, turn)
         if self.reply(dataclasses.replace(self.conversation, turns=turns), text):
             self.attached = []
@@ -335,12 +314,12 @@ class Chat:
         """Run what the last reply calls, each after a yes, and let the model go on unless one was refused."""
         while (tools := self.model.tools) and self.conversation.turns:
             turn, ids = self.conversation.turns[-1], self.model.encoder.encode(self.conversation).text
-            message = tools.called(turn, opens_thinking(ids)) if turn.finish == "stop" else None
+            message = tools.called(turn, prompt.opens_thinking(ids)) if turn.finish == "stop" else None
             if message is None or turn.answered:
                 return
             results = [tools.result(call, self.session.guard) for call in message["tool_calls"]]
             said = [message, *(result for result, _ in results)]
-            answered = self.conversation.with_last(answered=tuple(map(to_json, said)))
+            answered = self.conversation.with_last(answered=tuple(map(out.to_json, said)))
             self.change(answered)
             goes_on = dataclasses.replace(answered, turns=(*answered.turns, Turn("")))
             if not all(ran for _, ran in results) or not self.reply(goes_on):
@@ -355,7 +334,7 @@ class Chat:
             self.store.save(self.name, conversation)
         except SpdError as error:
             if not self._warned:
-                write_error(error, self._console, as_json=False)
+                out.write_error(error, self._console, as_json=False)
             self._warned = True
 
     def go_on_with(self, conversation: Conversation) -> None:
@@ -364,11 +343,11 @@ class Chat:
         if turns and turns[-1].reply is None:
             self.draft, self.conversation = turns[-1].user, conversation.without_last()
         for turn in self.conversation.turns[-RECALLED:] if self.interactive else ():
-            self.tell(f"› {shortened(turn.user, 300)}", shortened(turn.reply or "", 300))
+            self.tell(f"› {out.shortened(turn.user, 300)}", out.shortened(turn.reply or "", 300))
 
     def _ends(self, error: Exception) -> bool:
         """Whether a chat cannot go on: the terminal is gone, or there is no model."""
-        gone = isinstance(error, OutputClosed) or getattr(error, "code", "") == "write_failed"
+        gone = isinstance(error, out.OutputClosed) or getattr(error, "code", "") == "write_failed"
         return gone or error is self.model.thread.failure
 
     def _used(self) -> str:
@@ -383,7 +362,7 @@ class Chat:
     def tell(self, *lines: str) -> None:
         """Answer a command, or say what happens: never part of the conversation."""
         for line in lines:
-            tell(line, DIM if self.styled else "")
+            out.tell(line, DIM if self.styled else "")
 
     def start_new(self) -> None:
         """Leave this chat as it was saved and begin another with the same system message."""
@@ -427,7 +406,7 @@ def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
         model.wait(lambda: not stopped.is_set())
         if stopped.is_set():
             return conversation
-        splitter = ThinkingSplitter(opens_thinking(model.encoder.encode(conversation).text))
+        splitter = prompt.ThinkingSplitter(prompt.opens_thinking(model.encoder.encode(conversation).text))
         splitter.feed(turn.reply or "")
         request = _request(model, conversation, splitter.thinking)
         view = _view(chat, splitter)
@@ -446,19 +425,13 @@ def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
     if stopped.is_set():
         chat.tell("[interrupted]")
     if gathered.finish_reason == "error":
-        raise EngineError(
-            "the model failed while replying",
-            reason=["What came before the fault was shown; it is not kept."],
-            fix=["/regen, or --dtype float32"],
-        )
+        why = ["What came before the fault was shown; it is not kept."]
+        raise EngineError("the model failed while replying", reason=why, fix=["/regen, or --dtype float32"])
     if stopped.is_set() and not gathered.token_ids:
         return conversation
-    replied = conversation.with_last(
-        reply=(turn.reply or "") + gathered.text,
-        reply_ids=(*turn.reply_ids, *gathered.token_ids),
-        finish=gathered.finish_reason,
-        seed=request.params.seed,
-    )
+    reply, ids = (turn.reply or "") + gathered.text, (*turn.reply_ids, *gathered.token_ids)
+    ended = {"finish": gathered.finish_reason, "seed": request.params.seed}
+    replied = conversation.with_last(reply=reply, reply_ids=ids, **ended)
     return dataclasses.replace(replied, draws=conversation.draws + (turn.reply is None))
 
 
@@ -476,20 +449,21 @@ def _request(model: ChatModel, conversation: Conversation, inside: bool) -> Requ
             code="context_overflow",
         )
     seed = derived_seed(conversation.seed, conversation.draws) if turn.seed is None else turn.seed
-    thinking = thinking_budget(model.options.think, model.settings.vocabulary, inside, turn.reply_ids)
+    thinking = prompt.thinking_budget(model.options.think, model.settings.vocabulary, inside, turn.reply_ids)
     return Request(REQUEST_ID, ids, model.params(seed), spans, thinking=thinking)
 
 
-def _view(chat: Chat, splitter: ThinkingSplitter) -> ReplyView:
+def _view(chat: Chat, splitter: prompt.ThinkingSplitter) -> ReplyView:
     """How this terminal, or a pipe, shows a reply."""
-    drafted, markdown, console, hidden = None, None, chat.session.console, chat.model.options.think == "hide"
-    if chat.styled and chat.model.options.show_drafts:
-        drafted = DraftedText(chat.model.settings.vocabulary.need_tokenizer().token_bytes)
-    elif chat.styled and chat.model.options.markdown != "off":
+    console, options = chat.session.console, chat.model.options
+    view = ReplyView(console, chat.sink, splitter, hidden=options.think == "hide")
+    if chat.styled and options.show_drafts:
+        view.drafted = DraftedText(chat.model.settings.vocabulary.need_tokenizer().token_bytes)
+    elif chat.styled and options.markdown != "off":
         from spd.cli.chat.markdown import MarkdownStream
 
-        markdown = MarkdownStream(lambda: terminal_size(sys.stdout), color=console.color)
-    return ReplyView(console, chat.sink, splitter, hidden=hidden, drafted=drafted, markdown=markdown)
+        view.markdown = MarkdownStream(lambda: out.terminal_size(sys.stdout), color=console.color)
+    return view
 
 
 class PlainLines:
@@ -497,8 +471,8 @@ class PlainLines:
 
     def read(self, draft: str = "") -> str | None:
         """The next line. Raises UsageError."""
-        if is_terminal(sys.stdin):
-            write_stderr(PROMPT)
+        if out.is_terminal(sys.stdin):
+            out.write_stderr(PROMPT)
         data = sys.stdin.buffer.readline(INPUT_LIMIT + 1) if sys.stdin is not None else b""
         if len(data) > INPUT_LIMIT:
             raise UsageError(f"a line of stdin is longer than {INPUT_LIMIT >> 20} MiB")

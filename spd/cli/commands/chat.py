@@ -5,14 +5,11 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from spd.cli.options import ModelArgument, ReplyOptions, first, option
 from spd.cli.text.output import Session, Sink, is_terminal
-from spd.errors import NotFoundError, UsageError
-
-if TYPE_CHECKING:
-    from spd.cli.chat.conversation import Conversation, SessionStore
+from spd.errors import UsageError
 
 _chat = partial(option, "Chat")
 
@@ -63,7 +60,7 @@ def chat(session: Session, options: ChatOptions) -> int:
 
     store = SessionStore(session.state_folder / "sessions")
     try:
-        talk = Chat(session, options, sink, store, *open_session(store, options))
+        talk = Chat(session, options, sink, store)
         try:
             return talk.run(interactive)
         finally:
@@ -71,18 +68,3 @@ def chat(session: Session, options: ChatOptions) -> int:
                 talk.model.close()
     finally:
         store.close()
-
-
-def open_session(store: SessionStore, options: ChatOptions) -> tuple[str, Conversation | None]:
-    """The name to save under, and what was said under it before. Raises NotFoundError and UsageError."""
-    if options.continue_ is None:
-        return ("" if options.no_save else store.open_new()), None
-    name = options.continue_ or next(iter(store.names()), "")
-    if not name:
-        raise NotFoundError("no chat is saved yet", fix=["spd chat"], code="no_session")
-    if not store.path(name).exists():
-        store.open(name)
-        return name, None
-    if not options.no_save:
-        store.open(name)
-    return name, store.load(name)

@@ -168,7 +168,7 @@ def read_wish(line: Line, settings: Settings, shared: Asked, raw: bool) -> tuple
     params = settings.params(**values)
     asked = _asked(value, shared, raw)
     check_ids(asked.ids or (), settings.vocabulary.config.vocab_size, "prompt_ids")
-    return settings.request(str(line.number), asked, None, params, grammar)
+    return settings.request(str(line.number), asked, params, grammar)
 
 
 def _asked(line: Mapping[str, Any], shared: Asked, raw: bool) -> Asked:

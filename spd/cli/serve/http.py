@@ -87,12 +87,13 @@ class Service:
         if wish.think is not None:
             settings = dataclasses.replace(settings, think=str(wish.think))
         for asked in wish.prompts:
-            ids = settings.fit(asked)
+            request, inside = settings.request("", asked, wish.params, wish.grammar)
+            request = dataclasses.replace(request, draft_max=wish.draft_max)
             for choice in range(wish.n):
                 seed = derived_seed(wish.params.seed, choice) if choice else wish.params.seed
                 params = dataclasses.replace(wish.params, seed=seed)
-                request, inside = settings.request(secrets.token_hex(8), asked, ids, params, wish.grammar)
-                prepared.append((dataclasses.replace(request, draft_max=wish.draft_max), inside))
+                one = dataclasses.replace(request, id=secrets.token_hex(8), params=params)
+                prepared.append((one, inside))
         try:
             self.engine.check(prepared[0][0])
         except UsageError:

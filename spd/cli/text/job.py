@@ -42,10 +42,8 @@ class Resolved:
 
     def words(self) -> dict[str, Any]:
         """Each parameter, and where it comes from."""
-        return {
-            name: f"{value} ({self.sources[name]})" if name in self.sources else value
-            for name, value in vars(self.params).items()
-        }
+        told = {name: f"{getattr(self.params, name)} ({source})" for name, source in self.sources.items()}
+        return vars(self.params) | told
 
 
 def resolve_sampling(
@@ -97,10 +95,8 @@ def check_ids(ids: Sequence[int], vocab_size: int, flag: str) -> None:
     """Raise UsageError for a token id that the vocabulary does not have."""
     for token_id in ids:
         if not 0 <= token_id < vocab_size:
-            raise UsageError(
-                f"{flag}: token id {token_id} is not in the vocabulary",
-                reason=[f"valid: 0 to {vocab_size - 1}"],
-            )
+            words = f"{flag}: token id {token_id} is not in the vocabulary"
+            raise UsageError(words, reason=[f"valid: 0 to {vocab_size - 1}"])
 
 
 def unescape(text: str) -> str:
@@ -167,34 +163,25 @@ class Settings:
         check_ids([token for token, _ in values.get("logit_bias", ())], self.usable_vocab, "logit_bias")
         return dataclasses.replace(self.sampling.params, **values)
 
-    def fit(self, asked: Asked) -> list[int]:
-        """The ids of what is asked. Raises IncompatibleError if they leave no room for a reply."""
-        ids, context = encode_asked(asked, self.vocabulary, self.context), self.context
-        if len(ids) < context:
-            return ids
-        most = self.vocabulary.config.max_positions
-        raise IncompatibleError(
-            f"prompt is {len(ids):,} tokens but the context is {context:,}",
-            reason=["A reply needs room too: at most one token less than the context."],
-            fix=[*[f"--ctx N, up to {most:,}"] * (len(ids) < most), "a shorter prompt"],
-            code="context_overflow",
-        )
-
     def request(
-        self,
-        name: str,
-        asked: Asked,
-        ids: Sequence[int] | None = None,
-        params: SamplingParams | None = None,
-        shape: GrammarText | None = None,
+        self, name: str, asked: Asked, params: SamplingParams | None = None, shape: GrammarText | None = None
     ) -> tuple[Request, bool | None]:
         """The order for the engine, and how its reply is parted: see `ThinkingSplitter`.
 
-        Without `params` those of the run hold, and its grammar. Raises what `fit` raises.
+        Without `params` those of the run hold, and its grammar. Raises IncompatibleError without room for a
+        reply, and what `encode_asked` raises.
         """
         if params is None:
             params, shape = self.sampling.params, self.grammar
-        ids = self.fit(asked) if ids is None else ids
+        ids = encode_asked(asked, self.vocabulary, self.context)
+        if len(ids) >= self.context:
+            most = self.vocabulary.config.max_positions
+            raise IncompatibleError(
+                f"prompt is {len(ids):,} tokens but the context is {self.context:,}",
+                reason=["A reply needs room too: at most one token less than the context."],
+                fix=[*[f"--ctx N, up to {most:,}"] * (len(ids) < most), "a shorter prompt"],
+                code="context_overflow",
+            )
         tokenizer, inside, after = self.vocabulary.tokenizer, None, None
         if tokenizer is not None and asked.messages:  # else there is no text, or it is not a chat's
             end = tokenizer.decode(ids[-TAIL:], skip_special=False)

@@ -86,13 +86,9 @@ class Session:
     def listen(self, values: Mapping[str, Any]) -> None:
         """Talk as the options of the command say."""
         color = {"always": True, "never": False}.get(values["color"], self.console.color)
-        self.console = replace(
-            self.console,
-            color=color,
-            quiet=values["quiet"],
-            verbose=values["verbose"] > 0,
-            debug=values["verbose"] > 1,
-        )
+        quiet, verbose = values["quiet"], values["verbose"]
+        changes = {"color": color, "quiet": quiet, "verbose": verbose > 0, "debug": verbose > 1}
+        self.console = replace(self.console, **changes)
         for line in self.told:
             self.console.detail(f"config  {line}")
 
@@ -180,15 +176,10 @@ def write_error(error: SpdError, console: Console, as_json: bool = False) -> Non
     """Show what is wrong, why, and what to type instead: as lines, or as one JSON object on stdout."""
     fixes = list(error.fix or [USUAL_FIXES.get(error.default_code, console.help)])
     if as_json and not isinstance(error, CheckFailedError):  # whose object is on standard output already
-        shown = {
-            "code": error.code,
-            "exit": error.exit_code,
-            "message": error.message,
-            "reason": list(error.reason),
-            "fix": fixes,
-        }
+        shown = {"code": error.code, "exit": error.exit_code, "message": error.message}
         with suppress(OutputClosed, SpdError):
-            Sink.stdout().write(to_json({"error": shown}) + "\n")
+            shown = {"error": {**shown, "reason": error.reason, "fix": fixes}}
+            Sink.stdout().write(to_json(shown) + "\n")
             return
     lines = [f"error: {as_line(error.message)}", *(f"  {as_line(line)}" for line in error.reason)]
     lines += [f"  {'    ' if number else 'fix:'} {as_line(fix)}" for number, fix in enumerate(fixes)]

@@ -13,20 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from spd import __version__
 from spd.cli.signals import Interrupted
-from spd.cli.text.output import (
-    CONTROL,
-    Console,
-    Session,
-    Sink,
-    Ticker,
-    is_terminal,
-    paint,
-    printable,
-    tell,
-    to_json,
-    write_error,
-    write_stderr,
-)
+from spd.cli.text import output as out
 from spd.cli.text.prompt import ThinkingSplitter, parted
 from spd.errors import EngineError
 from spd.runtime import RequestMetrics
@@ -68,19 +55,14 @@ class ReplyView:
     drafts on a terminal, `markdown` draws the answer there; without both it stays plain.
     """
 
+    drafted: DraftedText | None = None
+    markdown: MarkdownStream | None = None
+
     def __init__(
-        self,
-        console: Console,
-        sink: Sink,
-        splitter: ThinkingSplitter,
-        *,
-        hidden: bool,
-        drafted: DraftedText | None = None,
-        markdown: MarkdownStream | None = None,
+        self, console: out.Console, sink: out.Sink, splitter: ThinkingSplitter, *, hidden: bool
     ) -> None:
         self._sink, self._splitter, self._color, self._hidden = sink, splitter, console.color, hidden
-        self._drafted, self._markdown = drafted, markdown
-        self._shows, self._ticker = is_terminal(sys.stderr) and not console.quiet, Ticker(console)
+        self._shows, self._ticker = out.is_terminal(sys.stderr) and not console.quiet, out.Ticker(console)
         self.reading = partial(self._ticker.count, "reading the prompt", amount="{:,} tok".format)
         """What hears how far a prompt is read, of how many tokens."""
         self._thought = ""
@@ -89,15 +71,15 @@ class ReplyView:
 
     def take(self, event: Event) -> None:
         """Show what a round brought."""
-        for text, drafted in [(event.text, False)] if self._drafted is None else self._drafted.take(event):
+        for text, drafted in self.drafted.take(event) if self.drafted else [(event.text, False)]:
             self.show(text, drafted)
 
     def finish(self) -> None:
         """Show what is still held back, and leave the cursor at the beginning of a row."""
         self.show("", final=True)
         self._end_thinking()
-        if self._markdown is not None:
-            self._sink.write_styled(self._markdown.finish())
+        if self.markdown is not None:
+            self._sink.write_styled(self.markdown.finish())
         elif not self.at_row_start:
             self._sink.write("\n")
 
@@ -108,7 +90,7 @@ class ReplyView:
                 self._ticker.write("thinking…")
             elif thinking and self._shows and part:
                 self._ticker.write("")
-                write_stderr(_styled_lines(printable(part), DIM if self._color else ""), styled=True)
+                out.write_stderr(_styled_lines(out.printable(part), DIM if self._color else ""), styled=True)
                 self._thought = part[-1]
             elif part and not thinking:
                 self._end_thinking()
@@ -118,22 +100,23 @@ class ReplyView:
     def _end_thinking(self) -> None:
         """Leave a blank line before the answer, once."""
         self._ticker.write("")
-        write_stderr("\n" * (bool(self._thought) + (self._thought not in ("", "\n"))))
+        out.write_stderr("\n" * (bool(self._thought) + (self._thought not in ("", "\n"))))
         self._thought = ""
 
     def _write(self, text: str, drafted: bool) -> None:
-        if self._markdown is not None:
-            self._sink.write_styled(self._markdown.feed(printable(text.replace("\r\n", "\n"), CONTROL)))
+        if self.markdown is not None:
+            shown = out.printable(text.replace("\r\n", "\n"), out.CONTROL)
+            self._sink.write_styled(self.markdown.feed(shown))
         elif drafted:
             style = GREEN if self._color else UNDERLINE
-            self._sink.write_styled(_styled_lines(printable(text, CONTROL), style))
+            self._sink.write_styled(_styled_lines(out.printable(text, out.CONTROL), style))
         else:
             self._sink.write(text)
 
 
 def _styled_lines(text: str, style: str) -> str:
     """Text in a style that never crosses the end of a line."""
-    return "\n".join(paint(line, style, bool(style and line)) for line in text.split("\n"))
+    return "\n".join(out.paint(line, style, bool(style and line)) for line in text.split("\n"))
 
 
 class Delivery:
@@ -141,9 +124,9 @@ class Delivery:
 
     def __init__(
         self,
-        session: Session,
+        session: out.Session,
         options: GenerateOptions,
-        sink: Sink,
+        sink: out.Sink,
         engine: Engine,
         request: Request,
         inside: bool | None,
@@ -159,7 +142,7 @@ class Delivery:
 
     def run(self) -> int:
         """Decode and deliver; returns the exit status. Raises Interrupted between writes only."""
-        trace = None if self.options.trace is None else Sink(self.options.trace)
+        trace = None if self.options.trace is None else out.Sink(self.options.trace)
         with closing(trace or self.sink):
             if trace is not None:
                 self._record(trace)
@@ -178,12 +161,12 @@ class Delivery:
         self.engine.close()
         return self._outcome()
 
-    def _record(self, trace: Sink) -> None:
+    def _record(self, trace: out.Sink) -> None:
         """Write a line for each round from now on, behind one about the run."""
         from spd.runtime.lab import TraceHeader
 
         def record(what: Any) -> None:
-            trace.write(to_json(dataclasses.asdict(what)) + "\n")
+            trace.write(out.to_json(dataclasses.asdict(what)) + "\n")
 
         plan, request = self.engine.plan.as_dict(), self.request
         record(TraceHeader(self.options.model, request.params.temperature, plan, request.prompt_ids))
@@ -229,13 +212,13 @@ class Delivery:
         if options.json:
             shown = {"schema": "spd.generate/1", "model": options.model, **fields}
             shown |= {"params": vars(request.params), "plan": self.engine.plan.as_dict()}
-            self.sink.write(to_json({**shown, "versions": versions()}) + "\n")
+            self.sink.write(out.to_json({**shown, "versions": versions()}) + "\n")
         else:
             self._finish_text()
         if early := early_end(fields, self.reply.error, request):
             self.session.console.note(early)
         if options.stats:
-            tell(stats_line(metrics))
+            out.tell(stats_line(metrics))
 
     def _outcome(self) -> int:
         """The exit status for a reply that has ended. Raises EngineError."""
@@ -248,7 +231,7 @@ class Delivery:
         failure = EngineError(message, reason=["What came before the fault was printed."], fix=[fix])
         if not self.options.json:
             raise failure
-        write_error(failure, self.session.console)  # the one object on stdout is the reply
+        out.write_error(failure, self.session.console)  # the one object on stdout is the reply
         return failure.exit_code
 
 
@@ -258,6 +241,8 @@ def reply_fields(
     """What JSON says of a reply, alone or one of many; `inside` as in `ThinkingSplitter`."""
     reasoning, text = parted(reply.text, inside)
     plan, params = engine.plan, request.params
+    imposed = plan.wishes.synthetic_acceptance is not None
+    speculation = metrics.speculative_decoding(plan.spec, plan.shape.draft_max, imposed=imposed)
     shown: dict[str, Any] = {
         "text": text,
         "reasoning": reasoning,
@@ -265,11 +250,7 @@ def reply_fields(
         "finish_reason": reply.finish_reason,
         "usage": metrics.usage(),
         "timings": metrics.timings(),
-        "metrics": {
-            "speculative_decoding": metrics.speculative_decoding(
-                plan.spec, plan.shape.draft_max, imposed=plan.wishes.synthetic_acceptance is not None
-            )
-        },
+        "metrics": {"speculative_decoding": speculation},
         "seed": params.seed,
     }
     if params.logprobs is not None:
@@ -305,12 +286,8 @@ def logprob_entry(entry: TokenLogprob, tokenizer: Tokenizer | None) -> dict[str,
 
     def named(token_id: int, logprob: float) -> dict[str, Any]:
         data = b"" if tokenizer is None else tokenizer.token_bytes(token_id)
-        return {
-            "token_id": token_id,
-            "token": data.decode("utf-8", "replace"),
-            "bytes": list(data),
-            "logprob": logprob,
-        }
+        shown = {"token_id": token_id, "token": data.decode("utf-8", "replace"), "bytes": list(data)}
+        return {**shown, "logprob": logprob}
 
     return {**named(entry.token_id, entry.logprob), "top": [named(*likely) for likely in entry.top]}
 

@@ -27,7 +27,7 @@ def alone() -> Any:
     def say(content: str, **params: Any) -> str:
         asked = Asked(messages=({"role": "user", "content": content},), variables={})
         wanted = SamplingParams(**{"temperature": 0.7, **params})
-        request, _ = settings.request("x", asked, settings.fit(asked), wanted, None)
+        request, _ = settings.request("x", asked, wanted)
         return engine.generate([request])[0].text
 
     yield say
