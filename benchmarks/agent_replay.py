@@ -34,7 +34,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.environment import describe_commit, describe_machine
-from spd.cli.options import GenerateOptions, parse_size
+from spd.cli.options import GenerateOptions
+from spd.cli.parser import parse_size
 from spd.cli.serve.http import Service
 from spd.cli.serve.wishes import read_chat, without_lines
 from spd.cli.text.job import plan_settings

@@ -94,13 +94,9 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
             defaults = read_defaults(argv[0], path)
             names = ", ".join(name.replace("_", "-") for name in defaults)
             session.told = [f"{path} sets {names}"] if names else []
-        result = get_command(build_app((argv[0],)))(
-            args=argv,
-            prog_name="spd",
-            standalone_mode=False,
-            obj=session,
-            default_map={argv[0]: defaults} if defaults else None,  # `help` is a name of a flag, too
-        )
+        command = get_command(build_app((argv[0],)))
+        told = {argv[0]: defaults} if defaults else None  # `help` is a name of a flag, too
+        result = command(args=argv, prog_name="spd", standalone_mode=False, obj=session, default_map=told)
         return result if isinstance(result, int) else 0
     except SystemExit as stop:  # how Typer ends when standard output breaks under its help
         return PIPE_CLOSED if stop.code == 1 else int(stop.code or 0)

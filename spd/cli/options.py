@@ -17,13 +17,12 @@ from typing import Any, Literal
 
 import typer
 
-from spd.cli.parser import FIRST, IN, LAST, OTHER
+from spd.cli.parser import FIRST, IN, LAST, OTHER, in_order, parse_as, parse_size
 from spd.errors import UsageError
 from spd.runtime.plan.config import ARBITRATED, METHODS
 
 MODEL = "Model and drafts"
-MODELS = ("MODEL", "MODEL…", "HEAD", "SRC")
-"""Values that are models: TAB completes them."""
+THINK = "on|off|hide|N"
 
 
 def model_names(incomplete: str) -> list[str]:
@@ -38,9 +37,19 @@ def model_names(incomplete: str) -> list[str]:
         return list(DEMOS)
 
 
+def spec_names(incomplete: str) -> list[str]:
+    """What TAB offers for a method."""
+    return [*METHODS, *ARBITRATED]
+
+
+COMPLETED: dict[str | None, Any] = {"METHOD": spec_names, THINK: lambda: ["on", "off", "hide"]}
+COMPLETED |= dict.fromkeys(("MODEL", "MODEL…", "HEAD", "SRC"), model_names)
+"""What TAB offers for values that are called so."""
+
+
 def _shown(metavar: str | None, help: str, more: dict[str, Any]) -> dict[str, Any]:
-    """What Typer is told of a parameter; TAB completes what is called by one of MODELS."""
-    completed = {"autocompletion": model_names} if metavar in MODELS else {}
+    """What Typer is told of a parameter."""
+    completed = {"autocompletion": COMPLETED[metavar]} if metavar in COMPLETED else {}
     return {**completed, **more, "metavar": metavar, "help": help, "show_default": False}
 
 
@@ -64,28 +73,9 @@ def parse_spec(text: str) -> str:
     known, method = spec_names(""), in_order(text)
     if method not in known:
         alone = ", ".join(repr(name) for name in known if "+" not in name)
-        raise typer.BadParameter(
-            f"{text!r} is not one of {alone}, nor one of these beside lookup: 'mtp,ngram'"
-        )
+        words = f"{text!r} is not one of {alone}, nor one of these beside lookup: 'mtp,ngram'"
+        raise typer.BadParameter(words)
     return method
-
-
-def in_order(text: str) -> str:
-    """Two methods with lookup as the second, joined by a plus; whether there are such is not asked."""
-    return "+".join(sorted((part.strip() for part in re.split("[,+]", text)), key="ngram".__eq__))
-
-
-def spec_names(incomplete: str) -> list[str]:
-    """What TAB offers for a method."""
-    return [*METHODS, *ARBITRATED]
-
-
-def parse_size(text: str) -> int:
-    """A count such as 4096, 8k or 32K (k = 1024)."""
-    match = re.fullmatch(r"([0-9]{1,12})([kK]?)", text.strip())
-    if match is None:
-        raise typer.BadParameter(f"{text!r} is not a number of tokens such as 4096, 8k or 32k")
-    return int(match[1]) * (1024 if match[2] else 1)
 
 
 def parse_think(text: str, name: str = "--think") -> str:
@@ -145,13 +135,7 @@ class ModelOptions(CommonOptions):
 class EngineOptions(ModelOptions):
     """What proposes tokens, and how the machine is used. Of these only --verify touches the text."""
 
-    spec: str = first(
-        "auto",
-        "METHOD",
-        f"{', '.join(METHODS)}, or two: mtp,ngram.",
-        parser=parse_spec,
-        autocompletion=spec_names,
-    )
+    spec: str = first("auto", "METHOD", f"{', '.join(METHODS)}, or two: mtp,ngram.", parser=parse_spec)
     draft_model: str | None = first(
         None, "MODEL", "A smaller model of the same vocabulary, an EAGLE-3 head or an assistant."
     )
@@ -204,13 +188,7 @@ class ReplyOptions(SamplingOptions, RunOptions):
     """What `generate` and `chat` share."""
 
     template_arg: list[str] | None = inputs(None, "K=V", "A variable for the chat template. Repeatable.")
-    think: str = first(
-        "auto",
-        "on|off|hide|N",
-        "Think or not; hide: think unseen; N: think N tokens at most.",
-        parser=parse_think,
-        autocompletion=lambda: ["on", "off", "hide"],
-    )
+    think: str = first("auto", THINK, "Think or not; hide: unseen; N: at most N tokens.", parser=parse_think)
     system: str | None = first(None, "TEXT|@FILE", "System message.", "-s")
     no_server: bool = printed(False, None, "Do not use a running spd serve.")
 
@@ -258,21 +236,3 @@ def read_settings(words: Sequence[str], flag: str = "--set") -> dict[str, Any]:
         found = parse_as(f"{flag} {name}", kinds[name], value)
         changes[name] = [*(changes.get(name) or ()), found] if "list" in kinds[name] else found
     return changes
-
-
-def parse_as(what: str, kind: str, text: str) -> Any:
-    """Text as a field whose annotation is `kind`; `auto` is None where that may be. Raises UsageError."""
-    match = re.search(r"\b(bool|float|int)\b", kind)
-    if "None" in kind and text == "auto":
-        return None
-    if match is None:
-        return text
-    if match[1] == "bool":
-        if text not in (known := {"on": True, "off": False, "true": True, "false": False}):
-            words = f"{text} is not on or off" if text else "on or off?"
-            raise UsageError(f"{what}: {words}", fix=[f"{what} on|off"])
-        return known[text]
-    try:
-        return float(text) if match[1] == "float" else int(text)
-    except ValueError:
-        raise UsageError(f"{what}: {text} is not a number", fix=[f"{what} 1"]) from None

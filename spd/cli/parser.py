@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import typer
 from typer.core import TyperCommand
 
 from spd.errors import IncompatibleError, UsageError
@@ -150,3 +152,34 @@ class Command(TyperCommand):
             if records:
                 with formatter.section(panel):
                     formatter.write_dl(records)
+
+
+def in_order(text: str) -> str:
+    """Two methods with lookup as the second, joined by a plus; whether there are such is not asked."""
+    return "+".join(sorted((part.strip() for part in re.split("[,+]", text)), key="ngram".__eq__))
+
+
+def parse_size(text: str) -> int:
+    """A count such as 4096, 8k or 32K (k = 1024)."""
+    match = re.fullmatch(r"([0-9]{1,12})([kK]?)", text.strip())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a number of tokens such as 4096, 8k or 32k")
+    return int(match[1]) * (1024 if match[2] else 1)
+
+
+def parse_as(what: str, kind: str, text: str) -> Any:
+    """Text as a field whose annotation is `kind`; `auto` is None where that may be. Raises UsageError."""
+    match = re.search(r"\b(bool|float|int)\b", kind)
+    if "None" in kind and text == "auto":
+        return None
+    if match is None:
+        return text
+    if match[1] == "bool":
+        if text not in (known := {"on": True, "off": False, "true": True, "false": False}):
+            words = f"{text} is not on or off" if text else "on or off?"
+            raise UsageError(f"{what}: {words}", fix=[f"{what} on|off"])
+        return known[text]
+    try:
+        return float(text) if match[1] == "float" else int(text)
+    except ValueError:
+        raise UsageError(f"{what}: {text} is not a number", fix=[f"{what} 1"]) from None

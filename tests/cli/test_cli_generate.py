@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from spd.cli.options import GenerateOptions, parse_size
+from spd.cli.options import GenerateOptions
+from spd.cli.parser import parse_size
 from spd.cli.text.job import parse_logit_bias, resolve_sampling, unescape
 from spd.errors import EngineError, ResourceError, UsageError
 from spd.formats.folder import ModelFolder

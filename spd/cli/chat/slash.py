@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spd.cli.chat.conversation import Turn
-from spd.cli.options import in_order, model_names, parse_as, parse_think, read_settings, spec_names
+from spd.cli.options import model_names, parse_think, read_settings, spec_names
+from spd.cli.parser import in_order, parse_as
 from spd.cli.text.output import shortened
 from spd.cli.text.prompt import read_text
 from spd.errors import SpdError, UsageError

@@ -19,12 +19,10 @@ from spd.cli.options import (
     advanced,
     argument,
     first,
-    in_order,
     option,
-    parse_as,
-    parse_size,
     printed,
 )
+from spd.cli.parser import in_order, parse_as, parse_size
 from spd.cli.signals import Interrupted
 from spd.cli.text.output import Session, Sink, Ticker, check_writable, fact_lines, table_lines, to_json
 from spd.errors import CheckFailedError, UsageError
@@ -33,10 +31,7 @@ from spd.runtime.lab import compare_results, verdict
 from spd.runtime.plan.config import METHODS, EngineConfig, split_spec
 
 if TYPE_CHECKING:
-    from spd.runtime.lab import Prompt, Settings, Sweep
-
-EACH = 2
-"""Prompts of each of spd's own categories."""
+    from spd.runtime.lab import Prompt, Sweep
 
 
 def split(text: str, flag: str) -> list[str]:
@@ -59,11 +54,11 @@ def numbers(text: str, flag: str, kind: Literal["int", "float"], low: float, hig
 
 
 def chosen_prompts(path: Path | None, category: str | None = None) -> tuple[Prompt, ...]:
-    """The prompts asked for: of a file all, of spd's own a few of each category."""
+    """The prompts asked for: of a file all, of spd's own two of each category."""
     from spd.runtime.lab import OWN, choose, read_prompts
 
     categories = split(category, "--category") if category is not None else None
-    chosen: tuple[Prompt, ...] = choose(read_prompts(path or OWN), categories, EACH if path is None else None)
+    chosen: tuple[Prompt, ...] = choose(read_prompts(path or OWN), categories, None if path else 2)
     return chosen
 
 
@@ -114,11 +109,20 @@ def bench(session: Session, options: BenchOptions) -> None:
       spd bench -m FOLDER --spec draft,ngram --draft-max 2,4,8 -o today.json
       spd bench --concurrency 1,4,16 --category code
     """
-    from spd.runtime.lab import Sweep, encode_questions
+    from spd.runtime.lab import Load, Settings, Sweep, encode_questions
 
     if options.output is not None:
         check_writable(options.output)
-    settings, configs, sink = _settings(options), sweep_configs(options), Sink.stdout()
+    slots = numbers(options.concurrency, "--concurrency", "int", 1, 1024)
+    rates: Sequence[float | None] = [None]
+    if options.rate is not None:
+        rates = numbers(options.rate, "--rate", "float", 1e-3, 1e4)
+    settings = Settings(
+        temperatures=tuple(numbers(options.temperature, "--temperature", "float", 0, 100)),
+        loads=tuple(Load(int(count), rate) for count, rate in product(slots, rates)),
+        **{name: getattr(options, name) for name in ("max_tokens", "repetitions", "ignore_eos")},
+    )
+    configs, sink = sweep_configs(options), Sink.stdout()
     lengths: list[int | None] = [None]
     if options.prompt_tokens is not None:
         lengths = [parse_size(size) for size in split(options.prompt_tokens, "--prompt-tokens")]
@@ -145,22 +149,6 @@ def bench(session: Session, options: BenchOptions) -> None:
         raise CheckFailedError("; ".join(wrong), fix=["spd explain, spd verify"])
 
 
-def _settings(options: BenchOptions) -> Settings:
-    from spd.runtime.lab import Load, Settings
-
-    slots = numbers(options.concurrency, "--concurrency", "int", 1, 1024)
-    rates: Sequence[float | None] = [None]
-    if options.rate is not None:
-        rates = numbers(options.rate, "--rate", "float", 1e-3, 1e4)
-    return Settings(
-        temperatures=tuple(numbers(options.temperature, "--temperature", "float", 0, 100)),
-        loads=tuple(Load(int(count), rate) for count, rate in product(slots, rates)),
-        max_tokens=options.max_tokens,
-        repetitions=options.repetitions,
-        ignore_eos=options.ignore_eos,
-    )
-
-
 def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
     """One configuration a way of decoding; plain ones first, one for each setting of the machine."""
     from spd.formats.folder import ModelFolder
@@ -173,10 +161,8 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
     )
     machines = [replace(base, **wishes) for wishes in _combinations(options, MACHINE)]
     ranks = [machine.tp for machine in machines]
-    machines = [
-        replace(machine, rendezvous=options.rendezvous if machine.tp > 1 or max(ranks) == 1 else None)
-        for machine in machines
-    ]
+    alone = None if max(ranks) > 1 else options.rendezvous
+    machines = [replace(each, rendezvous=options.rendezvous if each.tp > 1 else alone) for each in machines]
     given = {name: getattr(options, name) for name in ("draft_model", "mtp")}
     folders = {name: ModelFolder.named(value) for name, value in given.items() if value is not None}
     configs = list(machines)
@@ -184,11 +170,8 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
         method = wishes["spec"] = in_order(wishes["spec"])
         size = wishes["draft_tp"]
         if size is not None and all(tp % size for tp in ranks):
-            raise UsageError(
-                f"--draft-tp {size} divides no --tp of {options.tp}",
-                reason=["Ranks form groups of one size that each run the drafter."],
-                fix=[f"--tp {size}", "--draft-tp auto"],
-            )
+            words = f"--draft-tp {size} divides no --tp of {options.tp}"
+            raise UsageError(words, fix=[f"--tp {size}", "--draft-tp auto"])
         taken = METHODS.get(split_spec(method)[0], METHODS["off"]).weights  # an unknown one is refused below
         drafters = {name: folder for name, folder in folders.items() if name in taken}
         if len(drafters) == 2:
@@ -274,9 +257,7 @@ def _facts(result: Mapping[str, Any]) -> dict[str, str]:
         f"repetitions {rows[0]['repetitions']} · -n {result['settings']['max_tokens']}",
         "texts": texts,
         "rows left out": f"{lost}, where replies ended at the first token" if lost else "",
-        "interrupted": "whole repetitions are counted, and of a first one what was done"
-        if result["interrupted"]
-        else "",
+        "interrupted": "whole repetitions count, and of a first one what was done" * result["interrupted"],
         "best": _best(rows),
     }
 
@@ -341,17 +322,16 @@ FIGURES: Columns = (
     ("TTFT", lambda row: _latency(row["ttft_ms"])),
     ("TPOT", lambda row: _latency(row["tpot_ms"])),
 )
-WIDE: Columns = (
-    ("ITL", lambda row: _latency(row["itl_ms"])),
-    ("by position", lambda row: _positions(row)),
-)
-"""Figures for terminals of 100 columns or more, and for files."""
 
 
 def _positions(row: Row) -> str:
     """Per cent of the first, second, … drafts that were accepted, of four at most."""
     pairs = zip(row["accepted_per_position"], row["drafted_per_position"], strict=True)
     return "/".join(f"{100 * accepted / drafted:.0f}" for accepted, drafted in list(pairs)[:4] if drafted)
+
+
+WIDE: Columns = (("ITL", lambda row: _latency(row["itl_ms"])), ("by position", _positions))
+"""Figures for terminals of 100 columns or more, and for files."""
 
 
 def _ratio(ratio: Mapping[str, Any] | None) -> str:
@@ -404,20 +384,16 @@ def compare(session: Session, options: CompareOptions) -> None:
         for path, result in zip(others, results[1:], strict=True)
     ]
     if not any(comparison["changes"] for comparison in comparisons):
-        raise UsageError(
-            "no rows of these results measure the same work",
-            reason=["Rows match by model, prompts, -n, temperature, load, method and settings."],
-            fix=["measure with the same options: spd bench --help"],
-        )
+        why = ["Rows match by model, prompts, -n, temperature, load, method and settings."]
+        fix = ["measure with the same options: spd bench --help"]
+        raise UsageError("no rows of these results measure the same work", reason=why, fix=fix)
     sink = Sink.stdout()
     shown = {"schema": COMPARED, "threshold": options.threshold, "comparisons": comparisons}
     sink.answer(options.json, shown, [line for each in comparisons for line in _lines(each)])
     slower = sum(change["regressed"] for comparison in comparisons for change in comparison["changes"])
     if slower:
-        raise CheckFailedError(
-            f"{slower} rows are slower by more than {options.threshold:.3g} and by more than noise",
-            fix=["spd explain says what a round's time goes into"],
-        )
+        words = f"{slower} rows are slower by more than {options.threshold:.3g} and by more than noise"
+        raise CheckFailedError(words, fix=["spd explain says what a round's time goes into"])
 
 
 def _lines(comparison: dict[str, Any]) -> list[str]:

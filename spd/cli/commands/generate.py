@@ -11,7 +11,6 @@ from spd.cli.text.output import Console, Session, Sink, check_writable, fact_lin
 
 if TYPE_CHECKING:
     from spd.cli.text.job import Settings
-    from spd.cli.text.prompt import Asked
     from spd.runtime import Engine, EngineConfig, Request
 
 REQUEST_ID = "0"
@@ -24,7 +23,7 @@ def generate(session: Session, options: GenerateOptions) -> int:
       spd generate --stats "What does os.path.join do?"
       cat notes.md | spd generate -s "Be terse" "Summarise"
     """
-    from spd.cli.text.job import check_conflicts, plan_settings
+    from spd.cli.text.job import check_conflicts, plan_settings, render_asked
     from spd.cli.text.reply import Delivery
 
     check_conflicts(options)  # and options are final from here on: a server gets them as they are
@@ -51,7 +50,8 @@ def generate(session: Session, options: GenerateOptions) -> int:
         settings, asked = plan_settings(options), gather(options)
         request, inside = settings.request(REQUEST_ID, asked)
         if options.dry_run:
-            _show_prompt(options, settings, asked, request, sink)
+            text = render_asked(asked, settings.vocabulary, request.prompt_ids)
+            _show_prompt(options, settings.context, text, request, sink)
             return 0
         engine = load(session.console, options.model, settings.config)
         if engine.plan.shape.ctx != settings.context:  # it may be less than the model's
@@ -69,28 +69,16 @@ def load(console: Console, name: str, config: EngineConfig) -> Engine:
         return Engine(config, progress=progress)
 
 
-def _show_prompt(
-    options: GenerateOptions, settings: Settings, asked: Asked, request: Request, sink: Sink
-) -> None:
+def _show_prompt(options: GenerateOptions, context: int, text: str, request: Request, sink: Sink) -> None:
     """What --dry-run shows: the prompt as text on stdout, how many tokens it is on stderr."""
-    from spd.cli.text.job import render_asked
-
     ids = request.prompt_ids
-    text = render_asked(asked, settings.vocabulary, ids)
     if not options.json:
         sink.write(text if text.endswith("\n") else text + "\n")
-        tell(f"{len(ids):,} tokens of {settings.context:,}")
+        tell(f"{len(ids):,} tokens of {context:,}")
         return
-    shown = {
-        "schema": "spd.prompt/1",
-        "model": options.model,
-        "prompt": text,
-        "prompt_ids": ids,
-        "prompt_tokens": len(ids),
-        "context": settings.context,
-        "params": dataclasses.asdict(request.params),
-    }
-    sink.write(to_json(shown) + "\n")
+    shown = {"schema": "spd.prompt/1", "model": options.model, "prompt": text, "prompt_ids": ids}
+    more = {"prompt_tokens": len(ids), "context": context, "params": vars(request.params)}
+    sink.write(to_json(shown | more) + "\n")
 
 
 def say_before(
@@ -108,10 +96,8 @@ def say_before(
         console.note(f"this is slow: {plan.kernels_reason}")
     note_thinking(console, options.think, settings.vocabulary)
     if plan.wishes.verify != "coupled" and plan.spec != "off":
-        console.note(
-            f"--verify {plan.wishes.verify}: texts are as likely as without speculation, not the same; "
-            f"{plan.shape.draft_max} drafts a round"
-        )
+        words = "texts are as likely as without speculation, not the same"
+        console.note(f"--verify {plan.wishes.verify}: {words}; {plan.shape.draft_max} drafts a round")
     if console.verbose:
         told = {"plan": plan.as_dict(), "params": settings.sampling.words()}
         for line in fact_lines(told | {"load": f"{engine.load_ms / 1000:.2f} s"}):

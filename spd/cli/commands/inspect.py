@@ -209,13 +209,8 @@ def forms(config: EngineConfig, plan: EnginePlan) -> list[Facts]:
         with suppress(SpdError):  # such weights, or such a drafter, cannot be rounded
             other = replace(config, quantize=name)
             shape = (plan if name == config.quantize else outline(other, foreseen_machine())).shape
-            found.append(
-                {
-                    "quantize": name,
-                    "weights": Size(measure(shape).weights),
-                    "ctx": longest_context(shape, usable),
-                }
-            )
+            facts = {"weights": Size(measure(shape).weights), "ctx": longest_context(shape, usable)}
+            found.append({"quantize": name, **facts})
     return found
 
 

@@ -20,14 +20,7 @@ from spd.cli.serve.wishes import SAMPLING
 from spd.cli.signals import Interrupted
 from spd.cli.text.job import Settings, check_ids, plan_settings
 from spd.cli.text.output import Session, Sink, Ticker, cannot_write, clock, tell, to_json
-from spd.cli.text.prompt import (
-    Asked,
-    check_messages,
-    check_text,
-    read_messages,
-    system_text,
-    template_variables,
-)
+from spd.cli.text.prompt import Asked, check_messages, check_text, gather_shared
 from spd.cli.text.reply import reply_fields
 from spd.errors import EngineError, PartialError, SpdError, UsageError
 from spd.formats.files import INPUT_LIMIT, LINES_LIMIT, read_input
@@ -43,8 +36,8 @@ BEGINNINGS = (f'{{"schema": "{SCHEMA}"'.encode(), b'{"id": ')
 """Of an answer, and of a line that says what is wrong."""
 WINDOW = 512
 """Lines that may be begun beyond the first unfinished one: what order costs in memory."""
-SHAPES: tuple[tuple[str, Literal["schema", "regex", "lark"]], ...]
-SHAPES = (("schema", "schema"), ("regex", "regex"), ("grammar", "lark"))
+SHAPES: dict[str, Literal["schema", "regex", "lark"]]
+SHAPES = {"schema": "schema", "regex": "regex", "grammar": "lark"}
 """What says how the whole reply looks, and how the engine calls it."""
 PARAMETERS = fields(
     {**SAMPLING, "logprobs": whole(0, MAX_LOGPROBS), "schema": anything, "regex": TEXT, "grammar": TEXT}
@@ -63,10 +56,7 @@ LINE = fields(
 
 def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> int:
     """Answer every line of the input; returns the exit status. Raises PartialError if a line failed."""
-    settings, messages = plan_settings(options), read_messages(options.messages) if options.messages else ()
-    if (system := system_text(options.system)) is not None:
-        messages = ({"role": "system", "content": system},)
-    shared = Asked(messages=messages, variables=template_variables(options))
+    settings, shared = plan_settings(options), gather_shared(options)
     lines = read_lines(options.file[0] if options.file else "-")
     done = failed = 0
     if options.resume and options.output is not None:
@@ -92,11 +82,8 @@ def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> in
             rate = f"{batch.tokens / seconds:.1f} tok/s"
             tell(f"{done:,} lines · {batch.tokens:,} tok · {clock(seconds)} · {rate}")
     if failed:
-        raise PartialError(
-            f"{failed:,} of {done:,} lines failed",
-            reason=["Each says why in its `error`; the others are complete."],
-            fix=["""jq -c 'select(.error)' shows them"""],
-        )
+        why, fix = ["Each says why in its `error`; the others are complete."], ["jq -c 'select(.error)'"]
+        raise PartialError(f"{failed:,} of {done:,} lines failed", reason=why, fix=fix)
     return 0
 
 
@@ -158,12 +145,12 @@ def read_wish(line: Line, settings: Settings, shared: Asked, raw: bool) -> tuple
         raise line.error
     value, grammar = LINE(line.value, ""), settings.grammar
     values = value.get("params", {})
-    shapes = [(name, kind, values.pop(name)) for name, kind in SHAPES if name in values]
+    shapes = {name: values.pop(name) for name in SHAPES if name in values}
     if len(shapes) > 1:
-        names = " and ".join(f"params.{name}" for name, *_ in shapes)
+        names = " and ".join(f"params.{name}" for name in shapes)
         raise UsageError(f"{names} each say what the whole reply looks like")
-    for _, kind, wish in shapes:
-        grammar = GrammarText(kind, wish if isinstance(wish, str) else json.dumps(wish))
+    for name, wish in shapes.items():
+        grammar = GrammarText(SHAPES[name], wish if isinstance(wish, str) else json.dumps(wish))
     values.setdefault("seed", derived_seed(settings.sampling.params.seed, line.number))
     params = settings.params(**values)
     asked = _asked(value, shared, raw)

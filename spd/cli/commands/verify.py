@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from spd.cli.commands.bench import chosen_prompts, numbers, split
-from spd.cli.options import MODEL, EngineOptions, first, option, parse_as
+from spd.cli.options import MODEL, EngineOptions, first, option
+from spd.cli.parser import parse_as
 from spd.cli.text.job import engine_config
 from spd.cli.text.output import Session, Sink, Ticker, fact_lines
 from spd.errors import CheckFailedError, UsageError
@@ -48,84 +48,31 @@ def verify(session: Session, options: VerifyOptions) -> None:
       spd verify -m FOLDER --lag 2 --json > certificate.json
       spd verify --against lag=0 --lag 2 --tokens 50000 --concurrency 8
     """
+    from spd.cli.text.reply import versions
     from spd.formats.folder import ModelFolder
+    from spd.runtime import lab
 
     temperatures = numbers(options.temperature, "--temperature", "float", 0, 100)
     candidate = replace(engine_config(options, ModelFolder.named(options.model)), slots=options.concurrency)
     reference = apply_settings(candidate, options.against)
-    sink = Sink.stdout()
+    sink, most = Sink.stdout(), options.max_tokens
+    questions = lab.encode_questions(candidate.model, chosen_prompts(options.prompts), [None], most)
+    ctx = max(len(question.ids) for question in questions) + most
+    reference, candidate = (replace(config, ctx=ctx) for config in (reference, candidate))
+    coupled = candidate.verify == "coupled" and reference.verify == "coupled"
+    compared = [t for t in temperatures if coupled or not t] or [0.0]  # others promise texts at T 0 only
+    requests = lab.make_requests(questions, compared, max_tokens=most, least=options.tokens)
     with Ticker(session.console) as ticker:
 
         def watch(what: str, ended: int, asked: int) -> None:
             session.guard.check()
             ticker.write(f"{what}: {ended} of {asked} replies")
 
-        certificate = _examine(options, reference, candidate, temperatures, watch)
-    differences = [{**each, "seed": str(each["seed"])} for each in certificate["differences"][:DIFFERENCES]]
-    shown: dict[str, Any] = {"differences": differences}
-    plan = certificate["plans"]["candidate"]
-    shown["candidate"] = {name: plan[name] for name in ("spec", "draft_max", "verify", "lag", "dtype")}
-    shown |= {name: certificate[name] for name in SHOWN}
-    if not certificate["drafts_accepted"] and plan["spec"] != "off":
-        shown["note"] = "no draft was accepted, so this tested little"
-    sink.answer(options.json, certificate, fact_lines(shown))
-    if not certificate["passed"]:
-        raise CheckFailedError(
-            "; ".join(certificate["faults"]),
-            reason=["spd promises that the texts are the same."],
-            fix=["--against with one setting at a time shows which one is at fault; please report it"],
-        )
-
-
-def apply_settings(config: EngineConfig, text: str) -> EngineConfig:
-    """The configuration with `name=value,…` in its place. Raises UsageError naming what is wrong."""
-    changes: dict[str, Any] = {}
-    kinds = {field.name: str(field.type) for field in fields(config)}
-    for member in split(re.sub(r"(spec\s*=[^,]*),\s*ngram\b", r"\1+ngram", text), "--against"):
-        name, equals, value = member.partition("=")
-        name = name.strip().lstrip("-").replace("-", "_")
-        if not equals or name not in SETTINGS:
-            raise UsageError(
-                f"--against {member} is not a setting",
-                reason=[f"there are: {', '.join(SETTINGS).replace('_', '-')}"],
-                fix=["--against spec=off", "--against lag=0"],
-            )
-        changes[name] = parse_as(f"--against {name}", kinds[name], value)
-    method = METHODS.get(changes.get("spec", ""))
-    if method is not None and not method.weights:
-        changes = {**dict.fromkeys(WEIGHT_WISHES), **changes}
-    if changes.get("spec") == "off":
-        changes = {"draft_max": None, "adaptive": None, "verify": "coupled", **changes}
-    if changes.get("tp") == 1:  # no other rank
-        changes["rendezvous"] = None
-    return replace(config, **changes)
-
-
-def _examine(
-    options: VerifyOptions,
-    reference: EngineConfig,
-    candidate: EngineConfig,
-    temperatures: Sequence[float],
-    watch: Callable[[str, int, int], None],
-) -> dict[str, Any]:
-    """Compare the texts that must be the same, and write down what came of it.
-
-    A near-tie is a fault, too, where equal bits are promised. Other rules than coupled promise them at T 0.
-    """
-    from spd.cli.text.reply import versions
-    from spd.runtime import lab
-
-    prompts = chosen_prompts(options.prompts)
-    questions = lab.encode_questions(candidate.model, prompts, [None], options.max_tokens)
-    ctx = max(len(question.ids) for question in questions) + options.max_tokens
-    reference, candidate = (replace(config, ctx=ctx) for config in (reference, candidate))
-    coupled = candidate.verify == "coupled" and reference.verify == "coupled"
-    compared = [t for t in temperatures if coupled or not t] or [0.0]
-    requests = lab.make_requests(questions, compared, max_tokens=options.max_tokens, least=options.tokens)
-    result = lab.replay_requests(reference, candidate, requests, watch)
+        result = lab.replay_requests(reference, candidate, requests, watch)
+    # A near tie is a fault, too, where equal bits are promised.
     wrong = [d for d in result.differences if not d["near_tie"] or lab.promised_equal(result.plans)]
     faults = [f"{len(wrong)} of {result.texts} texts differ"] if wrong else []
-    return {
+    certificate = {
         "schema": SCHEMA,
         "model": options.model,
         "files": file_hashes(candidate.model, result.plans[1]["draft_model"]),
@@ -143,6 +90,39 @@ def _examine(
         "faults": faults,
         "passed": not faults,
     }
+    differences = [{**each, "seed": str(each["seed"])} for each in certificate["differences"][:DIFFERENCES]]
+    shown: dict[str, Any] = {"differences": differences}
+    plan = certificate["plans"]["candidate"]
+    shown["candidate"] = {name: plan[name] for name in ("spec", "draft_max", "verify", "lag", "dtype")}
+    shown |= {name: certificate[name] for name in SHOWN}
+    if not certificate["drafts_accepted"] and plan["spec"] != "off":
+        shown["note"] = "no draft was accepted, so this tested little"
+    sink.answer(options.json, certificate, fact_lines(shown))
+    if faults:
+        fix = "--against with one setting at a time shows which one is at fault; please report it"
+        raise CheckFailedError(faults[0], reason=["spd promises that the texts are the same."], fix=[fix])
+
+
+def apply_settings(config: EngineConfig, text: str) -> EngineConfig:
+    """The configuration with `name=value,…` in its place. Raises UsageError naming what is wrong."""
+    changes: dict[str, Any] = {}
+    kinds = {field.name: str(field.type) for field in fields(config)}
+    for member in split(re.sub(r"(spec\s*=[^,]*),\s*ngram\b", r"\1+ngram", text), "--against"):
+        name, equals, value = member.partition("=")
+        name = name.strip().lstrip("-").replace("-", "_")
+        if not equals or name not in SETTINGS:
+            there = f"there are: {', '.join(SETTINGS).replace('_', '-')}"
+            fix = ["--against spec=off", "--against lag=0"]
+            raise UsageError(f"--against {member} is not a setting", reason=[there], fix=fix)
+        changes[name] = parse_as(f"--against {name}", kinds[name], value)
+    method = METHODS.get(changes.get("spec", ""))
+    if method is not None and not method.weights:
+        changes = {**dict.fromkeys(WEIGHT_WISHES), **changes}
+    if changes.get("spec") == "off":
+        changes = {"draft_max": None, "adaptive": None, "verify": "coupled", **changes}
+    if changes.get("tp") == 1:  # no other rank
+        changes["rendezvous"] = None
+    return replace(config, **changes)
 
 
 def file_hashes(model: os.PathLike[str], draft: str | None) -> dict[str, str]:

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from spd.cli.options import GenerateOptions, ReplyOptions
@@ -39,17 +39,22 @@ def gather(options: GenerateOptions) -> Asked:
     """Read everything the options name. Raises UsageError and NotFoundError."""
     if options.prompt_ids is not None:
         return Asked(ids=_parse_ids(options.prompt_ids))
-    variables = template_variables(options)
+    shared = gather_shared(options)
     if options.messages is not None:
-        return Asked(messages=read_messages(options.messages), variables=variables)
+        return shared
     text = _gather_text(options)
     if options.raw:
         return Asked(text=text)
-    messages: list[Mapping[str, Any]] = []
+    return replace(shared, messages=(*shared.messages, {"role": "user", "content": text}))
+
+
+def gather_shared(options: GenerateOptions) -> Asked:
+    """What stands before a prompt: a whole chat or the system message, and the template's variables."""
+    variables = template_variables(options)
+    messages = () if options.messages is None else read_messages(options.messages)
     if (system := system_text(options.system)) is not None:
-        messages.append({"role": "system", "content": system})
-    messages.append({"role": "user", "content": text})
-    return Asked(messages=tuple(messages), variables=variables)
+        messages = ({"role": "system", "content": system},)
+    return Asked(messages=messages, variables=variables)
 
 
 def _gather_text(options: GenerateOptions) -> str:
@@ -95,10 +100,8 @@ def check_text(text: str, what: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UsageError(
-            f"{what} is not Unicode text: a lone U+{ord(text[error.start]):04X} at character {error.start}",
-            fix=["give UTF-8 text"],
-        ) from None
+        lone = f"a lone U+{ord(text[error.start]):04X} at character {error.start}"
+        raise UsageError(f"{what} is not Unicode text: {lone}", fix=["give UTF-8 text"]) from None
     return text
 
 

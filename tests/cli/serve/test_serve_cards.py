@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spd.cli.options import parse_size
+from spd.cli.parser import parse_size
 from spd.formats.folder import ModelFolder
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.plan.machine import Machine
