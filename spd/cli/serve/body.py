@@ -143,11 +143,11 @@ def one_of(*values: str) -> Check:
     return check
 
 
-def unsupported(why: str, plain: Any = None) -> Check:
-    """Only what asks for nothing beyond `plain`."""
+def unsupported(why: str) -> Check:
+    """Only what is empty, and so asks for nothing."""
 
     def check(value: Any, name: str) -> None:
-        if value and value != plain:
+        if value:
             refuse(name, why, "unsupported_parameter")
 
     return check

@@ -12,13 +12,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from spd.cli.text.channels import CALL, CHANNEL, ENDS, HARMONY, MESSAGE, MUSE, Channels, json_of, literal
-from spd.runtime.engine.request import JSON_STYLE, tail_of
-
-if TYPE_CHECKING:
-    from spd.runtime.engine.request import GrammarText
+from spd.runtime.engine.request import JSON_STYLE, GrammarText, tail_of
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schemas of functions' arguments, by name."""
@@ -262,17 +259,13 @@ GUESSED = Form(*HERMES)
 
 def call_form(template: str) -> Form:
     """How a model writes calls, by its chat template."""
-    told = (
-        form for form in FORMS.values() if all(sign in template for sign in form.signs or (form.opening,))
-    )
+    told = (one for one in FORMS.values() if all(sign in template for sign in one.signs or (one.opening,)))
     return next(told, GUESSED)
 
 
 NO_CALL = re.compile(BLANK + r'\{\s*[^\s"]')
 BARE = re.compile(r"\s*[{\[]")
 _MARK = re.compile("|".join(map(re.escape, MARKS)))
-NOTE = "what follows {} is no whole call in this model's form, so it is text"
-"""What is said of a malformed call."""
 MAX_CALLS = 8
 """Calls in one reply that a grammar allows."""
 LOOSELY = {"x-guidance": {**JSON_STYLE, "lenient": True, "coerce_one_of": True}}
@@ -306,8 +299,6 @@ class Tools:
     @property
     def grammar(self) -> GrammarText | None:
         """What holds a call, in the model's own form; None where nothing does."""
-        from spd.runtime.engine.request import GrammarText
-
         form = self.form
         answer = json_of(json.loads(self.answer.text)) if self.answer and not self.required else None
         whole = self.required or answer is not None
@@ -482,7 +473,7 @@ class CallParser:
             said = rest if rest.strip(" \t\r\n,;]}`") else ""
         self._say(said)
         if said and self._opening:
-            self.notes.append(NOTE.format(self._opening))
+            self.notes.append(f"what follows {self._opening} is no whole call in this model's form: text")
         self._is_inside = False
         return True
 

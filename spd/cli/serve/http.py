@@ -8,6 +8,7 @@ import hmac
 import re
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -54,7 +55,7 @@ class Service:
         self.settings = dataclasses.replace(settings, context=self.plan.shape.ctx)
         self.name, self.thread, self.slots = name, thread, self.plan.shape.slots
         self._most = self.slots + waiting
-        self.counters: dict[str, float] = {}
+        self.counters = defaultdict[str, float](int)
         """What has been served, by the names that `/metrics` shows."""
         self.open = self.served = 0
         """Requests that run or wait; those that have ended."""
@@ -102,25 +103,22 @@ class Service:
             return self.prepare(dataclasses.replace(wish, grammar=None))  # no grammar can hold these schemas
         return prepared
 
-    def count(self, name: str, more: float = 1) -> None:
-        """Add to a figure that `/metrics` shows."""
-        self.counters[name] = self.counters.get(name, 0) + more
-
     def ended(self, metrics: RequestMetrics, reason: str) -> None:
         """Count a request that has ended."""
         self.open, self.served, self.used_at = self.open - 1, self.served + 1, time.monotonic()
-        self.count(f'requests_total{{reason="{reason}"}}')
-        self.count("prompt_tokens_total", metrics.prompt_tokens)
-        self.count("cached_tokens_total", metrics.cached_tokens)
-        self.count("generation_tokens_total", metrics.completion_tokens)
-        self.count("preemptions_total", metrics.preemptions)
-        self.count("spec_decode_num_drafts_total", metrics.num_drafts)
-        self.count("spec_decode_num_draft_tokens_total", metrics.draft_n)
-        self.count("spec_decode_num_accepted_tokens_total", metrics.draft_n_accepted)
+        counters = self.counters
+        counters[f'requests_total{{reason="{reason}"}}'] += 1
+        counters["prompt_tokens_total"] += metrics.prompt_tokens
+        counters["cached_tokens_total"] += metrics.cached_tokens
+        counters["generation_tokens_total"] += metrics.completion_tokens
+        counters["preemptions_total"] += metrics.preemptions
+        counters["spec_decode_num_drafts_total"] += metrics.num_drafts
+        counters["spec_decode_num_draft_tokens_total"] += metrics.draft_n
+        counters["spec_decode_num_accepted_tokens_total"] += metrics.draft_n_accepted
         for position, count in enumerate(metrics.accepted_per_position):
-            self.count(f'spec_decode_num_accepted_tokens_per_pos_total{{position="{position}"}}', count)
-        self.count("first_token_seconds_total", metrics.first_token_ms / 1000)
-        self.count("queue_seconds_total", metrics.queue_ms / 1000)
+            counters[f'spec_decode_num_accepted_tokens_per_pos_total{{position="{position}"}}'] += count
+        counters["first_token_seconds_total"] += metrics.first_token_ms / 1000
+        counters["queue_seconds_total"] += metrics.queue_ms / 1000
 
     def prometheus(self) -> str:
         """Every figure, in the text format of version 0.0.4."""
@@ -152,12 +150,13 @@ class Call:
         self._service, self._requests = service, requests
         self._loop = asyncio.get_running_loop()
         self._answers: asyncio.Queue[tuple[int, Event | BaseException]] = asyncio.Queue()
-        self._open: dict[int, Listener] = {}
+        self.open: dict[int, Listener] = {}
+        """What hears the requests that have not ended."""
         try:
             for index, request in enumerate(requests):
                 listener = partial(self._hear, index)
                 service.thread.submit(request, listener)
-                self._open[index] = listener
+                self.open[index] = listener
                 service.open += 1
         except BaseException:
             self.close()
@@ -172,7 +171,7 @@ class Call:
 
         Raises what the engine raised.
         """
-        if not self.running:
+        if not self.open:
             return None
         try:
             index, answer = await asyncio.wait_for(self._answers.get(), seconds)
@@ -184,22 +183,17 @@ class Call:
             self._end(index, answer.finish_reason)
         return index, answer
 
-    @property
-    def running(self) -> bool:
-        """Whether a request has not ended."""
-        return bool(self._open)
-
     def metrics(self, index: int) -> RequestMetrics:
         """A request's counters."""
         return self._service.thread.metrics(self._requests[index].id)
 
     def _end(self, index: int, reason: str) -> None:
-        del self._open[index]
+        del self.open[index]
         self._service.ended(self.metrics(index), reason)
 
     def close(self) -> None:
         """Abort what still runs, within a round."""
-        for index, listener in list(self._open.items()):
+        for index, listener in list(self.open.items()):
             self._service.thread.forget(self._requests[index], listener)
             self._end(index, "abort")
 
@@ -224,9 +218,9 @@ class Answer:
                 response: Response = StreamingResponse(self._stream(), 200, headers, "text/event-stream")
             else:
                 request = HttpRequest(scope, receive)
-                while self._call.running and not await request.is_disconnected():
+                while self._call.open and not await request.is_disconnected():
                     await self._take(LOOK_SECONDS)
-                if self._call.running:
+                if self._call.open:
                     return
                 response = JSONResponse(self._reply.whole())
             await response(scope, receive, send)
@@ -242,7 +236,7 @@ class Answer:
         if event.finish_reason is not None:
             self._reply.metrics[index] = self._call.metrics(index)
             if malformed := len(self._choices[index].noted.get("notes", ())):
-                self._service.count("malformed_calls_total", malformed)
+                self._service.counters["malformed_calls_total"] += malformed
         if event.finish_reason == "error":
             why = event.error or "the model failed while generating"
             raise ApiError(500, why, kind="server_error", code="generation_failed")
@@ -251,7 +245,7 @@ class Answer:
     async def _stream(self) -> AsyncIterator[bytes]:
         try:
             begun = False
-            while self._call.running:
+            while self._call.open:
                 taken = await self._take(PING_SECONDS)
                 for data in () if begun else self._reply.begin(self._call.metrics(0).cached_tokens):
                     yield data
@@ -262,7 +256,7 @@ class Answer:
                 yield data
         except Exception as error:
             refusal = api_error(error)
-            self._service.count(f'refused_total{{status="{refusal.status}"}}')
+            self._service.counters[f'refused_total{{status="{refusal.status}"}}'] += 1
             for data in self._reply.fail(refusal):
                 yield data
 
@@ -316,15 +310,19 @@ class App:
         try:
             request = HttpRequest(scope, receive)
             self._check(request)
-            response = await self._endpoint(request)(request)
-            await response(scope, receive, patient)
+            path, method = request.scope["path"], request.method
+            known, answer = self._paths.get(MODEL if path.startswith(MODEL) else path, ("", self._models))
+            if method != known:
+                status, code = (405, "method_not_allowed") if known else (404, "unknown_url")
+                raise ApiError(status, f"Unknown request URL: {method} {path[:200]}.", code=code)
+            await (await answer(request))(scope, receive, patient)
         except (ClientDisconnect, OSError, asyncio.TimeoutError):
             pass  # the client has gone, or takes nothing
         except Exception as error:
             refusal = api_error(error)
             if scope["path"].startswith(MESSAGES):
                 refusal = refusal.of_messages()
-            self._service.count(f'refused_total{{status="{refusal.status}"}}')
+            self._service.counters[f'refused_total{{status="{refusal.status}"}}'] += 1
             shown = JSONResponse(refusal.body, refusal.status, refusal.headers)
             await shown(scope, receive, send)
 
@@ -344,15 +342,6 @@ class App:
                 why = "Incorrect API key provided." if key else "You didn't provide an API key."
                 why += " It is sent as: Authorization: Bearer KEY, or x-api-key: KEY."
                 raise ApiError(401, why, code="invalid_api_key")
-
-    def _endpoint(self, request: HttpRequest) -> Callable[[HttpRequest], Awaitable[ASGIApp]]:
-        """What answers the path. Raises ApiError where nothing does."""
-        path, method = request.scope["path"], request.method
-        known, endpoint = self._paths.get(MODEL if path.startswith(MODEL) else path, ("", self._models))
-        if method != known:
-            status, code = (405, "method_not_allowed") if known else (404, "unknown_url")
-            raise ApiError(status, f"Unknown request URL: {method} {path[:200]}.", code=code)
-        return endpoint
 
     async def _health(self, request: HttpRequest) -> ASGIApp:
         service = self._service

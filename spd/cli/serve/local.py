@@ -167,15 +167,12 @@ def control(session: Session, options: ServeOptions) -> int:
         line.close()
         if options.stop:
             _await_end(session, said)
-        else:
-            Sink.stdout().write(_status_line(said) + "\n")
+            continue
+        state = f"{said['running']} running" if said["running"] else f"idle {clock(said['idle_seconds'])}"
+        parts = [said["model"], said["url"], f"pid {said['pid']}", show_size(said["memory_bytes"])]
+        parts += [f"{said['requests']:,} requests", state, f"drafts {said['plan']['spec']}"]
+        Sink.stdout().write(" · ".join(parts) + "\n")
     return 0
-
-
-def _status_line(said: dict[str, Any]) -> str:
-    state = f"{said['running']} running" if said["running"] else f"idle {clock(said['idle_seconds'])}"
-    parts = [said["model"], said["url"], f"pid {said['pid']}", show_size(said["memory_bytes"])]
-    return " · ".join([*parts, f"{said['requests']:,} requests", state, f"drafts {said['plan']['spec']}"])
 
 
 def _await_end(session: Session, said: dict[str, Any]) -> None:

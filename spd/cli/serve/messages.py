@@ -17,7 +17,6 @@ from spd.cli.text.prompt import CLOSING
 if TYPE_CHECKING:
     from spd.cli.serve.http import Service
 
-CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _text = some({"text": TEXT}, "text", text="content")
 CALL = {"id": TEXT, "name": name_of, "input": OBJECT}
 PARTS = {"text": some({"text": TEXT}, "text"), **dict.fromkeys(("image", "document"), read.left_out)}
@@ -71,7 +70,7 @@ def read_messages(value: Any, service: Service, *, counted: bool = False) -> Wis
     chat = {**body, "messages": messages, "tools": tools, "told": told}
     choice = body.get("tool_choice", {"type": "auto"})
     named = {"type": "function", "function": {"name": choice.get("name")}}
-    chat["tool_choice"] = CHOICES.get(choice["type"], named)
+    chat["tool_choice"] = {"any": "required", "tool": named}.get(choice["type"], choice["type"])
     chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use", False)
     config, wanted = body.get("output_config", {}), body.get("thinking", {"type": "disabled"})
     if "format" in config:
@@ -112,7 +111,8 @@ class MessagesReply(Reply):
         yield self._event("content_block_start", index=part.index, content_block=_block(part))
 
     def _more(self, part: Part, text: str) -> bytes:
-        kind, field = _DELTAS[part.kind]
+        called = part.kind == "call"
+        kind, field = ("input_json_delta", "partial_json") if called else (f"{part.kind}_delta", part.kind)
         return self._event("content_block_delta", index=part.index, delta={"type": kind, field: text})
 
     def _last(self, part: Part) -> Iterator[bytes]:
@@ -146,13 +146,6 @@ class MessagesReply(Reply):
 def _usage(prompt: int, cached: int, completion: int) -> dict[str, int]:
     usage = {"input_tokens": prompt - cached, "output_tokens": completion}
     return {**usage, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
-
-
-_DELTAS = {
-    "text": ("text_delta", "text"),
-    "thinking": ("thinking_delta", "thinking"),
-    "call": ("input_json_delta", "partial_json"),
-}
 
 
 def _block(part: Part) -> dict[str, Any]:

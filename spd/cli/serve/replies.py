@@ -6,7 +6,7 @@ import dataclasses
 import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -160,17 +160,16 @@ class Reply:
         if event.finish_reason is not None and choice.parts:
             yield from self._last(choice.parts[-1])
 
-    def _first(self, part: Part) -> Iterator[bytes]:
-        """What a part begins with."""
-        raise NotImplementedError
-
-    def _more(self, part: Part, text: str) -> bytes:
-        """What it grows by."""
-        raise NotImplementedError
-
-    def _last(self, part: Part) -> Iterator[bytes]:
-        """What it ends with."""
-        raise NotImplementedError
+    _first: Callable[[Part], Iterator[bytes]]
+    """What a part begins with."""
+    _more: Callable[[Part, str], bytes]
+    """What it grows by."""
+    _last: Callable[[Part], Iterator[bytes]]
+    """What it ends with."""
+    fail: Callable[[ApiError], Iterator[bytes]]
+    """What a stream ends with where not all choices have ended."""
+    whole: Callable[[], dict[str, Any]]
+    """All of it."""
 
     def ping(self) -> bytes:
         """What a stream says while nothing comes."""
@@ -179,14 +178,6 @@ class Reply:
     def end(self) -> Iterator[bytes]:
         """What a stream ends with when all choices have ended."""
         yield from ()
-
-    def fail(self, error: ApiError) -> Iterator[bytes]:
-        """What a stream ends with otherwise."""
-        raise NotImplementedError
-
-    def whole(self) -> dict[str, Any]:
-        """All of it."""
-        raise NotImplementedError
 
     @property
     def _counts(self) -> tuple[int, int, int, int]:
@@ -290,14 +281,11 @@ class ChatReply(Reply):
         speculation = each[0].speculative_decoding(plan.spec, plan.shape.draft_max)
         drafted, accepted = sum(one.draft_n for one in each), sum(one.draft_n_accepted for one in each)
         details = {"reasoning_tokens": reasoning, "draft_tokens": drafted, "accepted_draft_tokens": accepted}
-        usage = {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        }
-        parts = {"prompt_tokens_details": {"cached_tokens": cached}, "completion_tokens_details": details}
+        usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": completion}
+        usage |= {"total_tokens": prompt + completion, "prompt_tokens_details": {"cached_tokens": cached}}
+        usage["completion_tokens_details"] = details
         metrics = {"speculative_decoding": speculation}
-        return {"usage": {**usage, **parts}, "timings": each[0].timings(), "metrics": metrics}
+        return {"usage": usage, "timings": each[0].timings(), "metrics": metrics}
 
 
 class CompletionReply(ChatReply):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from spd.cli.serve import body as read
 from spd.cli.serve import wishes
@@ -131,11 +131,11 @@ class ResponseReply(Reply):
             yield self._of(part, "content_part.added", part=_content(part))
 
     def _more(self, part: Part, text: str) -> bytes:
-        return self._of(part, f"{_NAMES[part.kind].grows}.delta", delta=text)
+        return self._of(part, f"{_GROWS[part.kind]}.delta", delta=text)
 
     def _last(self, part: Part) -> Iterator[bytes]:
         key = "arguments" if part.kind == "call" else "text"
-        yield self._of(part, f"{_NAMES[part.kind].grows}.done", **{key: part.text})
+        yield self._of(part, f"{_GROWS[part.kind]}.done", **{key: part.text})
         if part.kind != "call":
             yield self._of(part, "content_part.done", part=_content(part))
         yield self._event("output_item.done", output_index=part.index, item=self._item(part))
@@ -162,17 +162,17 @@ class ResponseReply(Reply):
 
     def _of(self, part: Part, kind: str, /, **fields: Any) -> bytes:
         """An event of an item's content."""
-        place = {"item_id": f"{_NAMES[part.kind].id}_{part.id}", "output_index": part.index}
+        place = {"item_id": f"{_IDS[part.kind]}_{part.id}", "output_index": part.index}
         content = {"content_index": 0} if part.kind != "call" else {}
         logprobs: dict[str, Any] = {"logprobs": []} if kind.startswith("output_text") else {}
         return self._event(kind, **place, **content, **fields, **logprobs)
 
     def _item(self, part: Part, status: str = "completed") -> dict[str, Any]:
         """A part as an item of the output; a limit leaves the last one incomplete."""
-        names, choice = _NAMES[part.kind], self._choices[0]
+        choice = self._choices[0]
         if choice.reason == "length" and part.index == len(choice.parts) - 1:
             status = "incomplete"
-        item = {"id": f"{names.id}_{part.id}", "type": names.item, "status": status}
+        item = {"id": f"{_IDS[part.kind]}_{part.id}", "type": _ITEMS[part.kind], "status": status}
         if part.kind == "call":
             spaces = _flat(self._wish.asked.get("tools") or ())[1]
             space, name = spaces.get(part.name or "", (None, part.name))
@@ -185,21 +185,12 @@ class ResponseReply(Reply):
         return {**item, "summary": [], "content": content, "encrypted_content": part.text}
 
 
-class _Names(NamedTuple):
-    """How a kind of part is called: before its id, as an item, and as what grows in it."""
-
-    id: str
-    item: str
-    grows: str
-
-
-_NAMES = {
-    "text": _Names("msg", "message", "output_text"),
-    "thinking": _Names("rs", "reasoning", "reasoning_text"),
-    "call": _Names("fc", "function_call", "function_call_arguments"),
-}
+_IDS = {"text": "msg", "thinking": "rs", "call": "fc"}
+_ITEMS = {"text": "message", "thinking": "reasoning", "call": "function_call"}
+_GROWS = {"text": "output_text", "thinking": "reasoning_text", "call": "function_call_arguments"}
+"""How kinds of parts are called: before their ids, as items, and as what grows in them."""
 
 
 def _content(part: Part) -> dict[str, Any]:
-    content = {"type": _NAMES[part.kind].grows, "text": part.text}
+    content = {"type": _GROWS[part.kind], "text": part.text}
     return content | {"annotations": [], "logprobs": []} if part.kind == "text" else content

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from spd.formats.tokenizer import Tokenizer
     from spd.runtime import SamplingParams
 
-COMPLETION_TOKENS = 16
-"""The API's own number for completions that do not say how long they may be."""
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -91,6 +89,7 @@ def _message(value: Any, name: str) -> dict[str, Any]:
     return {"role": ROLES[said["role"]], "content": said.get("content", ""), **message}
 
 
+_absent = read.unsupported("it is not offered here")
 _CALL = {
     "id": TEXT,
     "type": read.anything,
@@ -106,8 +105,8 @@ _MESSAGE = fields(
         "tool_call_id": TEXT,
         "reasoning_content": TEXT,
         "reasoning": TEXT,
-        "audio": read.unsupported("it is not supported"),
-        "function_call": read.unsupported("`tool_calls` are its successor"),
+        "audio": _absent,
+        "function_call": _absent,
         "refusal": read.anything,
         "annotations": read.anything,
     },
@@ -141,16 +140,9 @@ SAMPLING = {
 IGNORED = dict.fromkeys(("metadata", "prediction", "service_tier", "store", "user"), read.anything)
 IGNORED |= dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "safety_identifier"), read.anything)
 """Fields that change no text."""
-UNSUPPORTED = {
-    "audio": read.unsupported("replies are text"),
-    "best_of": read.unsupported("replies are not ranked", 1),
-    "functions": read.unsupported("`tools` are its successor"),
-    "function_call": read.unsupported("`tool_choice` is its successor"),
-    "modalities": read.unsupported("replies are text", ["text"]),
-    "suffix": read.unsupported("text can only be continued"),
-    "verbosity": read.unsupported("no model here can be asked for it"),
-    "web_search_options": read.unsupported("there is no search"),
-}
+UNSUPPORTED = dict.fromkeys(("audio", "functions", "function_call", "suffix", "verbosity"), _absent)
+UNSUPPORTED |= {"best_of": whole(1, 1), "modalities": listed(read.one_of("text"), 1)}
+UNSUPPORTED["web_search_options"] = _absent
 SHARED = {
     **SAMPLING,
     **IGNORED,
@@ -182,7 +174,7 @@ COMPLETION = {
     **SHARED,
     "prompt": _prompts,
     "logprobs": whole(0, MAX_LOGPROBS),
-    "echo": read.unsupported("the prompt is not sent back"),
+    "echo": _absent,
 }
 _chat, _completion = fields(CHAT), fields(COMPLETION, "prompt")
 _tokenize = fields({"model": TEXT, "prompt": TEXT, "messages": CHAT["messages"]})
@@ -294,7 +286,7 @@ def read_completion(value: Any, service: Service) -> Wish:
     """The body of a completion. Raises ApiError."""
     body = _completion(value, "")
     service.check_name(body.get("model", service.name))
-    body.setdefault("max_tokens", COMPLETION_TOKENS)
+    body.setdefault("max_tokens", 16)  # the API's own number
     params = _params(body, service.settings, body.get("logprobs"))
     return Wish(body["prompt"], params, CompletionReply, **_delivery(body, service))
 

@@ -76,7 +76,7 @@ FIELDS: list[tuple[dict[str, Any], str | None]] = [
     (schema({"enum": ["x" * 100] * 2000}), None),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
-    ({"modalities": ["audio"]}, "modalities"),
+    ({"modalities": ["audio"]}, "modalities[0]"),
     ({"reasoning_effort": "high"}, "reasoning_effort"),
     (user("word " * 5000), "messages"),
     (user("\ud800"), None),
