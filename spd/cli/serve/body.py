@@ -165,10 +165,7 @@ def listed(check: Check, most: int) -> Check:
 
 
 def fields(table: Mapping[str, Check], *needed: str, others: bool = False, **names: str) -> Check:
-    """An object with these fields and no others, each checked; null is as if it were not there.
-
-    `others` are passed over where that is said; `names` are those by which fields are known from here on.
-    """
+    """An object with these fields and no `others`, each checked; null is as absent; `names` rename them."""
 
     def check(value: Any, name: str) -> dict[str, Any]:
         where = f"{name}." if name else ""
@@ -190,10 +187,7 @@ some = partial(fields, others=True)
 
 
 def blocks(kinds: Mapping[str, Check], usual: str | None = None) -> Check:
-    """A text, or a list of objects of these types, each checked as its type wants it.
-
-    One that does not say its type is a `usual` one.
-    """
+    """A text, or a list of objects of these types, or of the `usual` one, each checked as its type wants."""
 
     def check_one(value: Any, name: str) -> dict[str, Any]:
         kind = OBJECT(value, name).get("type", usual)

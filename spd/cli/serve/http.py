@@ -167,10 +167,7 @@ class Call:
             self._loop.call_soon_threadsafe(self._answers.put_nowait, (index, answer))
 
     async def next(self, seconds: float | None = None) -> tuple[int, Event] | None:
-        """The next event with its request's number; None where none comes for so long, or all have ended.
-
-        Raises what the engine raised.
-        """
+        """The next event with its request's number; None where none comes. Raises what the engine raised."""
         if not self.open:
             return None
         try:
@@ -283,9 +280,8 @@ _detokenize = fields({"tokens": listed(whole(0, 2**31 - 1), 1 << 20), "model": T
 class App:
     """What answers each path, as an ASGI application.
 
-    It lets in what carries the key, and what a web page could not have sent: a page can have a browser send
-    requests by a name of its own that leads to this machine, which Host shows, or as what they are, which
-    Origin shows. Without `loopback` Host is not looked at, for a key guards the server.
+    It lets in what carries the key, and what no web page can have sent: Host shows a page's own name for this
+    machine, Origin the page. Without `loopback` Host is not looked at, for a key guards the server.
     """
 
     def __init__(self, service: Service, *, key: str | None = None, loopback: bool = True) -> None:
@@ -350,8 +346,7 @@ class App:
         return JSONResponse(shown, 503 if service.draining else 200)
 
     async def _metrics(self, request: HttpRequest) -> ASGIApp:
-        kind = "text/plain; version=0.0.4; charset=utf-8"
-        return PlainTextResponse(self._service.prometheus(), media_type=kind)
+        return PlainTextResponse(self._service.prometheus(), media_type="text/plain; version=0.0.4")
 
     async def _models(self, request: HttpRequest) -> ASGIApp:
         service, path = self._service, request.scope["path"]

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import select
+import signal
 import socket
 import stat
 import sys
@@ -43,10 +44,7 @@ STOP_SECONDS = 60.0
 
 
 def runtime_folder(folder: Path, *, create: bool = False) -> Path | None:
-    """The folder of sockets if it is this user's alone; None where there is none.
-
-    Raises ResourceError for one that another user could reach, or that cannot be made.
-    """
+    """The folder of sockets, None where there is none. Raises ResourceError if others could reach it."""
     try:
         if create:
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -56,12 +54,9 @@ def runtime_folder(folder: Path, *, create: bool = False) -> Path | None:
             return None
         raise ResourceError(f"cannot use {folder}: {error.strerror}", fix=["set XDG_RUNTIME_DIR"]) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise ResourceError(
-            f"{folder} is not a folder of yours alone",
-            reason=["Another user could answer in the place of your server."],
-            fix=[f"rm -r {folder}", "--no-server"],
-            code="runtime_folder",
-        )
+        words, why = f"{folder} is not a folder of yours alone", ["Another user could answer in its place."]
+        fix = [f"rm -r {folder}", "--no-server"]
+        raise ResourceError(words, reason=why, fix=fix, code="runtime_folder")
     return folder
 
 
@@ -146,9 +141,8 @@ def servers(session: Session, model: Path | None = None) -> Iterator[tuple[Line,
             line.send(do="status")
             said = line.receive(ANSWER_SECONDS)
         except EngineError:  # it is stopped, or ends just now
-            process = path.stem.rpartition("-")[2]
-            words = f"the server of process {process} does not answer; kill -9 {process} ends it"
-            session.console.note(words)
+            pid = path.stem.rpartition("-")[2]
+            session.console.note(f"the server of process {pid} does not answer; kill -9 {pid} ends it")
         except OSError:
             pass
         else:
@@ -156,35 +150,29 @@ def servers(session: Session, model: Path | None = None) -> Iterator[tuple[Line,
 
 
 def control(session: Session, options: ServeOptions) -> int:
-    """Carry out --status or --stop. Raises NotFoundError where no server runs."""
+    """Carry out --status, or --stop until servers have ended. Raises NotFoundError where none runs."""
     named = not {"model", "model_argument"}.isdisjoint(options.typed)
     found = list(servers(session, resolve_model(options.model) if named else None))
     if not found:
         raise NotFoundError("no server runs", fix=["spd serve --detach"], code="no_server")
     for line, said in found:
-        if options.stop:
-            line.send(do="stop")
         line.close()
-        if options.stop:
-            _await_end(session, said)
+        if not options.stop:
+            state = f"{said['running']} running" if said["running"] else f"idle {clock(said['idle_seconds'])}"
+            parts = [said["model"], said["url"], f"pid {said['pid']}", show_size(said["memory_bytes"])]
+            parts += [f"{said['requests']:,} requests", state, f"drafts {said['plan']['spec']}"]
+            Sink.stdout().write(" · ".join(parts) + "\n")
             continue
-        state = f"{said['running']} running" if said["running"] else f"idle {clock(said['idle_seconds'])}"
-        parts = [said["model"], said["url"], f"pid {said['pid']}", show_size(said["memory_bytes"])]
-        parts += [f"{said['requests']:,} requests", state, f"drafts {said['plan']['spec']}"]
-        Sink.stdout().write(" · ".join(parts) + "\n")
+        tell(f"stopping {said['model']} at {said['url']}")
+        ends, command_line = time.monotonic() + STOP_SECONDS, Path(f"/proc/{said['pid']}/cmdline")
+        with suppress(FileNotFoundError, ProcessLookupError):
+            os.kill(said["pid"], signal.SIGTERM)
+            while command_line.read_bytes():  # empty once it is a zombie
+                session.guard.check()
+                if time.monotonic() > ends:
+                    raise EngineError(f"process {said['pid']} goes on", fix=[f"kill {said['pid']}"])
+                time.sleep(0.05)
     return 0
-
-
-def _await_end(session: Session, said: dict[str, Any]) -> None:
-    """Wait until a server has ended, as it does when its replies have. Raises EngineError if it goes on."""
-    tell(f"stopping {said['model']} at {said['url']}")
-    ends, command_line = time.monotonic() + STOP_SECONDS, Path(f"/proc/{said['pid']}/cmdline")
-    with suppress(FileNotFoundError, ProcessLookupError):
-        while command_line.read_bytes():  # empty once it is a zombie
-            session.guard.check()
-            if time.monotonic() > ends:
-                raise EngineError(f"process {said['pid']} goes on", fix=[f"kill {said['pid']}"])
-            time.sleep(0.05)
 
 
 def detach(session: Session, options: ServeOptions) -> int:

@@ -181,10 +181,7 @@ class Reply:
 
     @property
     def _counts(self) -> tuple[int, int, int, int]:
-        """Tokens of prompts, of those the cached ones, of replies, and of those the ones of thinking.
-
-        A prompt counts once for all of its choices.
-        """
+        """Tokens of prompts (each counts once), the cached ones, those of replies, those of thinking."""
         each = [metrics for _, metrics in sorted(self.metrics.items())]
         prompts = each[:: self._wish.n]
         return (

@@ -81,8 +81,7 @@ def _piece(item: dict[str, Any]) -> dict[str, Any]:
 def _flat(tools: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, tuple[Any, str]]]:
     """Functions as chat completions write them, and (namespace, name there) of those that have one.
 
-    A name that is there already stands behind its namespace.
-    Tools of other types are left out: OpenAI's servers run them, and agents offer them to every server.
+    A name that is there already stands behind its namespace. What OpenAI's servers would run is left out.
     """
     shown, spaces = list[dict[str, Any]](), dict[str, tuple[Any, str]]()
     for tool in tools:

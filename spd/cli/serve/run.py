@@ -11,7 +11,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -71,7 +71,7 @@ def run(session: Session, options: ServeOptions) -> int:
             server = Server(service, options)
             host = f"[{options.host}]" if ":" in options.host else options.host
             url = f"http://{host}:{listener.getsockname()[1]}/v1"
-            server.warm = WarmFront(service, solo, made_of, server.drain, url), path
+            server.warm = WarmFront(service, solo, made_of, url), path
             what = f"{service.slots} at once, context {service.plan.shape.ctx:,}, drafts: {service.plan.spec}"
             server.words = "" if session.console.quiet else f"serving {options.model} at {url} ({what})"
             asyncio.run(server.serve([listener]))
@@ -97,11 +97,9 @@ def check_address(options: ServeOptions) -> None:
     if "host" not in options.typed:
         raise UsageError("--host beyond this machine has to be typed", fix=[f"--host {options.host}"])
     if options.api_key is None:
-        raise UsageError(
-            f"--host {options.host} lets other machines ask, and there is no key",
-            fix=["--host with --api-key KEY, or SPD_API_KEY", "leave --host out"],
-            code="no_api_key",
-        )
+        words = f"--host {options.host} lets other machines ask, and there is no key"
+        fix = ["--host with --api-key KEY, or SPD_API_KEY", "leave --host out"]
+        raise UsageError(words, fix=fix, code="no_api_key")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -113,9 +111,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind(address)
         listener.listen(CONNECTIONS)  # so another one is refused now, not when it has loaded
     except OSError as error:
-        raise UsageError(
-            f"cannot listen at {host}, port {port}: {error.strerror}", fix=["--port N"]
-        ) from None
+        words = f"cannot listen at {host}, port {port}: {error.strerror}"
+        raise UsageError(words, fix=["--port N"]) from None
     return listener
 
 
@@ -148,14 +145,13 @@ class Server(uvicorn.Server):
 
     def __init__(self, service: Service, options: ServeOptions) -> None:
         app = App(service, key=options.api_key, loopback=options.host in LOOPBACK)
+        quiet: dict[str, Any] = {"log_config": None, "log_level": "error", "access_log": False}
         config = uvicorn.Config(
             app,
+            **quiet,  # else every malformed request is told
             http="h11",
             ws="none",
             lifespan="off",
-            log_config=None,
-            log_level="error",  # else every malformed request is told
-            access_log=False,
             limit_concurrency=CONNECTIONS,
             timeout_keep_alive=round(HEADER_SECONDS),
             timeout_graceful_shutdown=DRAIN_SECONDS,
@@ -222,10 +218,8 @@ Message = dict[str, Any]
 class WarmFront:
     """Answers connections of this user's commands. `solo` is the plan that each would have had alone."""
 
-    def __init__(
-        self, service: Service, solo: EnginePlan, made_of: Message, stop: Callable[[], None], url: str
-    ) -> None:
-        self._service, self._made_of, self._stop, self._url = service, made_of, stop, url
+    def __init__(self, service: Service, solo: EnginePlan, made_of: Message, url: str) -> None:
+        self._service, self._made_of, self._url = service, made_of, url
         tokenizer = service.settings.vocabulary.tokenizer
         self._alone: Any = SimpleNamespace(plan=solo, load_ms=0.0, tokenizer=tokenizer)
         """The engine as it would be alone."""
@@ -250,9 +244,7 @@ class WarmFront:
                 if not (line := reading.result()):
                     return
                 message, reading = json.loads(line), asyncio.ensure_future(reader.readline())
-                if message["do"] == "stop":
-                    self._stop()
-                elif message["do"] == "status":
+                if message["do"] == "status":
                     _send(writer, self._status())
                 elif message["do"] == "attach":
                     attached, self.clients = True, self.clients + 1

@@ -388,10 +388,7 @@ def function(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tools_of(body: Mapping[str, Any], template: str, tokenizer: Tokenizer) -> Tools | None:
-    """The tools of a chat request and how they are chosen; None where none may be called.
-
-    `strict` is taken out of each: that its calls are held is no word for a model.
-    """
+    """The tools of a chat request without their `strict`, and their choice; None where none may be called."""
     choice, functions, strict = body.get("tool_choice", "auto"), dict[str, Any](), False
     for number_, tool in enumerate(body.get("tools", ())):
         function, where = tool["function"], f"tools[{number_}].function"
