@@ -210,11 +210,8 @@ class SessionStore:
     def path(self, name: str) -> Path:
         """The path of a saved chat. Raises UsageError for an invalid name."""
         if not _NAME.fullmatch(name):
-            raise UsageError(
-                f"{name[:60]!r} is not a name for a chat",
-                reason=["Letters, digits, dot, dash and underscore; no dot or dash in front."],
-                fix=["-c NAME"],
-            )
+            why = ["Letters, digits, dot, dash and underscore; no dot or dash in front."]
+            raise UsageError(f"{name[:60]!r} is not a name for a chat", reason=why, fix=["-c NAME"])
         return self.folder / (name + SUFFIX)
 
     def load(self, name: str) -> Conversation:
@@ -236,16 +233,12 @@ class SessionStore:
                         check_messages([json.loads(message) for message in turn.answered], "answered")
             return Conversation(**header, turns=tuple(turns))
         except FileNotFoundError:
-            close = [f"there is: {other}" for other in self.names()[:5]]
-            raise NotFoundError(
-                f"no chat {name!r} is saved", reason=close, fix=["/load lists them"]
-            ) from None
+            why = [f"there is: {other}" for other in self.names()[:5]]
+            raise NotFoundError(f"no chat {name!r} is saved", reason=why, fix=["/load lists them"]) from None
         except (OSError, ValueError, RecursionError, UsageError, ApiError) as error:
-            raise IncompatibleError(
-                f"{path}: line {number}: {error}",
-                fix=["edit the file or move it away; -c NAME begins another chat"],
-                code="session_unreadable",
-            ) from None
+            fix = ["edit the file or move it away; -c NAME begins another chat"]
+            words = f"{path}: line {number}: {error}"
+            raise IncompatibleError(words, fix=fix, code="session_unreadable") from None
 
     def save(self, name: str, conversation: Conversation) -> None:
         """Write a chat so that at any moment the old or the new file is whole. Raises ResourceError."""
@@ -256,11 +249,8 @@ class SessionStore:
             lines = [{"schema": SCHEMA, **header}, *turns]
             write_whole(path, "".join(to_json(line) + "\n" for line in lines), 0o600)
         except OSError as error:
-            raise ResourceError(
-                f"this chat cannot be saved to {path}: {error.strerror}",
-                fix=["free some space"],
-                code="write_failed",
-            ) from error
+            words = f"this chat cannot be saved to {path}: {error.strerror}"
+            raise ResourceError(words, fix=["free some space"], code="write_failed") from error
 
     def open(self, name: str) -> None:
         """Take the lock of a chat and let go of the one held. Raises UsageError if another process has it."""
@@ -274,11 +264,9 @@ class SessionStore:
         except OSError:
             pass  # saving will say so
         except UsageError:
-            raise UsageError(
-                f"the chat {name!r} is open in another process",
-                fix=["-c NAME for another one, or close the other spd chat"],
-                code="session_locked",
-            ) from None
+            words = f"the chat {name!r} is open in another process"
+            fix = ["-c NAME for another one, or close the other spd chat"]
+            raise UsageError(words, fix=fix, code="session_locked") from None
         self.close()
         self._open = lock
 

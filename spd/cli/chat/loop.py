@@ -442,12 +442,9 @@ def _request(model: ChatModel, conversation: Conversation, inside: bool) -> Requ
     if turn.reply_ids:
         spans = (*spans, ("generated", len(turn.reply_ids)))
     if len(ids) >= context:
-        raise IncompatibleError(
-            f"the conversation is {len(ids):,} tokens but the context is {context:,}",
-            reason=["Nothing is dropped in silence."],
-            fix=["/undo or /clear", "/file none", "spd chat -c --ctx N"],
-            code="context_overflow",
-        )
+        words = f"the conversation is {len(ids):,} tokens but the context is {context:,}"
+        fix = ["/undo or /clear", "/file none", "spd chat -c --ctx N"]
+        raise IncompatibleError(words, fix=fix, code="context_overflow")
     seed = derived_seed(conversation.seed, conversation.draws) if turn.seed is None else turn.seed
     thinking = prompt.thinking_budget(model.options.think, model.settings.vocabulary, inside, turn.reply_ids)
     return Request(REQUEST_ID, ids, model.params(seed), spans, thinking=thinking)

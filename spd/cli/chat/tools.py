@@ -65,11 +65,9 @@ class ChatTools:
         template = vocabulary.need_template()
         self._template, self._tokenizer = template.tool_use or template.default, vocabulary.need_tokenizer()
         if "tools" not in self._template:
-            raise IncompatibleError(
-                f"--tools {file}: the chat template of {vocabulary.name} has no place for tools",
-                fix=["a model that knows tools", "leave --tools out"],
-                code="no_tools",
-            )
+            words = f"--tools {file}: the chat template of {vocabulary.name} has no place for tools"
+            fix = ["a model that knows tools", "leave --tools out"]
+            raise IncompatibleError(words, fix=fix, code="no_tools")
         try:
             found = _tools(read_json(file, EXAMPLE), "tools")
             self._commands = {tool["name"]: _checked(tool, f"tools[{at}]") for at, tool in enumerate(found)}

@@ -44,17 +44,12 @@ def chat(session: Session, options: ChatOptions) -> int:
     sink = Sink.stdout()
     interactive = is_terminal(sys.stdin)
     if interactive and not sink.is_terminal:
-        raise UsageError(
-            "spd chat needs a terminal on both sides, and standard output is not one",
-            fix=['spd generate "your prompt"', "spd chat < messages.txt, one message a line"],
-            code="no_terminal",
-        )
+        words = "spd chat needs a terminal on both sides, and standard output is not one"
+        fix = ['spd generate "your prompt"', "spd chat < messages.txt, one message a line"]
+        raise UsageError(words, fix=fix, code="no_terminal")
     if options.tools is not None and not (interactive and is_terminal(sys.stderr)):
-        raise UsageError(
-            "--tools asks before it runs anything, and standard input or error is not a terminal",
-            fix=["spd chat --tools FILE in a terminal", "leave --tools out"],
-            code="no_terminal",
-        )
+        words = "--tools asks before it runs anything, and standard input or error is not a terminal"
+        raise UsageError(words, fix=["leave --tools out"], code="no_terminal")
     from spd.cli.chat.conversation import SessionStore
     from spd.cli.chat.loop import Chat
 

@@ -31,11 +31,9 @@ def explain(session: Session, options: ExplainOptions) -> None:
     models = {trace.header.model for trace in traces if trace.header is not None}
     ways = {_way(trace) for trace in traces if any(record.k for record in trace.rounds)}
     if len(models) > 1 or len(ways) > 1:
-        raise IncompatibleError(
-            "the traces are of different models or different ways of drafting",
-            reason=sorted(models | ways),
-            fix=["spd explain each by itself, with one of plain decoding beside it"],
-        )
+        words = "the traces are of different models or different ways of drafting"
+        fix = ["spd explain each by itself, with one of plain decoding beside it"]
+        raise IncompatibleError(words, reason=sorted(models | ways), fix=fix)
     found = explain_traces(traces)
     sink.answer(options.json, found.as_dict(), explanation_lines(found))
 

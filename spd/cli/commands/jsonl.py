@@ -114,12 +114,9 @@ def read_lines(name: str) -> list[Line]:
     data = read_input(name, "check the path; without -f lines come from stdin", LINES_LIMIT)
     lines = [_read(n, raw) for n, raw in enumerate(data.split(b"\n"), 1) if raw.strip()]
     if not lines:
-        raise UsageError(
-            "no lines to answer",
-            reason=["stdin is empty." if name == "-" else f"{name} is empty."],
-            fix=["""echo '{"prompt": "Hello"}' | spd generate --jsonl"""],
-            code="no_prompt",
-        )
+        why = f"{'stdin' if name == '-' else name} is empty."
+        fix = """echo '{"prompt": "Hello"}' | spd generate --jsonl"""
+        raise UsageError("no lines to answer", reason=[why], fix=[fix], code="no_prompt")
     return lines
 
 
@@ -205,12 +202,8 @@ def resume(path: Path, lines: Sequence[Line], sink: Sink) -> tuple[int, int]:
         if not any(rest[: len(b)] == b[: len(rest)] for b in BEGINNINGS):  # no interruption left it
             wrong.append(len(whole))
         if wrong:
-            raise UsageError(
-                f"{path}: line {wrong[0] + 1} does not answer the input's line {wrong[0] + 1}",
-                reason=["--resume goes on where the same input stopped."],
-                fix=["give the same input, or another -o FILE"],
-                code="resume",
-            )
+            words = f"{path}: line {wrong[0] + 1} does not answer the input's line {wrong[0] + 1}"
+            raise UsageError(words, fix=["give the same input, or another -o FILE"], code="resume")
         os.truncate(path, path.stat().st_size - len(rest))
     except OSError as error:
         raise cannot_write(path, error) from error

@@ -173,10 +173,8 @@ def rm(session: Session, options: RemoveOptions) -> None:
             if locks.is_dir() and not locks.is_symlink():
                 shutil.rmtree(locks)
         except OSError as error:
-            raise ResourceError(
-                f"cannot remove {error.filename or folder}: {error.strerror or error}",
-                fix=["check who owns the cache"],
-            ) from None
+            words = f"cannot remove {error.filename or folder}: {error.strerror or error}"
+            raise ResourceError(words, fix=["check who owns the cache"]) from None
         session.console.note(f"removed {name}")
 
 

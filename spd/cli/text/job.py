@@ -125,23 +125,17 @@ class Vocabulary:
     def need_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises IncompatibleError when the folder has none."""
         if self.tokenizer is None:
-            pull = f"spd pull {self.name}, if its download was not finished"
-            raise IncompatibleError(
-                f"{self.name} has no tokenizer.json, so text cannot be read",
-                fix=[*([pull] if is_repository_name(self.name) else []), "--prompt-ids 1,2,3"],
-                code="no_tokenizer",
-            )
+            pull = [f"spd pull {self.name}, if its download was not finished"] * is_repository_name(self.name)
+            words, fix = f"{self.name} has no tokenizer.json, so text cannot be read", "--prompt-ids 1,2,3"
+            raise IncompatibleError(words, fix=[*pull, fix], code="no_tokenizer")
         return self.tokenizer
 
     def need_template(self) -> ChatTemplate:
         """The chat template. Raises IncompatibleError when the folder has none."""
         if self.template is None:
-            raise IncompatibleError(
-                f"{self.name} has no chat template",
-                reason=["It is a base model: it continues text and does not answer."],
-                fix=["spd generate --raw"],
-                code="no_chat_template",
-            )
+            words, fix = f"{self.name} has no chat template", ["spd generate --raw"]
+            why = ["It is a base model: it continues text and does not answer."]
+            raise IncompatibleError(words, reason=why, fix=fix, code="no_chat_template")
         return self.template
 
 
@@ -176,12 +170,10 @@ class Settings:
         ids = encode_asked(asked, self.vocabulary, self.context)
         if len(ids) >= self.context:
             most = self.vocabulary.config.max_positions
-            raise IncompatibleError(
-                f"prompt is {len(ids):,} tokens but the context is {self.context:,}",
-                reason=["A reply needs room too: at most one token less than the context."],
-                fix=[*[f"--ctx N, up to {most:,}"] * (len(ids) < most), "a shorter prompt"],
-                code="context_overflow",
-            )
+            why = "A reply needs room too: at most one token less than the context."
+            words = f"prompt is {len(ids):,} tokens but the context is {self.context:,}"
+            fix = [*[f"--ctx N, up to {most:,}"] * (len(ids) < most), "a shorter prompt"]
+            raise IncompatibleError(words, reason=[why], fix=fix, code="context_overflow")
         tokenizer, inside, after = self.vocabulary.tokenizer, None, None
         if tokenizer is not None and asked.messages:  # else there is no text, or it is not a chat's
             end = tokenizer.decode(ids[-TAIL:], skip_special=False)

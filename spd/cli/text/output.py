@@ -371,9 +371,8 @@ def _wrapped(line: str, columns: int) -> str:
     label = _LABEL.match(line)
     indent = label.end() if label else len(line) - len(line.lstrip()) + 2
     hang = " " * (indent if indent <= columns // 3 else 2)
-    return textwrap.fill(
-        line, columns - 1, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False
-    )
+    whole: Any = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(line, columns - 1, subsequent_indent=hang, **whole)
 
 
 def cells(text: str) -> int:

@@ -68,12 +68,9 @@ def _gather_text(options: GenerateOptions) -> str:
         parts.append(check_text(options.prompt, "the prompt"))
     if not parts:
         why = "stdin is a terminal" if is_terminal(sys.stdin) else "stdin is empty"
-        raise UsageError(
-            "nothing to generate from",
-            reason=[f"No PROMPT argument and {why}."],
-            fix=['spd generate "your prompt"', 'echo "your prompt" | spd generate'],
-            code="no_prompt",
-        )
+        why = f"No PROMPT argument and {why}."
+        fix = ['spd generate "your prompt"', 'echo "your prompt" | spd generate']
+        raise UsageError("nothing to generate from", reason=[why], fix=fix, code="no_prompt")
     files_end = len(parts) - (options.prompt is not None or options.raw)
     cut = [part.removesuffix("\n").removesuffix("\r") for part in parts[:files_end]]
     return "\n\n".join([*cut, *parts[files_end:]])
@@ -209,12 +206,9 @@ def thinking_budget(
         return None
     begin, end = map(vocabulary.need_tokenizer().token_to_id, (OPENING, CLOSING))
     if end is None:
-        raise IncompatibleError(
-            f"at most {think} tokens of thinking: for models that end it with a token {CLOSING}",
-            reason=["This vocabulary has none."],
-            fix=["on, off or hide in place of the number"],
-            code="no_thinking",
-        )
+        words = f"at most {think} tokens of thinking: for models that end it with a token {CLOSING}"
+        why, fix = ["This vocabulary has none."], ["on, off or hide in place of the number"]
+        raise IncompatibleError(words, reason=why, fix=fix, code="no_thinking")
     return ThinkingBudget(max(0, int(think) - sum(token != begin for token in spent)), end, begin, inside)
 
 
