@@ -12,16 +12,9 @@ from spd.formats.json_file import decode_utf8, parse_json
 
 MAX_BODY_ITEMS = 1 << 20
 """Tokens of JSON structure in a body: what it costs in memory is bounded by them."""
-ANTHROPIC = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    529: "overloaded_error",
-}
+ANTHROPIC = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error"}
+ANTHROPIC |= {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+ANTHROPIC |= {500: "api_error", 529: "overloaded_error"}
 """Kinds of errors by status."""
 Check = Callable[[Any, str], Any]
 """(value, its name) → the value as it is used. Raises ApiError."""

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from spd.cli.serve.body import TEXT, ApiError, api_error, fields, listed, parse_body, whole
+from spd.cli.serve.body import TEXT, ApiError, api_error, fields, listed, parse_body, refuse, whole
 from spd.cli.serve.messages import read_messages
 from spd.cli.serve.replies import Choice, Grown
 from spd.cli.serve.responses import read_response
@@ -74,8 +74,7 @@ class Service:
             why = "The server is shutting down."
             raise ApiError(503, why, kind="server_error", code="shutting_down", retry_after=5)
         if wanted > self.slots:
-            why = f"{wanted} replies at once, and this server decodes {self.slots} together"
-            raise ApiError(400, f"Invalid 'n': {why}.", param="n", code="invalid_value")
+            refuse("n", f"{wanted} replies at once, and this server decodes {self.slots} together")
         if self.open + wanted > self._most:
             why = f"{self.open} requests run or wait, and at most {self._most} may."
             code, kind = "rate_limit_exceeded", "rate_limit_error"
@@ -123,15 +122,8 @@ class Service:
     def prometheus(self) -> str:
         """Every figure, in the text format of version 0.0.4."""
         waiting, (used, pages) = max(0, self.open - self.slots), self.engine.pages
-        figures = {
-            **self.counters,
-            "rounds_total": self.engine.rounds,
-            "requests_running": self.open - waiting,
-            "requests_waiting": waiting,
-            "slots": self.slots,
-            "pages_used": used,
-            "pages": pages,
-        }
+        figures = {**self.counters, "rounds_total": self.engine.rounds, "pages_used": used, "pages": pages}
+        figures |= {"requests_running": self.open - waiting, "requests_waiting": waiting, "slots": self.slots}
         lines: list[str] = []
         for name, value in sorted(figures.items()):
             family = name.partition("{")[0]

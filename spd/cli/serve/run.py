@@ -71,9 +71,9 @@ def run(session: Session, options: ServeOptions) -> int:
             server = Server(service, options)
             host = f"[{options.host}]" if ":" in options.host else options.host
             url = f"http://{host}:{listener.getsockname()[1]}/v1"
-            server.warm = WarmFront(service, solo, made_of, url), path
             what = f"{service.slots} at once, context {service.plan.shape.ctx:,}, drafts: {service.plan.spec}"
-            server.words = "" if session.console.quiet else f"serving {options.model} at {url} ({what})"
+            words = "" if session.console.quiet else f"serving {options.model} at {url} ({what})"
+            server.warm = WarmFront(service, solo, made_of, url), path, words
             asyncio.run(server.serve([listener]))
         finally:
             path.unlink(missing_ok=True)
@@ -161,10 +161,8 @@ class Server(uvicorn.Server):
         self._service, self._idle = service, options.idle
         self.received: int | None = None
         """The signal that ended it."""
-        self.warm: tuple[WarmFront, Path] | None = None
-        """What answers the command line, and where."""
-        self.words = ""
-        """Said when it listens."""
+        self.warm: tuple[WarmFront, Path, str] | None = None
+        """What answers the command line, and where, and what is said when it listens."""
         self._silent: dict[tuple[Any, Any], float] = {}
         """Connections without a whole head behind their last request, and since when they are so."""
 
@@ -172,13 +170,13 @@ class Server(uvicorn.Server):
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(PREPARERS, "spd prepare"))
         await super().startup(sockets)
         if self.warm is not None:
-            front, path = self.warm
+            front, path, words = self.warm
             try:
                 self.servers.append(await front.listen(path))
             except OSError as error:  # a path too long for a socket, for one
                 tell(f"spd generate will not find this server: {path}: {error.strerror or error}")
-        if self.words:
-            tell(self.words)
+            if words:
+                tell(words)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)

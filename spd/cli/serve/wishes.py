@@ -90,25 +90,16 @@ def _message(value: Any, name: str) -> dict[str, Any]:
 
 
 _absent = read.unsupported("it is not offered here")
-_CALL = {
-    "id": TEXT,
-    "type": read.anything,
-    "function": fields({"name": name_of, "arguments": past_arguments}, "name"),
-    "index": read.anything,
-}
+_CALL = {"id": TEXT, **dict.fromkeys(("type", "index"), read.anything)}
+_CALL["function"] = fields({"name": name_of, "arguments": past_arguments}, "name")
 _MESSAGE = fields(
     {
         "role": read.one_of(*ROLES),
         "content": read.texts("text"),
-        "name": TEXT,
         "tool_calls": listed(fields(_CALL, "function"), 1024),
-        "tool_call_id": TEXT,
-        "reasoning_content": TEXT,
-        "reasoning": TEXT,
-        "audio": _absent,
-        "function_call": _absent,
-        "refusal": read.anything,
-        "annotations": read.anything,
+        **dict.fromkeys(("name", "tool_call_id", "reasoning_content", "reasoning"), TEXT),
+        **dict.fromkeys(("audio", "function_call"), _absent),
+        **dict.fromkeys(("refusal", "annotations"), read.anything),
     },
     "role",
 )
@@ -121,13 +112,9 @@ _CHOICE = some(
 _FORMAT = fields({"name": name_of, "description": TEXT, "schema": OBJECT, "strict": FLAG}, "name", "schema")
 
 SAMPLING = {
-    "temperature": read.number,
-    "top_p": read.number,
-    "min_p": read.number,
+    **dict.fromkeys(("temperature", "top_p", "min_p"), read.number),
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), read.number),
     "top_k": whole(-1, 2**31 - 1),
-    "repetition_penalty": read.number,
-    "presence_penalty": read.number,
-    "frequency_penalty": read.number,
     "max_tokens": whole(1, MAX_TOKENS),
     "min_tokens": whole(0, MAX_TOKENS),
     "ignore_eos": FLAG,

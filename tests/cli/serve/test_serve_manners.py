@@ -170,7 +170,7 @@ def test_many_prompts_at_once_take_few_threads(small: Served, monkeypatch: pytes
 def test_a_client_of_the_socket_keeps_a_server_from_being_idle() -> None:
     with serving(idle=0.3) as one:
         front: Any = SimpleNamespace(clients=1)
-        one.server.warm = front, Path("x")
+        one.server.warm = front, Path("x"), ""
         time.sleep(1.0)
         assert not one.server.should_exit
         front.clients = 0
