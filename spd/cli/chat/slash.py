@@ -47,13 +47,8 @@ class Commands:
     def completions(self) -> dict[str, Callable[[], Iterable[str]] | None]:
         """Every command, and what TAB offers behind it; None for paths."""
         words: dict[str, Callable[[], Iterable[str]] | None] = dict.fromkeys(self.names(), tuple)
-        return words | {
-            "/file": None,
-            "/load": self._chat.store.names,
-            "/model": lambda: model_names(""),
-            "/spec": lambda: spec_names(""),
-            "/think": lambda: ["on", "off", "hide"],
-        }
+        words |= {"/file": None, "/load": self._chat.store.names, "/think": lambda: ["on", "off", "hide"]}
+        return words | {"/model": lambda: model_names(""), "/spec": lambda: spec_names("")}
 
     def do_help(self, rest: str) -> None:
         """this list"""

@@ -49,13 +49,8 @@ SHOWN = 4_000
 """Characters of a command that may be asked for, all of them shown."""
 BLANK = "\u115f\u1160\u3164\uffa0"
 """Letters that are not seen."""
-_tools = listed(
-    fields(
-        {"name": name_of, "description": TEXT, "parameters": OBJECT, "command": listed(TEXT, 256)},
-        *("name", "command"),
-    ),
-    128,
-)
+_TOOL = {"name": name_of, "description": TEXT, "parameters": OBJECT, "command": listed(TEXT, 256)}
+_tools = listed(fields(_TOOL, "name", "command"), 128)
 
 
 class ChatTools:
@@ -115,10 +110,8 @@ def _checked(tool: Mapping[str, Any], name: str) -> Sequence[str]:
 
 def consents(words: Sequence[str], guard: SignalGuard) -> bool:
     """Show a whole command and ask whether to run it: what was typed before the question is no yes."""
-    visible = (
-        ascii(each)[1:-1] if each in BLANK or not each.isprintable() else each
-        for each in as_line(shlex.join(words))
-    )
+    line = as_line(shlex.join(words))
+    visible = (ascii(one)[1:-1] if one in BLANK or not one.isprintable() else one for one in line)
     if len(shown := "".join(visible)) > SHOWN:
         write_stderr(f"not run: a command of {len(shown):,} characters, more than {SHOWN:,}\n")
         return False

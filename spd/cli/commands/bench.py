@@ -12,16 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from spd.cli.options import (
-    JsonOptions,
-    ModelArgument,
-    ModelOptions,
-    advanced,
-    argument,
-    first,
-    option,
-    printed,
-)
+from spd.cli.options import JsonOptions, ModelArgument, ModelOptions, advanced, argument, first, option
 from spd.cli.parser import in_order, parse_as, parse_size
 from spd.cli.signals import Interrupted
 from spd.cli.text.output import Session, Sink, Ticker, check_writable, fact_lines, table_lines, to_json
@@ -83,6 +74,7 @@ class BenchOptions(ModelArgument, ModelOptions):
     max_tokens: int = first(64, "N", "Most tokens in a reply. Default: 64.", "-n", min=2)
     concurrency: str = first("1", "N,…", "Requests at a time; with --rate, most slots. Default: 1.")
     json: bool = first(False, None, "One JSON object with every sample.")
+    output: Path | None = first(None, "FILE", "Write the JSON object there too.", "-o")
     mtp: str | None = _sweep(None, "HEAD", "A folder with an MTP head.")
     adaptive: bool | None = _sweep(None, None, "Adapt K, or hold it fixed.", "--adaptive/--no-adaptive")
     verify: str = _sweep("coupled", "RULES", "coupled, rejection, block.")
@@ -94,7 +86,6 @@ class BenchOptions(ModelArgument, ModelOptions):
     ignore_eos: bool = _work(False, None, "Do not stop at the end of the text.")
     rate: str | None = _work(None, "R,…", "Requests a second, Poisson arrivals (open loop).")
     repetitions: int | None = _work(None, "N", "Default: as many as fit into 80 s, 3 to 20.", "-r", min=1)
-    output: Path | None = printed(None, "FILE", "Write the JSON object there too.", "-o")
     lag: str = advanced("auto", "N,…", "Rounds the host may run behind: auto, 0, 1, 2.")
     graphs: str = advanced("auto", "MODES", "CUDA graphs: auto, on, off.")
     tp: str = advanced("1", "N,…", "Tensor parallel ranks. Default: 1.")

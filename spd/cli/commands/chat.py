@@ -20,9 +20,7 @@ class ChatOptions(ModelArgument, ReplyOptions):
 
     file: list[str] | None = first(None, "FILE", "Goes with the first message. Repeatable.", "-f")
     continue_: str | None = first(None, "[NAME]", "Continue the latest chat, or NAME.", "-c", "--continue")
-    tools: str | None = _chat(
-        None, "FILE", "Commands that the model may call; each runs only after your yes."
-    )
+    tools: str | None = _chat(None, "FILE", "Commands that the model may call; each runs after your yes.")
     no_save: bool = _chat(False, None, "Keep this chat in memory only.")
     markdown: Literal["on", "off"] = _chat("on", "MODE", "on, or off: the text as it is.")
     show_drafts: bool = _chat(False, None, "Colour accepted draft tokens.")

@@ -130,13 +130,7 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
                         shutil.copyfile(file, stage / file.name)
         kept, before = len(checkpoint.tensors) - len(rounded), checkpoint.total_bytes
     after = sum(each.nbytes for each in outputs)
-    shown = {
-        "schema": "spd.quantize/1",
-        "model": options.model,
-        "destination": str(destination),
-        "written": not options.dry_run,
-        "rounded": len(rounded),
-        "kept": kept,
-        "bytes": {"before": Size(before), "after": Size(after)},
-    }
-    Sink.stdout().answer(options.json, shown)
+    shown = {"schema": "spd.quantize/1", "model": options.model, "destination": str(destination)}
+    counts = {"written": not options.dry_run, "rounded": len(rounded), "kept": kept}
+    sizes = {"bytes": {"before": Size(before), "after": Size(after)}}
+    Sink.stdout().answer(options.json, {**shown, **counts, **sizes})

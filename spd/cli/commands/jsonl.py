@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from spd.cli.commands.generate import load, say_before
 from spd.cli.options import GenerateOptions
-from spd.cli.serve.body import TEXT, ApiError, anything, fields, listed, whole
+from spd.cli.serve.body import TEXT, ApiError, anything, fields, whole
 from spd.cli.serve.local import served_engine
-from spd.cli.serve.wishes import SAMPLING
+from spd.cli.serve.wishes import IDS, SAMPLING
 from spd.cli.signals import Interrupted
 from spd.cli.text.job import Settings, check_ids, plan_settings
 from spd.cli.text.output import Session, Sink, Ticker, cannot_write, clock, tell, to_json
@@ -43,14 +43,8 @@ PARAMETERS = fields(
     {**SAMPLING, "logprobs": whole(0, MAX_LOGPROBS), "schema": anything, "regex": TEXT, "grammar": TEXT}
 )
 LINE = fields(
-    {
-        "id": anything,
-        "prompt": TEXT,
-        "messages": anything,
-        "prompt_ids": listed(whole(0, 2**31 - 1), 1 << 20),
-        "system": TEXT,
-        "params": PARAMETERS,
-    }
+    {"id": anything, "prompt": TEXT, "messages": anything, "prompt_ids": IDS, "system": TEXT}
+    | {"params": PARAMETERS}
 )
 
 

@@ -43,17 +43,13 @@ def pull(session: Session, options: PullOptions) -> None:
     """
     sink = Sink.stdout()
     model = _look_up(session, options.name, options.revision)
-    shown: dict[str, Any] = {
-        "schema": "spd.pull/1",
-        "model": model.name,
-        "commit": model.commit,
-        "files": [{"name": file.rfilename, "size": file.size or 0} for file in model.files],
-        "bytes": sum(file.size or 0 for file in model.files),
-        "missing_bytes": model.missing_bytes,
-    }
+    sizes = {file.rfilename: file.size or 0 for file in model.files}
+    shown: dict[str, Any] = {"schema": "spd.pull/1", "model": model.name, "commit": model.commit}
+    shown["files"] = [{"name": name, "size": size} for name, size in sizes.items()]
+    shown |= {"bytes": sum(sizes.values()), "missing_bytes": model.missing_bytes}
     if not options.dry_run:
         shown["folder"] = str(_download(session, model))
-    lines = [f"{show_size(file.size or 0):>12}  {file.rfilename}" for file in model.files]
+    lines = [f"{show_size(size):>12}  {name}" for name, size in sizes.items()]
     dry = [*lines, f"{show_size(model.missing_bytes)} to download"]
     sink.answer(options.json, shown, dry if options.dry_run else [shown["folder"]])
 

@@ -33,9 +33,7 @@ class ServeOptions(ModelArgument, RunOptions):
     api_key: str | None = first(None, "KEY", "Clients send it. Better in SPD_API_KEY.", envvar="SPD_API_KEY")
     concurrency: int | None = _server(None, "N", "Requests decoded together. Default: 8.", min=1, max=1024)
     detach: bool = _server(False, None, "Serve in the background; return when ready.")
-    idle: float | None = _server(
-        None, "TIME", "Exit after such a time without requests.", parser=parse_seconds
-    )
+    idle: float | None = _server(None, "TIME", "Exit after that long without requests.", parser=parse_seconds)
     status: bool = _server(False, None, "List the servers that run, and exit.")
     stop: bool = _server(False, None, "Stop servers: of MODEL, or all of yours.")
 

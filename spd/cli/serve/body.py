@@ -21,24 +21,17 @@ Check = Callable[[Any, str], Any]
 
 
 class ApiError(Exception):
-    """A refusal as the API says it; `retry_after` in seconds."""
+    """A refusal as the API says it; `retry` after so many seconds."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        kind: str = "invalid_request_error",
-        retry_after: int | None = None,
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry: int = 0
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.code = status, message, code
-        self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}
-        self.body: dict[str, Any] = {
-            "error": {"message": message, "type": kind, "param": param, "code": code}
-        }
+        self.headers = {"retry-after": str(retry)} if retry else {}
+        kind = "rate_limit" if status == 429 else "server" if status >= 500 else "invalid_request"
+        error = {"message": message, "type": f"{kind}_error", "param": param, "code": code}
+        self.body: dict[str, Any] = {"error": error}
 
     def of_messages(self) -> ApiError:
         """The same as Anthropic's API says it."""
@@ -55,17 +48,17 @@ def api_error(error: BaseException, *, param: str | None = None) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if not isinstance(error, SpdError):
-        return ApiError(500, f"unexpected {type(error).__name__}", kind="server_error", code="internal")
+        return ApiError(500, f"unexpected {type(error).__name__}", code="internal")
     message = error.message.replace("--schema", "the schema").replace("--prompt-ids", "the prompt")
     message = " ".join([f"{message}.", *error.reason]) if error.reason else message
     if error.code == "context_overflow":
         return ApiError(400, message, param="messages", code="context_length_exceeded")
     if isinstance(error, ResourceError):
-        return ApiError(503, message, kind="server_error", code=error.code, retry_after=1)
+        return ApiError(503, message, code=error.code, retry=1)
     if isinstance(error, UsageError | IncompatibleError):
         return ApiError(400, message, param=param, code=error.code)
     message = message if isinstance(error, EngineError) else "unexpected error"
-    return ApiError(500, message, kind="server_error", code=error.code)
+    return ApiError(500, message, code=error.code)
 
 
 def refuse(name: str, why: str, code: str = "invalid_value") -> NoReturn:

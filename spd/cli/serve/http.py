@@ -72,13 +72,12 @@ class Service:
         """Raise ApiError where so many more requests cannot wait their turn."""
         if self.draining:
             why = "The server is shutting down."
-            raise ApiError(503, why, kind="server_error", code="shutting_down", retry_after=5)
+            raise ApiError(503, why, code="shutting_down", retry=5)
         if wanted > self.slots:
             refuse("n", f"{wanted} replies at once, and this server decodes {self.slots} together")
         if self.open + wanted > self._most:
             why = f"{self.open} requests run or wait, and at most {self._most} may."
-            code, kind = "rate_limit_exceeded", "rate_limit_error"
-            raise ApiError(429, why, kind=kind, code=code, retry_after=1 + self.open // self.slots)
+            raise ApiError(429, why, code="rate_limit_exceeded", retry=1 + self.open // self.slots)
 
     def prepare(self, wish: Wish) -> list[Prepared]:
         """The requests of a call. Raises what encoding and compiling a grammar raise."""
@@ -228,7 +227,7 @@ class Answer:
                 self._service.counters["malformed_calls_total"] += malformed
         if event.finish_reason == "error":
             why = event.error or "the model failed while generating"
-            raise ApiError(500, why, kind="server_error", code="generation_failed")
+            raise ApiError(500, why, code="generation_failed")
         return self._choices[index], event, grown
 
     async def _stream(self) -> AsyncIterator[bytes]:

@@ -64,9 +64,8 @@ def read_response(value: Any, service: Service) -> Wish:
     if form["type"] == "json_schema" and "schema" not in form:
         refuse("text.format.schema", "it is missing", "missing_required_parameter")
     effort = body.get("reasoning", {}).get("effort")
-    chat["chat_template_kwargs"] = wishes.thinking(
-        service, None if effort is None else effort != "none", effort
-    )
+    thinks = None if effort is None else effort != "none"
+    chat["chat_template_kwargs"] = wishes.thinking(service, thinks, effort)
     return wish_of(chat, service, ResponseReply, asked=value)
 
 

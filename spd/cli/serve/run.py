@@ -172,7 +172,7 @@ class Server(uvicorn.Server):
         if self.warm is not None:
             front, path, words = self.warm
             try:
-                self.servers.append(await front.listen(path))
+                self.servers.append(await asyncio.start_unix_server(front.answer, path, limit=LINE_LIMIT))
             except OSError as error:  # a path too long for a socket, for one
                 tell(f"spd generate will not find this server: {path}: {error.strerror or error}")
             if words:
@@ -224,13 +224,7 @@ class WarmFront:
         self.clients = 0
         """Commands that use the engine as theirs."""
 
-    async def listen(self, path: Path) -> asyncio.Server:
-        """Begin to answer at a socket, in a folder that this user alone can reach."""
-        server = await asyncio.start_unix_server(self._answer, path, limit=LINE_LIMIT)
-        os.chmod(path, 0o600)
-        return server
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one client until it goes; what runs for it then is aborted."""
         running, attached, prefix = set[asyncio.Task[None]](), False, f"{secrets.token_hex(8)} "
         reading = asyncio.ensure_future(reader.readline())

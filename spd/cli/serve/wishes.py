@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from spd.formats.tokenizer import Tokenizer
     from spd.runtime import SamplingParams
 
+IDS = listed(whole(0, 2**31 - 1), 1 << 20)
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -60,7 +61,7 @@ def _prompts(value: Any, name: str) -> tuple[Asked, ...]:
 def _prompt(value: Any, name: str) -> Asked:
     if isinstance(value, str):
         return Asked(text=value)
-    ids = listed(whole(0, 2**31 - 1), 1 << 20)(value, name)
+    ids = IDS(value, name)
     return Asked(ids=ids) if ids else refuse(name, "expected a text or token ids")
 
 
@@ -157,12 +158,7 @@ CHAT = {
     "tool_choice": read.anything,
     "parallel_tool_calls": FLAG,
 }
-COMPLETION = {
-    **SHARED,
-    "prompt": _prompts,
-    "logprobs": whole(0, MAX_LOGPROBS),
-    "echo": _absent,
-}
+COMPLETION = {**SHARED, "prompt": _prompts, "logprobs": whole(0, MAX_LOGPROBS), "echo": _absent}
 _chat, _completion = fields(CHAT), fields(COMPLETION, "prompt")
 _tokenize = fields({"model": TEXT, "prompt": TEXT, "messages": CHAT["messages"]})
 

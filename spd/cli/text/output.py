@@ -403,9 +403,8 @@ def fact_lines(facts: Mapping[str, Any], indent: str = "", width: int = 0) -> It
             own = {key: one for key, one in each.items() if not (_is_empty(one) or _is_nested(one))}
             fields = " · ".join(f"{key.replace('_', ' ')} {_words(one)}" for key, one in own.items())
             yield (label + fields).rstrip()
-            yield from fact_lines(
-                {key: one for key, one in each.items() if key not in own}, indent + "  ", width
-            )
+            below = {key: one for key, one in each.items() if key not in own}
+            yield from fact_lines(below, indent + "  ", width)
 
 
 def _is_empty(value: Any) -> bool:
