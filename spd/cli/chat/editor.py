@@ -27,7 +27,6 @@ from spd.cli.signals import Interrupted
 CHIP_LINES = 20
 """Pasted lines above which a paste is shown as one word."""
 TWICE_SECONDS = 2.0
-WATCH_SECONDS = 0.1
 ESCAPE_SECONDS = 0.05
 """How long nothing may follow an Esc: what another key sends comes at once."""
 
@@ -128,7 +127,7 @@ class Editor:
         async def watch() -> None:
             try:
                 while not self._loaded():
-                    await asyncio.sleep(WATCH_SECONDS)
+                    await asyncio.sleep(0.1)
                     app.invalidate()
             except Exception as error:
                 if not app.is_done:

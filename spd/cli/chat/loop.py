@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from spd.cli.commands.chat import ChatOptions
     from spd.runtime import EnginePlan, Progress, RequestMetrics, SamplingParams
 
-LEAVE_SECONDS = 5.0
-"""For which the engine's thread is waited for at the end."""
-
 
 class ChatModel:
     """Everything that changes when a chat loads another model, or changes how it draws."""
@@ -91,7 +88,7 @@ class ChatModel:
 
     def close(self) -> bool:
         """Let go of the engine; False if its thread does not come back."""
-        return not hasattr(self, "thread") or self.thread.close(LEAVE_SECONDS)
+        return not hasattr(self, "thread") or self.thread.close(5.0)
 
     def reload(self, **changes: Any) -> None:
         """Load with changed options, or go back to the old ones if that fails."""
@@ -177,8 +174,6 @@ class ChatModel:
 
 PROMPT = "› "
 REQUEST_ID = "reply"
-RECALLED = 2
-"""Turns that are shown of a chat that goes on."""
 
 
 def open_session(store: SessionStore, options: ChatOptions) -> tuple[str, Conversation | None]:
@@ -342,7 +337,7 @@ class Chat:
         self.conversation, turns = conversation, conversation.turns
         if turns and turns[-1].reply is None:
             self.draft, self.conversation = turns[-1].user, conversation.without_last()
-        for turn in self.conversation.turns[-RECALLED:] if self.interactive else ():
+        for turn in self.conversation.turns[-2:] if self.interactive else ():
             self.tell(f"› {out.shortened(turn.user, 300)}", out.shortened(turn.reply or "", 300))
 
     def _ends(self, error: Exception) -> bool:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from spd.runtime import Drafter, EnginePlan
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-PROBE = ({"role": "user", "content": "Hello"},)
 CONTEXTS = (4096, 16384, 32768, 65536, 131072)
 """Lengths whose memory is told, as far as the model goes."""
 Facts = dict[str, Any]
@@ -167,7 +166,7 @@ def template_state(folder: ModelFolder) -> str:
     try:
         if folder.template is None:
             return "none: use --raw"
-        folder.template.render(PROBE)
+        folder.template.render(({"role": "user", "content": "Hello"},))
     except SpdError as error:
         return f"does not render: {error.message}"
     return "renders"

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 SCHEMA = "spd.generate.line/1"
 BEGINNINGS = (f'{{"schema": "{SCHEMA}"'.encode(), b'{"id": ')
 """Of an answer, and of a line that says what is wrong."""
-WINDOW = 512
-"""Lines that may be begun beyond the first unfinished one: what order costs in memory."""
 SHAPES: dict[str, Literal["schema", "regex", "lark"]]
 SHAPES = {"schema": "schema", "regex": "regex", "grammar": "lark"}
 """What says how the whole reply looks, and how the engine calls it."""
@@ -244,7 +242,9 @@ class Batch:
 
     def _fill(self, rest: Iterator[Line]) -> bool:
         """Begin lines while there is room; False when all are answered."""
-        while len(self.open) < 2 * self.engine.plan.shape.slots and len(self.begun) < WINDOW:
+        while (
+            len(self.open) < 2 * self.engine.plan.shape.slots and len(self.begun) < 512
+        ):  # order costs memory
             line = next(rest, None)
             if line is None:
                 break

@@ -264,7 +264,6 @@ def call_form(template: str) -> Form:
 
 
 NO_CALL = re.compile(BLANK + r'\{\s*[^\s"]')
-BARE = re.compile(r"\s*[{\[]")
 _MARK = re.compile("|".join(map(re.escape, MARKS)))
 MAX_CALLS = 8
 """Calls in one reply that a grammar allows."""
@@ -415,7 +414,7 @@ class CallParser:
         """What more text brings; what may be the beginning of a mark is held back unless it is `final`."""
         self._text, self._final = self._text + text, final
         if self._is_inside is None and (self._text.strip() or final):
-            self._is_inside = self._form.is_bare and BARE.match(self._text) is not None
+            self._is_inside = self._form.is_bare and re.match(r"\s*[{\[]", self._text) is not None
         may_end = any(mark in text for mark in "{}>])")  # or what is inside goes on
         if final or may_end or self._told is not None or not self._is_inside:
             while self._is_inside is not None and (self._inside() if self._is_inside else self._outside()):

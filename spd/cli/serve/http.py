@@ -40,16 +40,12 @@ if TYPE_CHECKING:
 
 PING_SECONDS = 15.0
 """After which a stream says that it goes on: a long prompt takes minutes, and agents give up after some."""
-LOOK_SECONDS = 0.2
-"""After which it is looked whether the client is still there, where no event comes."""
-QUEUE = 64
-"""Requests that may wait beyond those that decode."""
 
 
 class Service:
-    """One loaded model, and the calls on their way through it."""
+    """One loaded model, and the calls on their way through it; so many are `waiting` at most."""
 
-    def __init__(self, settings: Settings, name: str, thread: EngineThread, *, waiting: int = QUEUE) -> None:
+    def __init__(self, settings: Settings, name: str, thread: EngineThread, *, waiting: int = 64) -> None:
         self.engine: Engine = thread.engine()
         self.plan = self.engine.plan
         self.settings = dataclasses.replace(settings, context=self.plan.shape.ctx)
@@ -207,7 +203,7 @@ class Answer:
             else:
                 request = HttpRequest(scope, receive)
                 while self._call.open and not await request.is_disconnected():
-                    await self._take(LOOK_SECONDS)
+                    await self._take(0.2)
                 if self._call.open:
                     return
                 response = JSONResponse(self._reply.whole())

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 LINE_LIMIT = 64 << 20
 ANSWER_SECONDS = 5.0
-"""For which a server may take to let a client in, and to say how it is."""
-STOP_SECONDS = 60.0
+"""For which a server may take to let a client in, to say how it is, and to end what was aborted."""
 
 
 def runtime_folder(folder: Path, *, create: bool = False) -> Path | None:
@@ -164,7 +163,7 @@ def control(session: Session, options: ServeOptions) -> int:
             Sink.stdout().write(" · ".join(parts) + "\n")
             continue
         tell(f"stopping {said['model']} at {said['url']}")
-        ends, command_line = time.monotonic() + STOP_SECONDS, Path(f"/proc/{said['pid']}/cmdline")
+        ends, command_line = time.monotonic() + 60.0, Path(f"/proc/{said['pid']}/cmdline")
         with suppress(FileNotFoundError, ProcessLookupError):
             os.kill(said["pid"], signal.SIGTERM)
             while command_line.read_bytes():  # empty once it is a zombie
@@ -207,10 +206,6 @@ def detach(session: Session, options: ServeOptions) -> int:
     for line in () if quiet else (*said, f"pid {child.pid}, log {path}; spd serve --stop ends it"):
         tell(line)
     return 0
-
-
-STEP_SECONDS, ABORT_SECONDS = 0.05, 5.0
-"""For which a step waits for an event, and for the end of what was aborted."""
 
 
 def served_engine(session: Session, options: ReplyOptions, slots: int = 1) -> Any:
@@ -295,7 +290,7 @@ class ServedEngine:
 
     def step(self) -> list[Event]:
         """What has come, or comes within a moment; after `abort` an end is waited for."""
-        seconds = ABORT_SECONDS if self._aborting else STEP_SECONDS
+        seconds = ANSWER_SECONDS if self._aborting else 0.05
         while self._running and self._line.pending(seconds if self._aborting or not self._events else 0.0):
             self._take(self._line.receive())
         events, self._events = self._events, []

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from spd.runtime import Event, RequestMetrics
     from spd.runtime.engine.request import TokenLogprob
 
-IMPOSSIBLE = -9999.0
-"""What the API says for the logarithm of nothing."""
-
 
 @dataclass
 class Part:
@@ -166,18 +163,16 @@ class Reply:
     """What it grows by."""
     _last: Callable[[Part], Iterator[bytes]]
     """What it ends with."""
+    end: Callable[[], Iterator[bytes]]
+    """What a stream ends with when all choices have ended."""
     fail: Callable[[ApiError], Iterator[bytes]]
-    """What a stream ends with where not all choices have ended."""
+    """What it ends with otherwise."""
     whole: Callable[[], dict[str, Any]]
     """All of it."""
 
     def ping(self) -> bytes:
         """What a stream says while nothing comes."""
         return b": ping\n\n"
-
-    def end(self) -> Iterator[bytes]:
-        """What a stream ends with when all choices have ended."""
-        yield from ()
 
     @property
     def _counts(self) -> tuple[int, int, int, int]:
@@ -316,4 +311,4 @@ def _finite(entry: Mapping[str, Any]) -> dict[str, Any]:
     shown = {name: value for name, value in entry.items() if name != "token_id"}
     if "top" in entry:
         shown["top"] = [_finite(one) for one in entry["top"]]
-    return {**shown, "logprob": max(entry["logprob"], IMPOSSIBLE)}
+    return {**shown, "logprob": max(entry["logprob"], -9999.0)}  # so the API says the logarithm of nothing

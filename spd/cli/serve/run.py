@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 HEADER_SECONDS = 30.0
 """For which a connection may stay without a request, or take to send its head."""
-HEADER_LIMIT = 32 << 10
 CONNECTIONS = 512
 PREPARERS = 2
 """Threads that encode prompts and compile grammars: for each the allocator keeps what its longest took."""
@@ -155,7 +154,7 @@ class Server(uvicorn.Server):
             limit_concurrency=CONNECTIONS,
             timeout_keep_alive=round(HEADER_SECONDS),
             timeout_graceful_shutdown=DRAIN_SECONDS,
-            h11_max_incomplete_event_size=HEADER_LIMIT,
+            h11_max_incomplete_event_size=32 << 10,
         )
         super().__init__(config)
         self._service, self._idle = service, options.idle

@@ -104,8 +104,6 @@ def unescape(text: str) -> str:
     return re.sub(r"\\([ntr0\\])", lambda match: ESCAPES[match[1]], text)
 
 
-CONCURRENCY = 8
-"""Lines of a batch that decode together unless --concurrency says otherwise."""
 WISHES = (
     *("device", "dtype", "quantize", "spec", "draft_max", "adaptive", "verify", "kernels"),
     *("ctx", "memory_fraction", "threads", "tp", "draft_tp", "rendezvous"),
@@ -237,8 +235,7 @@ def plan_settings(options: ReplyOptions, folder: ModelFolder | None = None) -> S
     if isinstance(options, GenerateOptions):
         logprobs, grammar = options.logprobs, read_grammar(options)
         if options.jsonl:
-            slots = CONCURRENCY if options.concurrency is None else options.concurrency
-            config = dataclasses.replace(config, slots=slots)
+            config = dataclasses.replace(config, slots=options.concurrency or 8)
     sampling = resolve_sampling(options, folder.generation, usable, logprobs=logprobs)
     context = model.max_positions if options.ctx is None else min(options.ctx, model.max_positions)
     if grammar is not None:
