@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from spd.cli.parser import ABSENT
+from spd.cli.parser import CUT
 from spd.cli.text.prompt import ThinkingSplitter, parted
 from spd.runtime.engine.request import ThinkingBudget
 from tests.cli.conftest import SPECIALS, TEMPLATE, program, refused, write_tokenizer
@@ -148,7 +148,7 @@ def test_a_shape_stands_in_the_channel_of_the_answer(spd_run: Callable, model: P
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        *(([flag, "5"], f"fix: {now}") for flag, now in ABSENT.items() if "think" in flag),
+        *(([flag, "5"], f"fix: {now}") for flag, now in CUT.items() if "think" in flag),
         (["--think"], "option '--think' requires an argument"),
         (["--think", "Hi"], "--think Hi: on, off, hide or a number of tokens?"),
         (["--think", "-1"], "--think -1: on, off, hide or a number of tokens?"),

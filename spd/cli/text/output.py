@@ -297,11 +297,13 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 def check_writable(path: Path) -> None:
     """Refuse early what could not be written after minutes of work; leaves no file. Raises UsageError."""
-    is_new, sink = not os.path.lexists(path), Sink(path, append=True)
-    sink.open()
-    sink.close()
-    if is_new:
-        path.unlink()
+    try:
+        is_new = not os.path.lexists(path)
+        os.close(open_output(path, append=True))
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise cannot_write(path, error) from None
 
 
 def check_new_folder(path: Path) -> None:
