@@ -10,28 +10,20 @@ import pytest
 import torch
 
 from spd.errors import IncompatibleError, ResourceError, SpdError, UsageError
-from spd.runtime import EngineConfig, make_plan
+from spd.runtime import EngineConfig, SamplingParams, make_plan
 from spd.runtime.plan.config import CLASHES, DTYPES, KERNELS, MAX_DRAFT, METHODS, VERIFY_RULES
 from spd.runtime.plan.kernel_choice import choose_kernels
 from spd.runtime.plan.machine import Machine
 from spd.runtime.plan.plan import _draft_tiers, _graphs
 from spd.runtime.proposers import BUILDERS
 from spd.runtime.round.round import ImposedAcceptance, conditional_rate
-from spd.runtime.round.sampling_params import SamplingParams
 
 DRAFT = Path("draft")
-
-
-def config(**wishes: Any) -> EngineConfig:
-    return EngineConfig(model=Path("model"), **wishes)
-
-
 REFUSED_TOGETHER: list[tuple[dict[str, Any], type[SpdError], str]] = [
     ({"verify": "rejection", "spec": "off"}, UsageError, "block are about drafts"),
     ({"verify": "block", "draft_max": 0}, UsageError, "block are about drafts"),
     ({"verify": "block", "adaptive": True}, UsageError, "--adaptive fits K"),
     ({"verify": "rejection", "synthetic_acceptance": 2.0}, UsageError, "--synthetic-acceptance imposes"),
-    ({"draft_model": DRAFT, "spec": "off"}, UsageError, "--draft-model is for --spec draft"),
     ({"draft_model": DRAFT, "spec": "ngram"}, UsageError, "--draft-model is for --spec draft"),
     ({"mtp": DRAFT, "spec": "draft"}, UsageError, "--mtp is for --spec mtp"),
     ({"mtp": DRAFT, "draft_model": DRAFT}, UsageError, "are two drafters"),
@@ -45,133 +37,92 @@ REFUSED_TOGETHER: list[tuple[dict[str, Any], type[SpdError], str]] = [
     ({"graphs": True, "device": "cpu"}, IncompatibleError, "--graphs on captures"),
     ({"graphs": True, "kernels": "torch"}, IncompatibleError, "--graphs on captures"),
     ({"graphs": True, "kernels": "native"}, IncompatibleError, "torch or native rule"),
-    ({"draft_ctx": 64, "spec": "off"}, UsageError, "about a model that drafts"),
     ({"draft_ctx": 64, "spec": "ngram"}, UsageError, "about a model that drafts"),
     ({"tp": 4, "draft_tp": 3}, UsageError, "--draft-tp must divide --tp"),
     ({"synthetic_acceptance": 2.0, "spec": "off"}, UsageError, "--synthetic-acceptance are about drafts"),
 ]
 
 
-def names_of(case: tuple[Any, ...]) -> str:
-    return " ".join(f"{name}={value}" for name, value in case[0].items())
+def config(**wishes: Any) -> EngineConfig:
+    return EngineConfig(model=Path("model"), **wishes)
 
 
-@pytest.mark.parametrize("case", REFUSED_TOGETHER, ids=names_of)
-def test_wishes_that_clash_are_refused(case: tuple[dict[str, Any], type[SpdError], str]) -> None:
-    wishes, kind, words = case
+@pytest.mark.parametrize(("wishes", "kind", "words"), REFUSED_TOGETHER)
+def test_wishes_that_clash_are_refused(wishes: dict[str, Any], kind: type[SpdError], words: str) -> None:
     with pytest.raises(SpdError) as caught:
         config(**wishes)
     error = caught.value
     assert type(error) is kind and error.exit_code == {UsageError: 2, IncompatibleError: 4}[kind]
-    assert words in error.message and error.fix
-    assert "\n" not in error.message
+    assert words in error.message and error.fix and "\n" not in error.message
 
 
 def test_every_clash_has_its_own_message_and_a_case_here() -> None:
-    messages = [clash.message for clash in CLASHES]
-    assert len(set(messages)) == len(messages)
-    for message in messages:
-        assert any(words in message for _, _, words in REFUSED_TOGETHER)
+    messages = {clash.message for clash in CLASHES}
+    assert len(messages) == len(CLASHES) and {*BUILDERS} == {*METHODS} - {"auto", "off"}
+    assert all(any(words in message for _, _, words in REFUSED_TOGETHER) for message in messages)
 
 
-def test_every_method_has_a_builder() -> None:
-    assert {*BUILDERS} == {*METHODS} - {"auto", "off"}
+RANGES: dict[str, tuple[list[Any], list[Any]]] = {
+    "draft_max": ([0, MAX_DRAFT], [-1, MAX_DRAFT + 1]),
+    "draft_ctx": ([1, 2**24], [0, 2**24 + 1]),
+    "ngram_min": ([1, 8], [0, 65]),
+    "ngram_max": ([3, 64], [0, 65]),
+    "lag": ([0, 2], [-1, 3]),
+    "ctx": ([2, 2**24], [1, 2**24 + 1]),
+    "memory_fraction": ([0.01, 1.0], [0.0, 1.01]),
+    "threads": ([1, 1024], [0, 1025]),
+    "slots": ([1, 1024], [0, 1025]),
+    "tp": ([1, 64], [0, 65]),
+    "draft_tp": ([1], [0, 65]),
+    # sampling parameters
+    "temperature": ([0.0, 0.001, 100.0], [-0.1, 1e-9, 0.0009, 100.1]),
+    "top_p": ([1e-9, 1.0], [0.0, -0.1, 1.01]),
+    "top_k": ([0, 1, 2**31 - 1], [-1, 2**31]),
+    "min_p": ([0.0, 1.0], [-0.01, 1.01]),
+    "repetition_penalty": ([0.01, 100.0], [0.0, -1.0, 101.0]),
+    "presence_penalty": ([-100.0, 100.0], [-100.5, 100.5]),
+    "frequency_penalty": ([-100.0, 100.0], [-100.5, 100.5]),
+    "min_tokens": ([0, 2**24], [-1, 2**24 + 1]),
+    "max_tokens": ([None, 1, 2**24], [0, -1, 2**24 + 1]),
+    "seed": ([0, 2**63 - 1], [-1, 2**63]),
+    "logprobs": ([None, 0, 20], [-1, 21]),
+    "logit_bias": ([((0, -1000.0), (5, 1000.0))], [((-1, 0.0),), ((0, 1000.5),), ((2**31, 0.0),)]),
+    "stop_token_ids": ([(), tuple(range(16))], [tuple(range(17)), (-1,), (2**31,)]),
+    "stop": ([(), ("x" * 256,), ("a",) * 16], [("",), ("x" * 257,), ("a",) * 17]),
+}
 
 
-RANGES: list[tuple[str, str, float, float, float, float]] = [
-    # field, as it is called in the message, lowest, highest, below, above
-    ("draft_max", "--draft-max", 0, MAX_DRAFT, -1, MAX_DRAFT + 1),
-    ("draft_ctx", "--draft-ctx", 1, 2**24, 0, 2**24 + 1),
-    ("ngram_min", "--ngram-min", 1, 8, 0, 65),
-    ("ngram_max", "--ngram-max", 3, 64, 0, 65),
-    ("lag", "--lag", 0, 2, -1, 3),
-    ("ctx", "--ctx", 2, 2**24, 1, 2**24 + 1),
-    ("memory_fraction", "--memory-fraction", 0.01, 1.0, 0.0, 1.01),
-    ("threads", "--threads", 1, 1024, 0, 1025),
-    ("slots", "slots", 1, 1024, 0, 1025),
-    ("tp", "--tp", 1, 64, 0, 65),
-    ("draft_tp", "--draft-tp", 1, 1, 0, 65),
-]
-
-
-@pytest.mark.parametrize(
-    ("field", "flag", "low", "high", "below", "above"), RANGES, ids=[r[0] for r in RANGES]
-)
-def test_ranges_hold_at_their_edges(
-    field: str, flag: str, low: float, high: float, below: float, above: float
-) -> None:
-    for value in (low, high):
-        assert getattr(config(**{field: value}), field) == value
-    for value in (below, above, float("nan")):
+@pytest.mark.parametrize("name", RANGES)
+def test_ranges_hold_at_their_edges(name: str) -> None:
+    make: Callable[..., object] = config if hasattr(config(), name) else SamplingParams
+    taken, refused = RANGES[name]
+    for value in taken:
+        assert getattr(make(**{name: value}), name) == value
+    unreal = [] if isinstance(taken[0], tuple) else [float("nan"), float("inf")]
+    for value in [*refused, *unreal]:
         with pytest.raises(UsageError) as caught:
-            config(**{field: value})
-        assert caught.value.message == f"{flag} {value} is out of range"
+            make(**{name: value})
+        flag = name if name == "slots" else f"--{name.replace('_', '-')}"
+        assert name in caught.value.message or caught.value.message == f"{flag} {value} is out of range"
         assert caught.value.reason[0].startswith("valid: ") and caught.value.exit_code == 2
 
 
 @pytest.mark.parametrize(
-    ("field", "flag", "known"),
+    ("field", "known"),
     [
-        ("spec", "--spec", set(METHODS)),
-        ("verify", "--verify", set(VERIFY_RULES)),
-        ("dtype", "--dtype", set(DTYPES)),
-        ("kernels", "--kernels", set(KERNELS)),
-        ("load", "--load", {"auto", "dummy"}),
-        ("device", "--device", {"auto", "cpu", "cuda", "cuda:0", "cuda:17"}),
+        *(("spec", METHODS), ("verify", VERIFY_RULES), ("dtype", DTYPES), ("kernels", KERNELS)),
+        *(("load", ("auto", "dummy")), ("device", ("auto", "cpu", "cuda", "cuda:0", "cuda:17"))),
     ],
 )
-def test_choices_are_known_words(field: str, flag: str, known: set[str]) -> None:
+def test_choices_are_known_words(field: str, known: tuple[str, ...]) -> None:
     for value in known:
         assert getattr(config(**{field: value}), field) == value
-    for value in (
-        "",
-        "AUTO",
-        "fast",
-        "cuda:-1",
-        "cuda:x",
-        "cuda0",
-        "off+ngram",
-        "ngram+mtp",
-        "mtp+",
-        "mtp,ngram",
-    ):
-        with pytest.raises(UsageError, match="is not known") as caught:
-            config(**{field: value})
-        assert caught.value.message == f"{flag} {value} is not known"
-        assert caught.value.fix[0].startswith(f"{flag} ")
-
-
-# -- sampling parameters -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "taken", "refused"),
-    [
-        ("temperature", [0.0, 0.001, 100.0], [-0.1, 1e-9, 0.0009, 100.1]),
-        ("top_p", [1e-9, 1.0], [0.0, -0.1, 1.01]),
-        ("top_k", [0, 1, 2**31 - 1], [-1, 2**31]),
-        ("min_p", [0.0, 1.0], [-0.01, 1.01]),
-        ("repetition_penalty", [0.01, 100.0], [0.0, -1.0, 101.0]),
-        ("presence_penalty", [-100.0, 100.0], [-100.5, 100.5]),
-        ("frequency_penalty", [-100.0, 100.0], [-100.5, 100.5]),
-        ("min_tokens", [0, 2**24], [-1, 2**24 + 1]),
-        ("max_tokens", [None, 1, 2**24], [0, -1, 2**24 + 1]),
-        ("seed", [0, 2**63 - 1], [-1, 2**63]),
-        ("logprobs", [None, 0, 20], [-1, 21]),
-        ("logit_bias", [((0, -1000.0), (5, 1000.0))], [((-1, 0.0),), ((0, 1000.5),), ((2**31, 0.0),)]),
-        ("stop_token_ids", [(), tuple(range(16))], [tuple(range(17)), (-1,), (2**31,)]),
-        ("stop", [(), ("x" * 256,), ("a",) * 16], [("",), ("x" * 257,), ("a",) * 17]),
-    ],
-)
-def test_sampling_parameters_hold_at_their_edges(name: str, taken: list[Any], refused: list[Any]) -> None:
-    for value in taken:
-        assert getattr(SamplingParams(**{name: value}), name) == value
-    unreal = [] if name in ("logit_bias", "stop_token_ids", "stop") else [float("nan"), float("inf")]
-    for value in [*refused, *unreal]:
+    nearly = ("cuda:-1", "cuda:x", "cuda0", "off+ngram", "ngram+mtp", "mtp+", "mtp,ngram")
+    for value in ("", "AUTO", "fast", *nearly):
         with pytest.raises(UsageError) as caught:
-            SamplingParams(**{name: value})
-        assert name in caught.value.message
-        assert caught.value.reason[0].startswith("valid: ")
+            config(**{field: value})
+        assert caught.value.message == f"--{field} {value} is not known"
+        assert caught.value.fix[0].startswith(f"--{field} ")
 
 
 def test_the_minimum_is_not_above_the_maximum() -> None:

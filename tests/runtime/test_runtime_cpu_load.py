@@ -31,26 +31,6 @@ def test_busy_seconds(tmp_path: Path) -> None:
     assert busy_seconds([0], tmp_path / "none") == busy_seconds([0], tmp_path) == 0.0
 
 
-def followed(counts: tuple[int, ...], cpus: int, loads: list[float]) -> list[int]:
-    """The numbers of threads after looks at these loads, a window apart."""
-    seconds, busy = itertools.count(0, STEP), itertools.accumulate([0.0, *(load * STEP for load in loads)])
-    at = [0.0]
-
-    def clock() -> float:
-        return at[0]
-
-    load = OtherLoad(lambda _: next(busy), lambda: 0.0, clock)
-    load.cpus = tuple(range(cpus))
-    threads = FollowedThreads(counts, lambda _: None, load)
-    found = []
-    next(seconds)
-    for _ in loads:
-        at[0] = next(seconds)
-        threads.follow()
-        found.append(threads.count)
-    return found
-
-
 @pytest.mark.parametrize(
     ("counts", "cpus", "loads", "expected"),
     [
@@ -59,44 +39,36 @@ def followed(counts: tuple[int, ...], cpus: int, loads: list[float]) -> list[int
         ((2,), 2, [1.0], [2]),
         ((4, 6, 7, 8), 8, [1.0, 1.5, 3.0, 8.0], [7, 6, 4, 4]),
         ((4, 6, 7, 8), 16, [1.0, 7.9, 9.0], [8, 8, 7]),
+        # What others did in a pause, while no round ran, may be over; the load that follows counts again.
+        ((1, 2), 2, [(5.0, 2.0), 2.0, (5.0, 0.0), 0.0], [2, 1, 1, 2]),
     ],
 )
 def test_threads_leave_other_programs_their_cpus(
-    counts: tuple[int, ...], cpus: int, loads: list[float], expected: list[int]
+    counts: tuple[int, ...], cpus: int, loads: list[Any], expected: list[int]
 ) -> None:
-    assert followed(counts, cpus, loads) == expected
-
-
-def test_a_load_from_before_a_pause_changes_nothing() -> None:
-    """What others did while no round ran may be over; the load that follows counts again."""
-    at, busy = [0.0], [0.0]
-    threads = FollowedThreads(
-        (1, 2), lambda _: None, OtherLoad(lambda _: busy[0], lambda: 0.0, lambda: at[0])
-    )
-    threads._load.cpus = (0, 1)
-    for passed, load, expected in ((5.0, 2.0, 2), (STEP, 2.0, 1), (5.0, 0.0, 1), (STEP, 0.0, 2)):
-        at[0] += passed
-        busy[0] += passed * load
+    """After looks at these loads, a window apart or so many seconds."""
+    at = busy = 0.0
+    threads = FollowedThreads(counts, lambda _: None, OtherLoad(lambda _: busy, lambda: 0.0, lambda: at))
+    threads._load.cpus, found = tuple(range(cpus)), []
+    for each in loads:
+        passed, load = each if isinstance(each, tuple) else (STEP, each)
+        at, busy = at + passed, busy + passed * load
         threads.follow()
-        assert threads.count == expected
+        found.append(threads.count)
+    assert found == expected
 
 
 @pytest.fixture
-def threads() -> Iterator[None]:
-    usual = torch.get_num_threads()
+def threads(monkeypatch: pytest.MonkeyPatch, keep_threads: None) -> None:
     torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(usual)
+    monkeypatch.setattr(plan, "usable_cpus", lambda: (0, 1))
 
 
 @pytest.mark.skipif(obstacle() is not None, reason=f"no C kernels: {obstacle()}")
 @pytest.mark.parametrize("spec", ["off", "mtp"])
 def test_a_changing_number_changes_no_text(monkeypatch: pytest.MonkeyPatch, threads: None, spec: str) -> None:
     """Another number of threads in every round, alone and eight together, greedy and sampled."""
-    config = EngineConfig(
-        model=demo_folder(), slots=8, ctx=256, spec=spec, kernels="native", prefix_sharing=False
-    )
-    monkeypatch.setattr(plan, "usable_cpus", lambda: (0, 1))
+    wishes: dict[str, Any] = {"slots": 8, "ctx": 256, "kernels": "native", "prefix_sharing": False}
     texts = []
     for changing in (False, True):
         used: list[int] = []
@@ -108,7 +80,7 @@ def test_a_changing_number_changes_no_text(monkeypatch: pytest.MonkeyPatch, thre
 
         with monkeypatch.context() as patch:
             patch.setattr(FollowedThreads, "follow", follow if changing else lambda self: None)
-            engine = Engine(config)
+            engine = Engine(EngineConfig(model=demo_folder(), spec=spec, **wishes))
             assert engine._device.threads._counts == (1, 2)
             requests = [
                 Request(str(i), PROMPT[i:], SamplingParams(max_tokens=16, temperature=0.9 * (i % 2), seed=i))
@@ -132,9 +104,8 @@ def test_short_contexts_open(ctx: int) -> None:
 
 @pytest.mark.covers(count=1)
 @pytest.mark.parametrize("wishes", [{"threads": 2}, {"kernels": "torch", "dtype": "float32"}])
-def test_other_threads_stay(monkeypatch: pytest.MonkeyPatch, threads: None, wishes: dict[str, Any]) -> None:
+def test_other_threads_stay(threads: None, wishes: dict[str, Any]) -> None:
     """`--threads` is obeyed whatever the load; in torch's form their number depends on the machine alone."""
-    monkeypatch.setattr(plan, "usable_cpus", lambda: (0, 1))
     engine = Engine(EngineConfig(model=demo_folder(), slots=1, ctx=256, spec="off", **wishes))
     assert engine._device.threads._counts == (2,) and not engine.plan.threads_follow
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spd.formats.demo import demo_folder
-from spd.runtime import Engine, EngineConfig, SamplingParams
+from spd.runtime import EngineConfig, SamplingParams, make_plan
 from spd.runtime.engine.draft_length import (
     ENOUGH,
     PATIENCE,
@@ -28,19 +27,16 @@ from spd.runtime.engine.draft_length import (
     foretold,
 )
 from spd.runtime.plan.config import LONG_MATCH, NGRAM_MIN
-from spd.runtime.plan.plan import EnginePlan, make_plan
+from spd.runtime.plan.plan import EnginePlan
 from tests.helpers import make_engine, random_prompts, run_all
 
 
-def play(
-    length: DraftLength, rounds: int, rate: float, draft_seconds: float = 0.001, verify_seconds: float = 0.01
-) -> list[int]:
+def play(length: DraftLength, rounds: int, rate: float) -> list[int]:
     """The k of each round when this share of the drafts is accepted, all of them leading."""
     chosen = []
     for _ in range(rounds):
-        k = length.choose()
-        chosen.append(k)
-        length.observe_cost(k, verify_seconds, draft_seconds * k, k)
+        chosen.append(k := length.choose())
+        length.observe_cost(k, 0.01, 0.001 * k, k)
         length.observe(k, k, round(rate * k))
     return chosen
 
@@ -118,11 +114,8 @@ def test_a_few_bad_rounds_are_drafted_through() -> None:
         for k in (0, 2):
             length.observe_cost(k, 0.01 + 0.005 * k, 0.0, 0)
     for rate in (0.1, 0.9) * 10:
-        chosen = []
-        for _ in range(PATIENCE):
-            length.overall = Acceptance(20 * rate, 20.0)
-            chosen.append(length.choose())
-        assert chosen.count(0) <= ENOUGH, "but where it is timed"
+        length.overall = Acceptance(20 * rate, 20.0)
+        assert [length.choose() for _ in range(PATIENCE)].count(0) <= ENOUGH, "but where it is timed"
     length.overall = Acceptance(2, 20)
     assert not [length.choose() for _ in range(2 * PATIENCE)][-1]
 
@@ -168,118 +161,60 @@ def test_each_requests_own_acceptance_weighs() -> None:
     assert good.rate(0.5) > 0.9 and bad.rate(0.5) < 0.3
     length.by_load[1] = length.by_load[2]  # the same costs
     length.times.begun = True
-    length.attend([(good, 6)])
-    alone = length.choose()
-    length.attend([(bad, 6)])
-    assert alone == 6 and length.choose() <= 1
+    for one, low, high in ((good, 6, 6), (bad, 0, 1)):
+        length.attend([(one, 6)])
+        assert low <= length.choose() <= high
     length.attend([(good, 6), (bad, 6)])
     rates = [one.rate(length.rate) for one in (good, bad)]
     each = [expected_tokens([rate], [6], 6)[6] for rate in rates]
     assert expected_tokens(rates, [6, 6], 6)[6] == pytest.approx(sum(each) / 2)
 
 
-TOKENS = 64
-"""Of every request."""
-MOST = 4
+TOKENS, MOST = 64, 4
+"""Of every request, and drafts a round."""
 
 
-class Machine:
-    """What work takes in milliseconds: sixteen rows are verified at once, further ones are dear.
+def simulate(policy: DraftLength, count: int, rate: float, requests: int, *, waves: bool = False) -> float:
+    """Tokens a millisecond of so many requests: the next begins where one ends, or (waves) where all have.
 
-    What is measured has noise and hiccups.
+    Sixteen rows are verified at once, further ones are dear; times have noise and hiccups.
     """
+    source, clock, time, k, begun = random.Random(1), random.Random(0), 0.0, 0, 0
+    present: list[Any] = []  # how likely a draft is accepted, how many tokens are left, what is known of it
 
-    def __init__(self) -> None:
-        self.source = random.Random(0)
+    def jitter(time: float) -> float:
+        hiccup = 6 if clock.random() < 0.02 else 1
+        return time * clock.uniform(0.95, 1.08) * hiccup
 
-    def verify(self, count: int, k: int) -> float:
-        """A verification of so many requests."""
-        rows = count * (k + 1)
-        return self._jitter(1.7 + 0.1 * count + 0.02 * min(rows, 16) + 0.1 * max(rows - 16, 0))
-
-    def draft(self, count: int, k: int) -> float:
-        """As many draft forwards."""
-        return self._jitter(k * (0.35 + 0.03 * count))
-
-    PREPARE = 0.85
-    """Writing the drafter's cache of a prompt."""
-
-    def keep_up(self, count: int) -> float:
-        """Keeping the drafter's cache up, as a share of each round without drafts."""
-        return 0.06 + 0.008 * count
-
-    def _jitter(self, time: float) -> float:
-        hiccup = 6 if self.source.random() < 0.02 else 1
-        return time * self.source.uniform(0.95, 1.08) * hiccup
-
-
-@dataclass
-class Asked:
-    """A request: how many tokens are left, and how likely each draft is accepted."""
-
-    rate: float
-    left: int = TOKENS
-    acceptance: Acceptance = field(default_factory=Acceptance)
-
-
-@dataclass
-class Played:
-    """What came of it: tokens, milliseconds and requests."""
-
-    tokens: int = 0
-    time: float = 0.0
-    requests: int = 0
-
-    @property
-    def speed(self) -> float:
-        """Tokens a millisecond."""
-        return self.tokens / self.time
-
-
-def simulate(policy: DraftLength, count: int, rate: float, requests: int, *, waves: bool) -> Played:
-    """So many requests, `count` together: the next begins where one ends, or (waves) where all have."""
-    source, machine, found, k = random.Random(1), Machine(), Played(), 0
-    present: list[Asked] = []
-    while present or found.requests < requests:
+    while present or begun < requests:
         before = len(present)
-        present = [one for one in present if one.left > 0]
-        begin = 0 if waves and present else min(count - len(present), requests - found.requests)
+        present = [one for one in present if one[1] > 0]
+        begin = 0 if waves and present else min(count - len(present), requests - begun)
         for _ in range(begin):
-            chance = min(0.98, max(0.02, source.gauss(rate, 0.1)))
-            present.append(Asked(chance))
-            found.time += machine.PREPARE
-        found.requests += begin
+            present.append([min(0.98, max(0.02, source.gauss(rate, 0.1))), TOKENS, Acceptance()])
+        begun, time = begun + begin, time + 0.85 * begin  # the drafter's cache of a prompt is written
         if begin or len(present) != before:
-            policy.attend([(one.acceptance, policy.maximum) for one in present])
-        if present:
-            k = _round(policy, machine, present, k, source, found)
-    return found
+            policy.attend([(acceptance, policy.maximum) for _, _, acceptance in present])
+        if not present:
+            continue
+        next_k, rows = policy.choose(), len(present) * (k + 1)
+        verify = jitter(1.7 + 0.1 * len(present) + 0.02 * min(rows, 16) + 0.1 * max(rows - 16, 0))
+        draft = jitter(next_k * (0.35 + 0.03 * len(present)))
+        time += verify + draft + (0 if next_k else 0.06 + 0.008 * len(present))  # its cache is kept up
+        policy.observe_cost(k, verify, draft, next_k)
+        for one in present:
+            most = k if one[1] < TOKENS else 0
+            accepted = next((i for i in range(most) if source.random() >= one[0]), most)
+            if most:
+                policy.observe(k, most, accepted, one[2])
+            one[1] -= accepted + 1
+        k = next_k
+    return TOKENS * requests / time
 
 
-def _round(
-    policy: DraftLength, machine: Machine, present: list[Asked], k: int, source: random.Random, found: Played
-) -> int:
-    """One round at k; returns the next one's."""
-    next_k = policy.choose()
-    verify, draft = machine.verify(len(present), k), machine.draft(len(present), next_k)
-    found.time += verify + draft + (0 if next_k else machine.keep_up(len(present)))
-    policy.observe_cost(k, verify, draft, next_k)
-    for one in present:
-        most = k if one.left < TOKENS else 0
-        accepted = next((i for i in range(most) if source.random() >= one.rate), most)
-        if most:
-            policy.observe(k, most, accepted, one.acceptance)
-        found.tokens += min(one.left, accepted + 1)
-        one.left -= accepted + 1
-    return next_k
-
-
-def best_of(count: int, rate: float, *, waves: bool) -> tuple[float, float]:
+def best_of(count: int, rate: float, **waves: bool) -> tuple[float, float]:
     """The speed without drafts beside a drafter that is kept up, and of the best fixed k."""
-    requests = 12 * count
-    speeds = [
-        simulate(DraftLength(k, False), count, rate, requests, waves=waves).speed for k in range(MOST + 1)
-    ]
+    speeds = [simulate(DraftLength(k, False), count, rate, 12 * count, **waves) for k in range(MOST + 1)]
     return speeds[0], max(speeds)
 
 
@@ -292,60 +227,47 @@ def test_nearly_the_best_of_all_fixed_lengths_is_reached(count: int, rate: float
     plain, best = best_of(count, rate, waves=waves)
     policy = DraftLength(MOST, True)
     simulate(policy, count, rate, 4 * count, waves=waves)
-    later = simulate(policy, count, rate, 40 * count, waves=waves)
-    assert later.speed > 0.93 * best and later.speed > 0.945 * plain
+    assert simulate(policy, count, rate, 40 * count, waves=waves) > max(0.93 * best, 0.945 * plain)
 
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_drafting_comes_back_when_texts_change(count: int) -> None:
     policy = DraftLength(MOST, True)
-    simulate(policy, count, 0.02, 30 * count, waves=False)
-    simulate(policy, count, 0.9, 80 * count, waves=False)
-    plain, best = best_of(count, 0.9, waves=False)
-    assert simulate(policy, count, 0.9, 20 * count, waves=False).speed > 0.9 * best > plain
+    simulate(policy, count, 0.02, 30 * count)
+    simulate(policy, count, 0.9, 80 * count)
+    plain, best = best_of(count, 0.9)
+    assert simulate(policy, count, 0.9, 20 * count) > 0.9 * best > plain
 
 
 K, COPYING = 3, 8
 
 
 def copy_on(
-    length: DraftLength,
-    copied: list[bool],
-    present: list[tuple[Acceptance, int]],
-    draft_seconds: float = 0.004,
-    row_seconds: float = 0.0001,
-    rate: float = 0.6,
+    length: DraftLength, own: Acceptance, copied: list[bool], draft_seconds: float = 0.004, rate: float = 0.6
 ) -> list[int]:
     """The k of each round; in those that copy, lookup drafts and is right, elsewhere it finds nothing."""
-    length.attend(present)
+    length.attend([(own, COPYING)])
     chosen = []
     for copies in copied:
-        k = length.choose()
-        chosen.append(k)
+        chosen.append(k := length.choose())
         forwards = k if k <= length.maximum else 0
-        length.observe_cost(k, 0.010 + row_seconds * k, draft_seconds * forwards, forwards)
-        for own, _ in present:
-            if copies:
-                length.observe(k, k, k, own, 7)
-            elif k > length.maximum:
-                length.observe(k, 0, 0, own)
-            else:
-                length.observe(k, k, round(rate * k), own)
+        length.observe_cost(k, 0.010 + 0.0001 * k, draft_seconds * forwards, forwards)
+        found = k if copies or forwards else 0
+        length.observe(k, found, k if copies else round(rate * found), own, 7 * copies)
     return chosen
 
 
 def test_lookup_drafts_alone_while_text_is_copied() -> None:
     length = DraftLength(K, True, copying=COPYING)
-    chosen = copy_on(length, [False] * 40 + [True] * 20 + [False] * 20, [(Acceptance(), COPYING)])
+    chosen = copy_on(length, Acceptance(), [False] * 40 + [True] * 20 + [False] * 20)
     assert COPYING not in chosen[:41] and COPYING not in chosen[62:]
     assert chosen[41:61].count(COPYING) > 15, "but for the rounds that time another k"
     assert chosen[61] in (COPYING, *range(K + 1))
 
 
 def test_what_lookup_gives_says_nothing_of_the_model() -> None:
-    own = Acceptance()
-    length = DraftLength(K, True, copying=COPYING)
-    copy_on(length, [False] * 60, [(own, COPYING)])
+    length, own = DraftLength(K, True, copying=COPYING), Acceptance()
+    copy_on(length, own, [False] * 60)
     before = length.rate, own.accepted, own.tried
     for _ in range(30):
         length.observe_cost(COPYING, 0.011, 0.0, 0)
@@ -358,12 +280,11 @@ def test_what_lookup_gives_says_nothing_of_the_model() -> None:
 def test_disappointment_ends_it() -> None:
     """Where copies break off at once, hoping for them is given up."""
     length, own = DraftLength(K, True, copying=COPYING), Acceptance()
-    copy_on(length, [False] * 40, [(own, COPYING)])
+    copy_on(length, own, [False] * 40)
     chosen = []
     for _ in range(60):
         own.copies = True
-        k = length.choose()
-        chosen.append(k)
+        chosen.append(k := length.choose())
         length.observe_cost(k, 0.010 + 0.0001 * k, 0.004 * min(k, K) * (k <= K), k if k <= K else 0)
         length.observe(k, k, 0 if k > K else 1, own, 6 if k > K else 0)
     assert COPYING in chosen[:10] and COPYING not in chosen[-20:]
@@ -372,7 +293,7 @@ def test_disappointment_ends_it() -> None:
 def test_where_no_model_pays_a_match_is_followed() -> None:
     """Plain rounds tell of matches, so that no slot drafts to hear of one; right ones go on."""
     length, own = DraftLength(K, True, copying=COPYING), Acceptance()
-    copy_on(length, [False] * 60, [(own, COPYING)], draft_seconds=0.05, rate=0.3)
+    copy_on(length, own, [False] * 60, draft_seconds=0.05, rate=0.3)
     length.times.trials.clear()
     assert length.choose() == 0
     for match, k in ((0, 0), (6, COPYING)):
@@ -413,14 +334,10 @@ def test_how_many_each_drafts(wishes: dict[str, Any], spec: str, lengths: tuple[
 
 
 def test_the_shortest_match(tiny: Any) -> None:
-    assert (
-        plan_of(spec="ngram").ngram_min
-        == plan_of(model=tiny("qwen3"), spec="auto+ngram").ngram_min
-        == NGRAM_MIN
-    )
-    assert plan_of(spec="mtp+ngram").ngram_min == LONG_MATCH
-    assert plan_of(spec="mtp+ngram", ngram_min=2).ngram_min == 2
-    assert plan_of(spec="mtp+ngram", ngram_max=4).ngram_min == 4
+    alone = (plan_of(spec="ngram"), plan_of(model=tiny("qwen3"), spec="auto+ngram"))
+    assert {plan.ngram_min for plan in alone} == {NGRAM_MIN}
+    for wishes, shortest in (({}, LONG_MATCH), ({"ngram_min": 2}, 2), ({"ngram_max": 4}, 4)):
+        assert plan_of(spec="mtp+ngram", **wishes).ngram_min == shortest
 
 
 def test_the_demo_copies() -> None:
@@ -428,15 +345,10 @@ def test_the_demo_copies() -> None:
     prompt = random_prompts(1, 20, 900, seed=3)[0] * 4
     params = SamplingParams(max_tokens=60, ignore_eos=True, logit_bias=tuple((t, 12.0) for t in prompt[:3]))
     plain = run_all(make_engine(demo_folder(), ctx=512), [prompt], [params])[0]
-    engine: Engine = make_engine(demo_folder(), ctx=512, spec="mtp+ngram", adaptive=True)
+    engine = make_engine(demo_folder(), ctx=512, spec="mtp+ngram", adaptive=True)
     assert engine._device.proposer.draws
-    run = run_all(engine, [prompt], [params])[0]
+    run, drafts = run_all(engine, [prompt], [params])[0], engine.plan.shape.model_drafts
     assert run.output == plain.output
-    alone = [r for r in run.rounds if r.k > engine.plan.shape.model_drafts]
     assert run.rounds[0].k == 0 and len(run.rounds) > WARM_UP_ROUNDS
-    assert alone and max(r.accepted for r in alone) > engine.plan.shape.model_drafts, [
-        r.k for r in run.rounds
-    ]
-    assert all(
-        r.draft_forwards == 0 for r, after in zip(run.rounds, run.rounds[1:], strict=False) if after.k > 3
-    )
+    assert max(r.accepted for r in run.rounds if r.k > drafts) > drafts, [r.k for r in run.rounds]
+    assert not any(r.draft_forwards for r, after in itertools.pairwise(run.rounds) if after.k > 3)
