@@ -1,18 +1,16 @@
-"""Hybrids of recurrent and attending layers: the model, its drafts, and that speculation changes no token.
-
-Each fault known of other engines is planted once, and seen.
-"""
+"""Hybrids of recurrent and attending layers: the model, its drafts, and that speculation changes no token."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from spd.errors import CheckpointError
 from spd.formats import checkpoint
@@ -23,7 +21,7 @@ from spd.kernels.recurrent.short_conv import Segments
 from spd.runtime import SamplingParams
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.rows import SlotRows
-from tests.helpers import make_engine, outputs, quick_engine, random_prompts, run_all, speaks_as
+from tests.helpers import drafted, edit_weights, make_engine, quick_engine, random_prompts, run_all, speaks_as
 from tests.recipes.tiny_eagle3 import write_tiny_eagle3
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
 from tests.runtime.eagle3_reference import PlainEagle3
@@ -31,7 +29,6 @@ from tests.runtime.hybrid_reference import PlainHybrid
 from tests.runtime.test_runtime_mtp import compared
 
 PROMPTS = [*random_prompts(3, 20, 256), *random_prompts(1, 75, 256, seed=1), (5,), (7, 9)]
-TEMPERATURES = (0.0, 1.0)
 FORMS: dict[str, dict[str, Any]] = {
     "torch": {"dtype": "float32", "kernels": "torch"},
     "native": {"dtype": "bfloat16", "kernels": "native"},
@@ -39,18 +36,11 @@ FORMS: dict[str, dict[str, Any]] = {
 SHAPES: dict[str, dict[str, Any]] = {
     "three value heads a key head": {},
     "odd": {
-        "linear_num_key_heads": 3,
-        "linear_num_value_heads": 3,
-        "linear_key_head_dim": 10,
-        "linear_value_head_dim": 14,
-        "linear_conv_kernel_dim": 3,
-        "full_attention_interval": 2,
+        **{"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_key_head_dim": 10},
+        **{"linear_value_head_dim": 14, "linear_conv_kernel_dim": 3, "full_attention_interval": 2},
         "tie_word_embeddings": True,
     },
-    "attention first": {
-        "num_hidden_layers": 3,
-        "layer_types": ["full_attention", "linear_attention", "linear_attention"],
-    },
+    "attention first": {"num_hidden_layers": 3, "layer_types": ["full_attention", *["linear_attention"] * 2]},
 }
 Shelf = Callable[..., Path]
 
@@ -65,19 +55,6 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
         return folder if folder.exists() else write_tiny_hybrid(folder, **options)
 
     return get
-
-
-def work(count: int) -> tuple[list[tuple[int, ...]], list[SamplingParams]]:
-    """Prompts of every length, each temperature among them."""
-    cases = [(prompt, t) for prompt in PROMPTS for t in TEMPERATURES][1::4]
-    params = [
-        SamplingParams(temperature=t, max_tokens=count, seed=i, ignore_eos=True)
-        for i, (_, t) in enumerate(cases)
-    ]
-    return [prompt for prompt, _ in cases], params
-
-
-# -- the model -------------------------------------------------------------------------------------
 
 
 needs_native = pytest.mark.skipif(obstacle() is not None, reason=f"no C kernels here: {obstacle()}")
@@ -111,20 +88,12 @@ SPARSE = {
 }
 
 
-def packed(folder: Path) -> None:
+def pack(tensors: dict[str, torch.Tensor]) -> None:
     """Store the experts of each layer in two tensors, as the published checkpoints do."""
-    tensors = load_file(folder / "model.safetensors")
-    of = {name for name in tensors if ".experts." in name}
-    kept = {name: tensor for name, tensor in tensors.items() if name not in of}
-
-    def stacked(stem: str, *parts: str) -> torch.Tensor:
-        each = range(SPARSE["num_experts"])
-        return torch.stack([torch.cat([tensors[f"{stem}{e}.{part}.weight"] for part in parts]) for e in each])
-
-    for stem in {name.split(".experts.")[0] + ".experts." for name in of}:
-        kept[f"{stem}gate_up_proj"] = stacked(stem, "gate_proj", "up_proj")
-        kept[f"{stem}down_proj"] = stacked(stem, "down_proj")
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    for stem in {name.split(".experts.")[0] + ".experts." for name in tensors if ".experts." in name}:
+        for packed, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            each = [[tensors.pop(f"{stem}{e}.{part}.weight") for part in parts] for e in range(8)]
+            tensors[f"{stem}{packed}"] = torch.stack([torch.cat(expert) for expert in each])
 
 
 def write_sparse(folder: Path, name: str) -> Any:
@@ -149,7 +118,7 @@ def test_sparse_hybrids_speak_as_transformers_do(tmp_path: Path, name: str, stor
     """The two generations store projections in two ways."""
     model = write_sparse(tmp_path, name)
     if stored == "packed":
-        packed(tmp_path)
+        edit_weights(tmp_path, pack)
     speaks_as(model, make_engine(tmp_path, kernels="torch"), random_prompts(1, 70, 300, seed=4)[0], 24)
 
 
@@ -172,9 +141,6 @@ def test_the_plan_counts_what_is_kept_of_slots(hybrid: Shelf, mtp: bool) -> None
     engine = make_engine(hybrid(mtp=mtp), slots=3, spec="mtp" if mtp else "off", draft_max=4 if mtp else None)
     kept = [pool for layer in engine._device.runner.cache.layers for pool in layer.pools]
     assert sum(pool.nbytes for pool in kept) == engine.plan.need.cache + engine.plan.need.states
-
-
-# -- drafts ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -225,108 +191,49 @@ def test_a_model_that_drafts_for_itself_is_always_right(hybrid: Shelf, form: str
     if form == "native" and obstacle() is not None:
         pytest.skip("no C kernels here")
     folder = hybrid(dtype=FORMS[form]["dtype"])
-    cases: list[tuple[int, dict[str, Any]]] = [(4, {"lag": 2, "slots": 4})]
+    cases: list[dict[str, Any]] = [{"draft_max": 4, "lag": 2, "slots": 4}]
     if form == "native":
-        cases += [(1, {}), (3, {"adaptive": True})]
-    for k, wishes in cases:
-        engine = make_engine(
-            folder, spec="draft", draft_model=folder, draft_max=k, **{**FORMS[form], **wishes}
-        )
+        cases += [{"draft_max": 1}, {"draft_max": 3, "adaptive": True}]
+    for wishes in cases:
+        engine = make_engine(folder, spec="draft", draft_model=folder, **FORMS[form], **wishes)
         params = [SamplingParams(max_tokens=20, ignore_eos=True, seed=i) for i in range(len(PROMPTS))]
         runs = run_all(engine, PROMPTS, params)
-        drafted = sum(run.metrics.draft_n for run in runs)
-        assert drafted == sum(run.metrics.draft_n_accepted for run in runs)
-        assert drafted > 50 or "adaptive" in wishes
+        assert drafted(runs) == sum(run.metrics.draft_n_accepted for run in runs)
+        assert drafted(runs) > 50 or "adaptive" in wishes
 
 
-# -- faults ----------------------------------------------------------------------------------------
-
-
-def _another_keep(change: Callable[[Segments], Segments], patch: pytest.MonkeyPatch) -> None:
+def replaced(change: Callable[[Segments], dict[str, Any]]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Other segments of a window."""
     windows = SlotRows.windows
 
     def changed(self: SlotRows, *given: Any, **named: Any) -> SlotRows:
         made = windows(self, *given, **named)
         assert made.segments is not None
-        return made._replace(segments=change(made.segments))
+        return made._replace(segments=made.segments._replace(**change(made.segments)))
 
-    patch.setattr(SlotRows, "windows", changed)
-
-
-def kept_with_drafts(patch: pytest.MonkeyPatch) -> None:
-    """A window's state is written as of its end: rejected drafts stay in it."""
-
-    def whole(segments: Segments) -> Segments:
-        table = segments.table.clone()
-        table[4] = table[3] + table[2]
-        return segments._replace(table=table)
-
-    _another_keep(whole, patch)
+    return lambda patch: patch.setattr(SlotRows, "windows", changed)
 
 
-def another_slot_s_history(patch: pytest.MonkeyPatch) -> None:
-    """Accepted counts, and so all positions, are read in another order of rows."""
-
-    def turned(segments: Segments) -> Segments:
-        return segments._replace(table=torch.cat((segments.table[:1].flip(1), segments.table[1:])))
-
-    _another_keep(turned, patch)
-
-
-def a_former_owner_s_state(patch: pytest.MonkeyPatch) -> None:
-    """A slot is taken over with what the request before left in it."""
-    patch.setattr(ModelRunner, "admit", lambda *given: None)
-
-
-def never_applied(patch: pytest.MonkeyPatch) -> None:
-    """The position that a state covers moves on, and the state does not: committed tokens are lost."""
-    run = ModelRunner._run
-
-    def moved(self: ModelRunner, batch: Any) -> Any:
-        states = [layer.pools[1].clone() for layer in self.cache.layers if len(layer.pools) == 5]
-        made = run(self, batch)
-        if batch.chunk_start is None and batch.segments is not None and batch.width < 16:
-            for layer, state in zip((x for x in self.cache.layers if len(x.pools) == 5), states, strict=True):
-                layer.pools[1].copy_(state)
-        return made
-
-    patch.setattr(ModelRunner, "_run", moved)
-
-
-def applied_twice(patch: pytest.MonkeyPatch) -> None:
-    """The state moves on, and the position that it covers does not."""
-    run = ModelRunner._run
-
-    def stood(self: ModelRunner, batch: Any) -> Any:
-        before = self.cache.applied.clone()
-        made = run(self, batch)
-        if batch.segments is not None and batch.width < 16 and batch.chunk_start is None:
-            self.cache.applied.copy_(torch.maximum(before, self.cache.applied - 1))
-        return made
-
-    patch.setattr(ModelRunner, "_run", stood)
-
-
-FAULTS = [kept_with_drafts, another_slot_s_history, a_former_owner_s_state, never_applied, applied_twice]
-
-
-@pytest.fixture(scope="module")
-def plain(hybrid: Shelf) -> list[object]:
-    """What is said without drafts and faults."""
-    return outputs(run_all(quick_engine(hybrid(mtp=True, agreeing=True)), *work(9)))
+FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a window's state is written as of its end, with rejected drafts in it": replaced(
+        lambda s: {"table": torch.stack((*s.table[:4], s.table[3] + s.table[2], *s.table[5:]))}
+    ),
+    "accepted counts, and so all positions, are another slot's": replaced(
+        lambda s: {"table": torch.cat((s.table[:1].flip(1), s.table[1:]))}
+    ),
+    "a slot's former owner's state": lambda patch: patch.setattr(ModelRunner, "admit", lambda *given: None),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(
-    hybrid: Shelf,
-    plain: list[object],
-    fault: Callable[[pytest.MonkeyPatch], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    fault(monkeypatch)
+def test_a_planted_fault_is_seen(hybrid: Shelf, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In more texts than slots, of prompts of every length."""
+    model, params = hybrid(mtp=True, agreeing=True), SamplingParams(max_tokens=9, ignore_eos=True, seed=1)
+    given = PROMPTS[::2], [params, replace(params, temperature=1.0), replace(params, temperature=1.0)]
+    plain = [run.output for run in run_all(quick_engine(model), *given)]
+    FAULTS[fault](monkeypatch)
     try:
-        engine = quick_engine(hybrid(mtp=True, agreeing=True), spec="mtp", draft_max=3, slots=2)
-        seen = outputs(run_all(engine, *work(9)))  # more texts than slots
+        runs = run_all(quick_engine(model, spec="mtp", draft_max=3, slots=2), *given)
     except (AssertionError, RuntimeError):
         return
-    assert seen != plain
+    assert [run.output for run in runs] != plain

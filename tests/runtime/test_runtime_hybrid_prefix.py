@@ -1,11 +1,8 @@
-"""Hybrids go on from checkpoints: a hit is a miss, bit for bit and draft for draft, wherever it stands.
-
-Each fault that could be made is planted once, and seen.
-"""
+"""Hybrids go on from checkpoints: a hit is a miss, bit for bit and draft for draft, wherever it stands."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +14,7 @@ from spd.kernels.native.build import obstacle
 from spd.runtime import Engine, Event, Request, SamplingParams
 from spd.runtime.engine import scheduler
 from spd.runtime.engine.page_table import Checkpoints
-from spd.runtime.engine.scheduler import Scheduler
+from spd.runtime.plan import memory
 from spd.runtime.plan import plan as plans
 from spd.runtime.plan.memory import checkpoint_bytes
 from spd.runtime.proposers.head import HeadProposer
@@ -25,7 +22,7 @@ from spd.runtime.round.kv_cache import KvCache, StateStore
 from spd.runtime.round.limits import PAGE_SIZE
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.round_queue import RoundQueue
-from tests.helpers import Run, assert_same, make_engine, random_prompts, run_all, run_requests
+from tests.helpers import Run, assert_same, make_engine, next_turn, random_prompts, run_all, run_requests
 from tests.page_checks import check_pages
 from tests.pairs import Pairs
 from tests.runtime.test_runtime_hybrid import FORMS
@@ -47,16 +44,9 @@ def engine_of(pairs: Pairs, form: str, method: str, **wishes: Any) -> Engine:
     return make_engine(pair.model, **{"ctx": 512, **FORMS[form], **pair.speculation, **wishes})
 
 
-def turns(engine: Engine, prompt: tuple[int, ...], params: SamplingParams, count: int) -> list[Request]:
-    """So many turns of a chat, each run: the requests, which another engine may run, too."""
-    ids, spans, made = prompt, (("prompt", len(prompt)),), list[Request]()
-    for turn in range(count):
-        made.append(Request(f"t{turn}", ids, replace(params, seed=turn), spans))
-        reply = run_requests(engine, made[-1:])[0].tokens
-        more = random_prompts(1, 5 + turn, 256, seed=50 + turn)[0]
-        ids = (*ids, *reply, *more)
-        spans = (*spans, ("generated", len(reply)), ("prompt", len(more)))
-    return made
+def sharing(pairs: Pairs, form: str, method: str, **wishes: Any) -> list[Engine]:
+    """An engine that shares prefixes, and one that does not."""
+    return [engine_of(pairs, form, method, prefix_sharing=each, **wishes) for each in (True, False)]
 
 
 def same(found: list[Run], fresh: list[Run]) -> None:
@@ -78,26 +68,19 @@ def hits(
     pairs: Pairs, form: str, method: str, temperature: float, lengths: tuple[int, ...], **wishes: Any
 ) -> None:
     """Prompts again, gone on with, as a next turn and as an earlier one: hits are misses."""
-    made = [engine_of(pairs, form, method, prefix_sharing=each, **wishes) for each in (True, False)]
+    made, plain = sharing(pairs, form, method, **wishes), SamplingParams(max_tokens=9, ignore_eos=True)
     for length in lengths:
         prompt = random_prompts(1, length, 256, seed=length)[0]
-        params = SamplingParams(
-            temperature=temperature, max_tokens=9, seed=length, ignore_eos=True, logprobs=0
-        )
+        params = replace(plain, temperature=temperature, seed=length, logprobs=0)
         found, fresh = ([run_all(engine, [prompt], [params])[0]] for engine in made)
-        reply, cached = found[0].tokens, [0]
-        later: list[tuple[tuple[int, ...], Spans, int]] = [
-            (prompt, (), length - 1),
-            ((*prompt, *reply, 7, 8), (("prompt", length), ("generated", 9), ("prompt", 2)), length + 8),
-            (prompt, (), length - 1),
-            ((*prompt, 3, 4, 5), (("prompt", length), ("prompt", 3)), length - 1),
-        ]
-        for ids, spans, expected in later:
+        again, longer = Request("x", prompt, params), (("prompt", length), ("prompt", 3))
+        turn = next_turn(prompt, found[0].tokens, params, (7, 8))
+        for request in (again, turn, again, Request("x", (*prompt, 3, 4, 5), params, longer)):
             for engine, runs in zip(made, (found, fresh), strict=True):
                 poison(engine)
-                runs += run_requests(engine, [Request("x", ids, params, spans)])
-            cached.append(expected)
+                runs += run_requests(engine, [request])
         same(found, fresh)
+        cached = [0, length - 1, length + 8, length - 1, length - 1]
         assert [run.metrics.cached_tokens for run in found] == cached
         check_pages(made[0]._scheduler)
 
@@ -118,22 +101,22 @@ def test_a_hit_is_a_miss(pairs: Pairs, form: str, method: str) -> None:
 def test_a_chat_writes_what_is_new_and_no_more(pairs: Pairs, form: str, method: str, lag: int) -> None:
     """Ten turns that end by an id or at a limit, in memory that does not grow."""
     needs(form)
-    made = [
-        engine_of(pairs, form, method, prefix_sharing=each, lag=lag, draft_max=3) for each in (True, False)
-    ]
+    engine, unshared = sharing(pairs, form, method, lag=lag, draft_max=3)
     count = 10 if form == "native" else 4
-    params = SamplingParams(
-        temperature=1.0, max_tokens=14, ignore_eos=True, stop_token_ids=tuple(range(0, 320, 20))
-    )
-    requests = turns(made[0], random_prompts(1, 70, 256, seed=3)[0], params, count)
-    found, fresh = (run_requests(engine, [one])[0] for engine in made for one in requests[-1:])
-    same([found], [fresh])
-    again = engine_of(pairs, form, method, lag=lag, draft_max=3)
-    runs = [run_requests(again, [one])[0] for one in requests]
+    stops = SamplingParams(max_tokens=14, ignore_eos=True, stop_token_ids=tuple(range(0, 320, 20)))
+    ids, runs, held = random_prompts(1, 70, 256, seed=3)[0], list[Run](), [0]
+    spans: Spans = (("prompt", 70),)
+    for turn in range(count):
+        request = Request(f"t{turn}", ids, replace(stops, temperature=1.0, seed=turn), spans)
+        runs += run_requests(engine, [request])
+        reply, more = runs[-1].tokens, random_prompts(1, 5 + turn, 256, seed=50 + turn)[0]
+        held.append(len(ids) + len(reply) - 1)
+        ids = (*ids, *reply, *more)
+        spans = (*spans, ("generated", len(reply)), ("prompt", len(more)))
+    same(runs[-1:], run_requests(unshared, [request]))
     assert {run.finish_reason for run in runs} == {"stop", "length"} or count < 10
-    held = [len(one.prompt_ids) + len(run.tokens) - 1 for one, run in zip(requests, runs, strict=True)]
-    assert [run.metrics.cached_tokens for run in runs] == [0, *held[:-1]]
-    store, plan = again._device.states, again.plan
+    assert [run.metrics.cached_tokens for run in runs] == held[:-1]
+    store, plan = engine._device.states, engine.plan
     assert 1 < len(store.places) <= plan.shape.checkpoints
     for place in store.places.values():
         assert sum(copy.nbytes for copy in place) == checkpoint_bytes(plan.shape)
@@ -157,8 +140,6 @@ def test_the_least_recently_used_gives_way(pairs: Pairs, monkeypatch: pytest.Mon
 def test_memory_too_small_for_checkpoints_shares_nothing(
     pairs: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spd.runtime.plan import memory
-
     monkeypatch.setattr(memory, "SHARE_OF_CHECKPOINTS", 2**50)
     engine = engine_of(pairs, "torch", "off")
     assert engine.plan.shape.checkpoints == 0 and not engine.plan.shares_prefixes
@@ -193,7 +174,7 @@ def test_where_checkpoints_stand(pairs: Pairs, name: str, monkeypatch: pytest.Mo
         monkeypatch.setattr(scheduler, "INTERVAL", 128)
     prompts, spans, cached = STANDS[name]
     params = SamplingParams(max_tokens=2, ignore_eos=True)
-    engine, fresh = (engine_of(pairs, "torch", "off", prefix_sharing=each) for each in (True, False))
+    engine, fresh = sharing(pairs, "torch", "off")
     runs = [run_requests(engine, [Request("x", prompt, params, spans)])[0] for prompt in prompts]
     assert [run.metrics.cached_tokens for run in runs] == cached
     assert runs[-1].output == run_all(fresh, prompts[-1:], [params])[0].output
@@ -219,17 +200,13 @@ def test_a_preempted_text_goes_on_from_a_checkpoint(
     pairs: Pairs, form: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs(form)
-    prompts = [random_prompts(1, n, 256, seed=n)[0] for n in (100, 90, 64)]
-    params = [
-        SamplingParams(temperature=0.8, max_tokens=70, seed=i, ignore_eos=True, logprobs=0) for i in range(3)
-    ]
+    prompts, plain = [random_prompts(1, n, 256, seed=n)[0] for n in (100, 90, 64)], SamplingParams(logprobs=0)
+    params = [replace(plain, temperature=0.8, max_tokens=70, seed=i, ignore_eos=True) for i in range(3)]
     wishes: dict[str, Any] = {"ctx": 256, "draft_max": 3 if method != "off" else None}
     alone = engine_of(pairs, form, method, prefix_sharing=False, **wishes)
     fresh = [run_all(alone, [p], [q])[0] for p, q in zip(prompts, params, strict=True)]
     starts, load = list[int](), StateStore.load
-    monkeypatch.setattr(
-        StateStore, "load", lambda self, *given: starts.append(given[2]) or load(self, *given)
-    )
+    monkeypatch.setattr(StateStore, "load", lambda *given: starts.append(given[3]) or load(*given))
     engine = engine_of(pairs, form, method, slots=3, lag=2 * (method == "mtp"), cache_pages=5, **wishes)
     runs = run_all(engine, prompts, params)
     assert_same(runs, fresh)
@@ -243,12 +220,9 @@ def test_a_preempted_text_goes_on_from_a_checkpoint(
 @pytest.mark.parametrize("lag", [0, 2])
 def test_what_the_host_cuts_is_written_again_at_most(pairs: Pairs, lag: int, ended: str) -> None:
     """Behind a cut nothing is kept; the prompt's own checkpoint is."""
+    prompt = random_prompts(1, 70, 256, seed=5)[0]
     for method in ("mtp", "draft"):
-        made = [
-            engine_of(pairs, COMPILED, method, prefix_sharing=each, lag=lag, draft_max=4, slots=2)
-            for each in (True, False)
-        ]
-        prompt = random_prompts(1, 70, 256, seed=5)[0]
+        made = sharing(pairs, COMPILED, method, lag=lag, draft_max=4, slots=2)
         params = SamplingParams(temperature=1.0, max_tokens=60, seed=1, ignore_eos=True)
         whole = run_all(made[1], [prompt], [params])[0]
         for cut in (11, 14):
@@ -265,8 +239,7 @@ def test_what_the_host_cuts_is_written_again_at_most(pairs: Pairs, lag: int, end
                 made[0].step()
                 assert got == whole.tokens[: len(got)]
                 reply = got
-            spans = (("prompt", 70), ("generated", len(reply)), ("prompt", 2))
-            turn = Request("next", (*prompt, *reply, 7, 8), replace(params, max_tokens=9, logprobs=0), spans)
+            turn = next_turn(prompt, reply, replace(params, max_tokens=9, logprobs=0), (7, 8))
             found, fresh = (run_requests(engine, [turn])[0] for engine in made)
             same([found], [fresh])
             assert found.metrics.cached_tokens >= len(prompt) - 1
@@ -275,87 +248,35 @@ def test_what_the_host_cuts_is_written_again_at_most(pairs: Pairs, lag: int, end
 
 
 def test_a_copy_that_broke_off_is_never_found(pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, prompt = engine_of(pairs, "torch", "off"), random_prompts(1, 80, 256, seed=5)
-    params = [SamplingParams(max_tokens=3, ignore_eos=True)]
+    """The prompt's, or the one of the whole text; a request ends once."""
+    prompt, params = random_prompts(1, 80, 256), SamplingParams(max_tokens=3, ignore_eos=True)
+    save = StateStore.save
+    for most, told in ((0, ["error"]), (79, [None, None, "error"])):
+        engine, events = engine_of(pairs, "torch", "off"), list[Event]()
 
-    def broken(*given: Any) -> None:
-        raise MemoryError("no memory")
+        def broken(self: StateStore, *given: int, most: int = most) -> None:
+            if given[2] > most:
+                raise MemoryError("no memory")
+            save(self, *given)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(StateStore, "save", broken)
-        with pytest.raises(ResourceError):
-            run_all(engine, prompt, params)
-    while engine.has_work:
-        engine.step()
-    runs = [run_all(engine, prompt, params)[0] for _ in range(2)]
-    assert [run.metrics.cached_tokens for run in runs] == [0, 79] and runs[0].output == runs[1].output
-
-
-def test_a_request_ends_once_where_its_last_copy_broke_off(
-    pairs: Pairs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, save, events = engine_of(pairs, "torch", "off"), StateStore.save, list[Event]()
-
-    def broken(self: StateStore, place: int, slot: int, end: int, page: int) -> None:
-        if end > 19:
-            raise MemoryError("no memory")
-        save(self, place, slot, end, page)
-
-    monkeypatch.setattr(StateStore, "save", broken)
-    engine.add(Request("x", random_prompts(1, 20, 256)[0], SamplingParams(max_tokens=3, ignore_eos=True)))
-    with pytest.raises(ResourceError):
+        engine.add(Request("x", prompt[0], params))
+        with monkeypatch.context() as patch:
+            patch.setattr(StateStore, "save", broken)
+            with pytest.raises(ResourceError):
+                while engine.has_work:
+                    events += engine.step()
         while engine.has_work:
             events += engine.step()
-    while engine.has_work:
-        events += engine.step()
-    assert [event.finish_reason for event in events] == [None, None, "error"]
-    check_pages(engine._scheduler)
+        assert [event.finish_reason for event in events] == told
+        check_pages(engine._scheduler)
+        runs = [run_all(engine, prompt, [params])[0] for _ in range(2)]
+        assert [run.metrics.cached_tokens for run in runs] == [0, 79] and runs[0].output == runs[1].output
 
 
-# -- faults ----------------------------------------------------------------------------------------
-
-
-def read_before_it_was_written(patch: pytest.MonkeyPatch) -> None:
-    """A copy is made with the one after it: until then its place holds an older one."""
-    save, waiting = StateStore.save, list[Callable[[], None]]()
-
-    def late(self: StateStore, place: int, slot: int, end: int, page: int) -> None:
-        if place not in self.places:
-            save(self, place, slot, end, page)
-            for copy in self.places[place]:
-                copy.zero_()
-        for one in waiting:
-            one()
-        waiting[:] = [lambda: save(self, place, slot, end, page)]
-
-    patch.setattr(StateStore, "save", late)
-
-
-def never_settled(patch: pytest.MonkeyPatch) -> None:
-    """The rows that a last round accepted are not in the state that is kept."""
-    patch.setattr(ModelRunner, "settle", lambda self, slot, end: self.cache.applied[slot].fill_(end) and None)
-
-
-def without(drop: Callable[[Any, torch.Tensor], bool]) -> Callable[[pytest.MonkeyPatch], None]:
+def without(patch: pytest.MonkeyPatch, dropped: Callable[[torch.Tensor], bool]) -> None:
     """Some of what a checkpoint holds is not in it."""
-
-    def planted(patch: pytest.MonkeyPatch) -> None:
-        parts = KvCache.parts
-
-        def fewer(self: KvCache, *given: int) -> Iterator[torch.Tensor]:
-            return (part for part in parts(self, *given) if not drop(self, part))
-
-        patch.setattr(KvCache, "parts", fewer)
-
-    return planted
-
-
-def one_token_off(patch: pytest.MonkeyPatch) -> None:
-    """Kept under the position before: a token is applied twice."""
-    keep = Checkpoints.keep
-    patch.setattr(
-        Checkpoints, "keep", lambda self, text, end: keep(self, text, end - 1 if end % 64 > 1 else end)
-    )
+    parts = KvCache.parts
+    patch.setattr(KvCache, "parts", lambda *given: (p for p in parts(*given) if not dropped(p)))
 
 
 def pages_beyond_are_kept(patch: pytest.MonkeyPatch) -> None:
@@ -374,30 +295,24 @@ def pages_beyond_are_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RoundQueue, "place", placed)
 
 
-def another_order_of_use(patch: pytest.MonkeyPatch) -> None:
-    """The place of what was just found is given to another before it is copied."""
-    take = Scheduler._take_pages
+def one_token_off(self: Checkpoints, text: Any, end: int, keep: Any = Checkpoints.keep) -> Any:
+    """Kept under the position before: a token is applied twice."""
+    return keep(self, text, end - 1 if end % 64 > 1 else end)
 
-    def taken(self: Scheduler, sequence: Any, lookahead: int) -> bool:
-        had = take(self, sequence, lookahead)
-        if had and sequence.checkpoint is not None:
-            sequence.checkpoint = max(sequence.checkpoint - 1, 0)
-        return had
 
-    patch.setattr(Scheduler, "_take_pages", taken)
+def never_settled(runner: ModelRunner, slot: int, end: int) -> None:
+    """The rows that a last round accepted are not in the state that is kept."""
+    runner.cache.applied[slot].fill_(end)
 
 
 FAULTS = {
-    "read before it was written": read_before_it_was_written,
     "a former owner's states": lambda patch: patch.setattr(StateStore, "load", lambda *given: None),
-    "never settled": never_settled,
-    "no states": without(lambda cache, part: part.dim() == 3 and part.shape[0] == 6),
-    "no inputs of convolutions": without(lambda cache, part: part.dim() == 1),
-    "no page": without(lambda cache, part: part.dim() == 3 and part.shape[0] == PAGE_SIZE),
+    "never settled": lambda patch: patch.setattr(ModelRunner, "settle", never_settled),
+    "no states": lambda patch: without(patch, lambda part: part.dim() == 3 and part.shape[0] == 6),
+    "no inputs of convolutions": lambda patch: without(patch, lambda part: part.dim() == 1),
     "no captured states": lambda patch: patch.setattr(HeadProposer, "page_parts", lambda *given: []),
-    "one token off": one_token_off,
+    "one token off": lambda patch: patch.setattr(Checkpoints, "keep", one_token_off),
     "another page": pages_beyond_are_kept,
-    "another place": another_order_of_use,
 }
 
 
