@@ -1,8 +1,7 @@
 """A stand-in for CUDA graphs: captures by running once and noting everything, replays by running again.
 
-What a graph takes for granted is checked at every replay: the same operations with the same host
-values, the same shapes, and every lasting tensor at its old address. From one replay to the next no
-tensor may come to last, in a round or around it: memory would be allocated between them.
+What a graph takes for granted is checked at every replay: the same operations with the same host values and
+shapes, and every lasting tensor at its old address. From one replay to the next no tensor may come to last.
 """
 
 from __future__ import annotations
@@ -33,28 +32,22 @@ ONLY_TORCH_ASKS = {"ngram_lookup": (4,)}
 def tensors_in(
     thing: object, path: str = "parts", seen: set[int] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that an object and what it holds keep, by where it is kept.
-
-    Left out are oneDNN's own, which have no address.
-    """
+    """Every tensor, but oneDNN's own, that an object and what it holds keep, by where it is kept."""
     seen = set() if seen is None else seen
-    if isinstance(thing, Tensor):
-        if not thing.is_mkldnn:
-            yield path, thing
-        return
-    if id(thing) in seen:
-        return
-    seen.add(id(thing))
-    if isinstance(thing, Mapping):
-        inner: list[tuple[str, Any]] = [(f"[{key}]", value) for key, value in thing.items()]
-    elif isinstance(thing, list | tuple):
-        inner = [(f"[{i}]", value) for i, value in enumerate(thing)]
-    elif type(thing).__module__.startswith("spd.") and not isinstance(thing, Kernels | CapturedRounds):
-        inner = [(f".{name}", value) for name, value in vars(thing).items()]
-    else:
-        return
-    for name, value in inner:
-        yield from tensors_in(value, path + name, seen)
+    if isinstance(thing, Tensor) and not thing.is_mkldnn:
+        yield path, thing
+    elif id(thing) not in seen:
+        seen.add(id(thing))
+        inner: Iterable[tuple[object, Any]] = ()
+        if isinstance(thing, Mapping):
+            inner = thing.items()
+        elif isinstance(thing, list | tuple):
+            inner = enumerate(thing)
+        elif type(thing).__module__.startswith("spd.") and not isinstance(thing, Kernels | CapturedRounds):
+            inner = vars(thing).items()
+        names = "[{}]" if isinstance(thing, Mapping | list | tuple) else ".{}"
+        for name, value in inner:
+            yield from tensors_in(value, path + names.format(name), seen)
 
 
 def young_tensors() -> list[Tensor]:
@@ -62,23 +55,13 @@ def young_tensors() -> list[Tensor]:
     return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
 
 
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """What they hold, of shared memory once; oneDNN's own do not say."""
-    storages = [tensor.untyped_storage() for tensor in tensors if not tensor.is_mkldnn]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-MOST_ROUNDS = 300
-
-
 class Tape:
     """The calls of operations while it listens, in words that must be the same at every replay."""
 
     def __init__(self, form: str) -> None:
-        self.form = form
+        self.form, self.calls = form, list[tuple[str, list[object]]]()
         self.lasting: dict[int, str] | None = None
         """Where the memory of each lasting tensor is kept; None while none is recorded."""
-        self.calls: list[tuple[str, list[object]]] = []
 
     def listen(self, lasting: Mapping[str, Tensor]) -> None:
         """Begin anew."""
@@ -114,12 +97,11 @@ class Tape:
         if isinstance(value, AttentionPlan):
             return type(value).__name__
         if dataclasses.is_dataclass(value) and not isinstance(value, SamplerClass):
-            return [self._words(getattr(value, field.name)) for field in dataclasses.fields(value)]
+            value = [getattr(value, field.name) for field in dataclasses.fields(value)]
         if isinstance(value, list | tuple | dict):
             return [self._words(inner) for inner in (value.values() if isinstance(value, dict) else value)]
-        assert value is None or isinstance(value, bool | int | float | str | torch.dtype | SamplerClass), (
-            value
-        )
+        plain = bool | int | float | str | torch.dtype | SamplerClass | None
+        assert isinstance(value, plain), value
         return value
 
 
@@ -141,17 +123,11 @@ class StandIn(CapturedRounds):
         self.parts, self.tape = (vars(engine._device.round), engine._device.states), tape
         self.views: Sequence[SlotView] = ()
         self.rounds = self.replays = self.counted = 0
-        self.order: list[RoundShape] = []
-        """What was captured, in order."""
-        self.engine = engine
-        self.stretch: tuple[object, ...] = ()
-        """What the last launches had in common: their shape, and who holds the slots."""
-        self.alike = 0
-        """How many they were."""
-        self.living: set[int] | None = None
-        """The tensors that lasted after a round of theirs;"""
-        self.held = 0
-        """and their bytes."""
+        self.engine, self.order = engine, list[RoundShape]()
+        # What the last launches had in common (their shape, and who holds the slots), and how many they were.
+        self.stretch, self.alike = tuple[object, ...](), 0
+        # The tensors that lasted after a round of theirs, and their bytes.
+        self.living, self.held = set[int](), -1
         gc.freeze()  # what there is by now is most of a process, and would make each count slow
         if tape.form == "torch":  # a graph never looks at the views, so it may keep those of its capture
             self.round.__class__ = RoundOfNow
@@ -165,10 +141,10 @@ class StandIn(CapturedRounds):
         """See `CapturedRounds.run`."""
         self.views = views
         self.rounds += 1
-        assert self.rounds < MOST_ROUNDS, "the texts do not end"
+        assert self.rounds < 300, "the texts do not end"
         stretch = (shape, *(sequence.epoch for sequence in self.engine._scheduler.running()))
         if shape not in self.captured or stretch != self.stretch:
-            self.stretch, self.alike, self.living = stretch, 0, None
+            self.stretch, self.alike, self.held = stretch, 0, -1
         result = super().run(shape, views)
         self.alike += 1
         if self.alike > self.engine.plan.lag == len(self.engine._scheduler.in_flight):
@@ -183,25 +159,22 @@ class StandIn(CapturedRounds):
 
     def count_tensors(self) -> None:
         """Assert that no more tensors last than did in the same stretch of rounds."""
-        now = young_tensors()
-        if self.living is None or len(now) > len(self.living):
+        now, known = young_tensors(), self.held >= 0
+        if not known or len(now) > len(self.living):
             gc.collect()  # what only a cycle holds does not last
             now = young_tensors()
-        held = bytes_of(now)
-        if self.living is not None:
+        storages = [tensor.untyped_storage() for tensor in now if not tensor.is_mkldnn]
+        held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        if known:
             more = [tuple(tensor.shape) for tensor in now if id(tensor) not in self.living]
             assert len(now) <= len(self.living), f"more tensors last than before, of these: {more}"
             assert held <= self.held, f"{held - self.held} more bytes last than before"
             self.counted += 1
         self.living, self.held = {id(tensor) for tensor in now}, held
 
-    def lasting(self) -> dict[str, Tensor]:
-        """Every tensor that outlives a round, by where it is kept."""
-        return dict(tensors_in(self.parts))
-
     def capture_by_watching(self, program: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """See `capture_cuda`."""
-        held = self.lasting()
+        held = dict(tensors_in(self.parts))
         where = {path: (tensor.data_ptr(), tensor.shape, tensor.stride()) for path, tensor in held.items()}
 
         def watched() -> tuple[Any, list[tuple[str, list[object]]]]:
@@ -216,7 +189,7 @@ class StandIn(CapturedRounds):
         def replay() -> None:
             again, seen = watched()
             assert seen == calls, next((a, b) for a, b in zip(calls, seen, strict=False) if a != b)
-            now = self.lasting()
+            now = dict(tensors_in(self.parts))
             for path, tensor in held.items():
                 assert now[path] is tensor, f"{path} was replaced"
                 assert (tensor.data_ptr(), tensor.shape, tensor.stride()) == where[path], f"{path} has moved"

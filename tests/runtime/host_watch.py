@@ -10,7 +10,6 @@ import functools
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -27,13 +26,8 @@ HOST_READS = (
     *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__"),
 )
 WAITS = (
-    (torch.cuda, "synchronize"),
-    (torch.cuda.Stream, "synchronize"),
-    (torch.cuda.Stream, "query"),
-    (torch.cuda.Event, "synchronize"),
-    (torch.cuda.Event, "query"),
-    (torch.accelerator, "synchronize"),
-    (torch.cpu, "synchronize"),
+    *((owner, "synchronize") for owner in (torch.cuda, torch.accelerator, torch.cpu)),
+    *((owner, name) for owner in (torch.cuda.Stream, torch.cuda.Event) for name in ("synchronize", "query")),
 )
 """Whole devices, streams and events: what waits for them, or asks how far they are."""
 
@@ -50,8 +44,6 @@ ASK = _overloads(
 ) | {torch.ops.aten.where.default}
 """Operations whose result, or its shape, the host has to know. Compound ones are seen whole in a round."""
 INDEX = _overloads("index", "index_put", "index_put_", "_index_put_impl_")
-
-
 FULLY_WATCHED = 2
 """Rounds of each program in which operations are looked at too, which takes a tenth of their time."""
 
@@ -60,11 +52,8 @@ class HostWatch:
     """Raises AssertionError where a round's program, its kernels in one of `forms`, asks the device."""
 
     def __init__(self, *forms: str) -> None:
-        self.forms = forms
-        self.rounds = 0
-        """How many it has watched."""
-        self.running = False
-        self._programs: Counter[Any] = Counter()
+        self.forms, self.running = forms, False
+        self.rounds, self._programs = 0, Counter[Any]()
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Watch every round from now on, of engines made from now on."""
@@ -86,10 +75,8 @@ class HostWatch:
         patch.setattr(Round, "run", run)
         for kernels in (rotary_store, paged_attention):  # they look on a CPU, which is to be a GPU here
             patch.setattr(kernels, "surely_finite", lambda x: False)
-        for name in HOST_READS:
-            patch.setattr(Tensor, name, self._refusing(f"Tensor.{name}", getattr(Tensor, name)))
-        for owner, name in WAITS:
-            patch.setattr(owner, name, self._refusing(f"{owner.__name__}.{name}", getattr(owner, name)))
+        for owner, name in (*((Tensor, name) for name in HOST_READS), *WAITS):
+            patch.setattr(owner, name, self._refusing(owner, name))
 
     def refuse(self, what: str) -> None:
         """Fail, naming who asked, while a round runs; what the interpreter asks for itself does not count."""
@@ -103,10 +90,12 @@ class HostWatch:
         if f"{os.sep}triton{os.sep}" not in caller:
             raise AssertionError(f"a round waits for the device: {what} in {caller}:{frame.f_lineno}")
 
-    def _refusing(self, what: str, honest: Callable[..., Any]) -> Callable[..., Any]:
+    def _refusing(self, owner: Any, name: str) -> Any:
+        honest = getattr(owner, name)
+
         @functools.wraps(honest)
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.refuse(what)
+            self.refuse(f"{owner.__name__}.{name}")
             return honest(*args, **kwargs)
 
         return call
@@ -120,10 +109,7 @@ class _Operations(TorchDispatchMode):
         self.watch = watch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in ASK or (func in INDEX and _by_a_mask(args[1])):
+        masks = [index for index in args[1] if index is not None] if func in INDEX else []
+        if func in ASK or any(index.dtype in (torch.bool, torch.uint8) for index in masks):
             self.watch.refuse(str(func))
         return func(*args, **(kwargs or {}))
-
-
-def _by_a_mask(indices: Any) -> bool:
-    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
