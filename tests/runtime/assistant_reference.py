@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.runtime.mtp_reference import HOW, chosen
 
 
 class LibraryAssistant:
@@ -17,9 +18,8 @@ class LibraryAssistant:
         from transformers import AutoModelForCausalLM, Gemma4AssistantForCausalLM
 
         self.bias = bias or {}
-        given: dict[str, Any] = {"dtype": torch.float64, "attn_implementation": "eager"}
-        self.target = AutoModelForCausalLM.from_pretrained(target, **given).eval()
-        self.assistant = Gemma4AssistantForCausalLM.from_pretrained(folder, **given).eval()
+        self.target = AutoModelForCausalLM.from_pretrained(target, **HOW).eval()
+        self.assistant = Gemma4AssistantForCausalLM.from_pretrained(folder, **HOW).eval()
         # A mask of the library's sees this distance and its own position: one more than the target's does.
         self.assistant.config.text_config.sliding_window -= 1
 
@@ -36,16 +36,10 @@ class LibraryAssistant:
         drafts, gap, position = list[int](), float("inf"), torch.tensor([[len(tokens) - 1]])
         for _ in range(k):
             token = self.target.get_input_embeddings()(torch.tensor([[last]]))
-            made = self.assistant(
-                inputs_embeds=torch.cat((token, state), -1),
-                position_ids=position,
-                shared_kv_states=seen.shared_kv_states,
-                use_cache=False,
-            )
+            given = {"position_ids": position, "shared_kv_states": seen.shared_kv_states, "use_cache": False}
+            made = self.assistant(inputs_embeds=torch.cat((token, state), -1), **given)
             for token_id, bias in self.bias.items():
                 made.logits[0, -1, token_id] += bias
-            best = made.logits[0, -1].topk(2)
-            gap = min(gap, float(best.values[0] - best.values[1]))
-            last, state = int(best.indices[0]), made.last_hidden_state
-            drafts.append(last)
+            (last, near), state = chosen(made.logits[0, -1]), made.last_hidden_state
+            drafts, gap = [*drafts, last], min(gap, near)
         return drafts, gap

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.runtime.mtp_reference import PlainLayers, PlainTarget
+from tests.runtime.mtp_reference import HOW, PlainLayers, PlainTarget, chosen
 
 
 class PlainEagle3(PlainLayers):
@@ -55,9 +55,7 @@ class PlainEagle3(PlainLayers):
         if self.norms_apart:
             parts = [self.norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)]
         fused = torch.cat(parts, dim=-1)
-        if self.norms_together:
-            fused = self.norm(fused, "input_norm")
-        return self.linear(fused, "fc")
+        return self.linear(self.norm(fused, "input_norm") if self.norms_together else fused, "fc")
 
     def rows(self, tokens: list[int], states: Tensor) -> tuple[Tensor, Tensor]:
         """(states that go on, logits over draft ids) of rows made of tokens and the states before them."""
@@ -74,14 +72,11 @@ class PlainEagle3(PlainLayers):
         hidden: the fused states of at least all tokens but the last. Rows of `tokens` are always made of
         those; each draft but the last adds a row of itself and the state that proposed it.
         """
-        drafts: list[int] = []
-        gap = float("inf")
-        states = hidden[: len(tokens) - 1]
+        drafts, gap, states = list[int](), float("inf"), hidden[: len(tokens) - 1]
         for _ in range(k):
             made, logits = self.rows([*tokens[1:], *drafts], states)
-            best = logits[-1].topk(2)
-            gap = min(gap, float(best.values[0] - best.values[1]))
-            drafts.append(int(self.said[best.indices[0]]))
+            best, near = chosen(logits[-1])
+            drafts, gap = [*drafts, int(self.said[best])], min(gap, near)
             states = torch.cat((states, made[-1:]))
         return drafts, gap
 
@@ -93,8 +88,8 @@ class LibraryTarget(PlainTarget):
         from transformers import AutoModelForCausalLM
 
         super().__init__(folder)
-        how: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **how).eval()
+        how = {**HOW, "experts_implementation": "eager"}
+        self.model = AutoModelForCausalLM.from_pretrained(folder, **how).eval()
 
     @torch.inference_mode()
     def streams(self, tokens: list[int]) -> list[Tensor]:

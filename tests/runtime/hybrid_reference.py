@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from tests.runtime.mtp_reference import Conventions, PlainMtp
+from tests.runtime.mtp_reference import PlainMtp
 
 
 class PlainHybrid(PlainMtp):
@@ -19,7 +19,7 @@ class PlainHybrid(PlainMtp):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, "mtp", 1)
-        self.conventions = Conventions(masks_first=False)
+        self.config["rope_theta"] = 10000.0
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         """Scales are stored as their distance from 1."""
@@ -29,11 +29,7 @@ class PlainHybrid(PlainMtp):
     def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         """The first quarter of each head turns."""
         turning = x.shape[-1] // 4
-        inverse = 10000.0 ** (-torch.arange(0, turning, 2, dtype=torch.float64) / turning)
-        angles = (positions[:, None] * inverse)[:, None]
-        first, second = x[..., :turning].chunk(2, dim=-1)
-        turned = (first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin())
-        return torch.cat((*turned, x[..., turning:]), dim=-1)
+        return torch.cat((super().rotated(x[..., :turning], positions), x[..., turning:]), dim=-1)
 
     def attention(self, y: Tensor, prefix: str) -> Tensor:
         """Attention whose output is gated, or the delta rule, as the layer's tensors say."""
@@ -58,15 +54,12 @@ class PlainHybrid(PlainMtp):
         width, size = config["linear_key_head_dim"], config["linear_value_head_dim"]
         weight = self.tensors[f"{prefix}conv1d.weight"][:, 0]
         inputs = self.linear(y, f"{prefix}in_proj_qkv")
-        inputs = torch.cat((inputs.new_zeros(weight.shape[1] - 1, inputs.shape[1]), inputs))
-        mixed = silu(
-            torch.stack([(inputs[t : t + weight.shape[1]].T * weight).sum(1) for t in range(len(y))])
-        )
+        span = weight.shape[1]
+        inputs = torch.cat((inputs.new_zeros(span - 1, inputs.shape[1]), inputs))
+        mixed = silu(torch.stack([(inputs[t : t + span].T * weight).sum(1) for t in range(len(y))]))
         q, k, v = mixed.split([keys * width] * 2 + [values * size], dim=-1)
-        q, k = (
-            (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(values // keys, dim=1)
-            for x in (q.view(-1, keys, width), k.view(-1, keys, width))
-        )
+        q, k = (x.view(-1, keys, width).repeat_interleave(values // keys, dim=1) for x in (q, k))
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
         correct = self.linear(y, f"{prefix}in_proj_b").sigmoid()
         steps = softplus(self.linear(y, f"{prefix}in_proj_a") + own["dt_bias"])
         decay = (-own["A_log"].exp() * steps).exp()

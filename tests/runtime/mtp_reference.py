@@ -7,43 +7,35 @@ state of row P, at rotary position P. Import nothing of `spd`.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.recipes.tiny import write_json, write_tensors
 from tests.recipes.tiny_mtp import NAMES
 
-
-@dataclass(frozen=True)
-class Conventions:
-    """What a family does; every field is a way to go wrong."""
-
-    hidden_first: bool = False
-    masks_first: bool = True
-    recycles_normed: bool = True
-
-
-CONVENTIONS = {
-    "deepseek": Conventions(),
-    "glm4": Conventions(recycles_normed=False),
-    "mimo": Conventions(hidden_first=True),
-    "ernie": Conventions(recycles_normed=False),
-    "mimo_v2": Conventions(masks_first=False),
-    "step3": Conventions(masks_first=False),
-    "mtp": Conventions(masks_first=False),
-    "nemotron_h": Conventions(masks_first=False),
-}
-
-
+HIDDEN_FIRST, MASK_FIRST, RECYCLE_RAW = ("mimo",), ("deepseek", "glm4", "mimo", "ernie"), ("glm4", "ernie")
+"""Families whose projection reads the state first; that hide the first embedding; that skip a norm."""
 LIMITS = ("swiglu_limits", "swiglu_limits_shared")
+HOW: dict[str, Any] = {"dtype": torch.float64, "attn_implementation": "eager"}
+"""The library's models; those with experts, too: `experts_implementation`."""
 STEP_VISION = {
     **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
     **{"image_size": 28, "patch_size": 14, "model_type": "step3p5_vision"},
 }
+
+
+def chosen(logits: Tensor) -> tuple[int, float]:
+    """The best id, and how near the second choice came."""
+    best = logits.topk(2)
+    return int(best.indices[0]), float(best.values[0] - best.values[1])
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
 
 
 class PlainDrafter(Protocol):
@@ -110,8 +102,7 @@ class PlainTarget(PlainLayers):
     """A tiny Llama or Qwen3 checkpoint."""
 
     def __init__(self, folder: Path) -> None:
-        tensors = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
-        super().__init__(json.loads((folder / "config.json").read_text()), tensors)
+        super().__init__(json.loads((folder / "config.json").read_text()), tensors_of(folder))
         self.embedding = self.tensors["model.embed_tokens.weight"]
         self.head = self.embedding if self.config["tie_word_embeddings"] else self.tensors["lm_head.weight"]
 
@@ -132,35 +123,29 @@ class PlainMtp(PlainTarget):
 
     def __init__(self, folder: Path, family: str, modules: int) -> None:
         super().__init__(folder)
-        self.family, self.modules, self.conventions = family, modules, CONVENTIONS[family]
+        self.family, self.modules = family, modules
 
     def module(self, module: int, tokens: list[int], states: Tensor) -> tuple[Tensor, Tensor]:
         """(states that go on, logits) of rows 0 to len(tokens) - 1, with the states before them."""
-        place = {"i": module, "l": self.config["num_hidden_layers"] + module}
-        token_norm, hidden_norm, projection, final_norm, prefix = (
-            name.format(**place) if name else "" for name in map(str, self._names())
-        )
+        place, family = {"i": module, "l": self.config["num_hidden_layers"] + module}, self.family
+        names = (str(name or "").format(**place) for name in NAMES[family][:5])
+        token_norm, hidden_norm, projection, final_norm, prefix = names
         token = self.embedding[tokens].clone()
-        if self.conventions.masks_first:
+        if family in MASK_FIRST:
             token[0] = 0
         pair = [self.norm(token, token_norm), self.norm(states, hidden_norm)]
-        x = self.linear(torch.cat(pair[::-1] if self.conventions.hidden_first else pair, dim=-1), projection)
+        x = self.linear(torch.cat(pair[::-1] if family in HIDDEN_FIRST else pair, dim=-1), projection)
         x = self.layer(x, prefix)
         shown = self.norm(x, final_norm) if final_norm else x
-        return shown if self.conventions.recycles_normed else x, shown @ self.head.T
-
-    def _names(self) -> tuple[str, ...]:
-        return tuple(name or "" for name in NAMES[self.family][:5])  # type: ignore[misc]
+        return x if family in RECYCLE_RAW else shown, shown @ self.head.T
 
     def draft(self, tokens: list[int], k: int, hidden: Tensor) -> tuple[list[int], float]:
         """The k greedy drafts after `tokens`, and how near the nearest second choice came.
 
         hidden: the target's states of at least all tokens but the last.
         """
-        drafts: list[int] = []
-        gap = float("inf")
+        drafts, fed, gap = list[int](), list[int](), float("inf")
         states = inputs = hidden[: len(tokens) - 1]
-        fed: list[int] = []
         for step in range(k):
             if step < self.modules:
                 inputs = states  # each module reads the states that the one before it made
@@ -170,9 +155,8 @@ class PlainMtp(PlainTarget):
                 inputs = torch.cat((inputs, states[-1:]))
                 fed = [*fed, drafts[-1]]
             states, logits = self.module(min(step, self.modules - 1), fed, inputs)
-            best = logits[-1].topk(2)
-            gap = min(gap, float(best.values[0] - best.values[1]))
-            drafts.append(int(best.indices[0]))
+            best, near = chosen(logits[-1])
+            drafts, gap = [*drafts, best], min(gap, near)
         return drafts, gap
 
 
@@ -194,12 +178,11 @@ class LibraryMtp(PlainMtp):
                 name = f"model.layers.{self.numbers[prefix]}.{inside}" if prefix else name
                 kept[name] = tensor.contiguous()
         scratch.mkdir()
-        save_file(kept, scratch / "model.safetensors", metadata={"format": "pt"})
+        write_tensors(scratch, kept)
         longer = {**self.config, "num_hidden_layers": layers + modules, "num_nextn_predict_layers": 0}
         if "layer_types" in self.config:
-            kinds = ["sliding_attention"] * modules
-            longer |= {"layer_types": [*self.config["layer_types"], *kinds]}
-            longer |= {"mlp_layer_types": ["dense", *["sparse"] * (layers - 1), *["dense"] * modules]}
+            longer["layer_types"] = [*self.config["layer_types"], *["sliding_attention"] * modules]
+            longer["mlp_layer_types"] = ["dense", *["sparse"] * (layers - 1), *["dense"] * modules]
         if family == "step3":
             padding = {"rope_theta": 200.0, "partial_rotary_factors": 1.0, **dict.fromkeys(LIMITS, 0.0)}
             longer |= {key: [*self.config[key], *[each] * modules] for key, each in padding.items()}
@@ -210,11 +193,9 @@ class LibraryMtp(PlainMtp):
             for name, tensor in self.tensors.items():  # scales stand around 0, also of those outside layers
                 if tensor.dim() == 1 and "norm" in name:
                     tensor += 1
-        (scratch / "config.json").write_text(json.dumps(longer))
+        write_json(scratch / "config.json", longer)
         kind = AutoModelForImageTextToText if family == "step3" else AutoModelForCausalLM
-        model = kind.from_pretrained(
-            scratch, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
-        )
+        model = kind.from_pretrained(scratch, **HOW, experts_implementation="eager")
         self.model = getattr(model.eval().model, "language_model", model.model)
 
     @torch.inference_mode()
@@ -224,16 +205,12 @@ class LibraryMtp(PlainMtp):
         number = int(prefix.split(".")[2]) if number is None else number
         mask = torch.full((len(x), len(x)), -torch.inf, dtype=x.dtype).triu(1)
         kinds = getattr(self.model.config, "layer_types", None)
-        if kinds is None:
-            rotary = self.model.rotary_emb(x[None], rows)
-        else:
-            rotary = self.model.rotary_emb(x[None], rows, kinds[number])
-            if kinds[number] == "sliding_attention":
-                mask += torch.full_like(mask, -torch.inf).tril(-self.model.config.sliding_window)
-        mask = mask[None, None]
-        out = self.model.layers[number](
-            x[None], attention_mask=mask, position_ids=rows, position_embeddings=rotary
-        )
+        kind = [kinds[number]] if kinds is not None else []
+        if kind == ["sliding_attention"]:
+            mask += torch.full_like(mask, -torch.inf).tril(-self.model.config.sliding_window)
+        given = {"attention_mask": mask[None, None], "position_ids": rows}
+        given["position_embeddings"] = self.model.rotary_emb(x[None], rows, *kind)
+        out = self.model.layers[number](x[None], **given)
         found: Tensor = out[0] if isinstance(out, tuple) else out
         return found[0] if found.dim() == 3 else found
 
@@ -245,25 +222,24 @@ class NemotronMtp(PlainMtp):
         from transformers import AutoModelForCausalLM
 
         self.config = json.loads((folder / "config.json").read_text())
-        self.tensors = {name: t.double() for name, t in load_file(folder / "model.safetensors").items()}
-        self.epsilon = self.config["layer_norm_epsilon"]
-        self.family, self.modules, self.conventions = "nemotron_h", 1, CONVENTIONS["nemotron_h"]
+        self.tensors, self.epsilon = tensors_of(folder), self.config["layer_norm_epsilon"]
+        self.family, self.modules = "nemotron_h", 1
         self.embedding, self.head = self.tensors["backbone.embeddings.weight"], self.tensors["lm_head.weight"]
         around = ("enorm", "hnorm", "eh_proj", "final_layernorm")
-        kept = {n: t for n, t in self.tensors.items() if not n.startswith(("backbone.layers.", "mtp."))}
-        kept |= {
+        kept = {
             name.replace("mtp.", "backbone."): tensor
             for name, tensor in self.tensors.items()
-            if name.startswith("mtp.layers.") and name.split(".")[3] not in around
+            if not name.startswith("backbone.layers.") and not {*name.split(".")[3:4]} & {*around}
         }
         scratch.mkdir()
-        save_file(kept, scratch / "model.safetensors", metadata={"format": "pt"})
+        write_tensors(scratch, kept)
         config = {**self.config, "hybrid_override_pattern": "*E", "num_hidden_layers": 2}
-        (scratch / "config.json").write_text(json.dumps(config))
-        how: dict[str, Any] = {"dtype": torch.float64, "attn_implementation": "eager"}
-        how["experts_implementation"] = "eager"
-        self.model = AutoModelForCausalLM.from_pretrained(folder, **how).eval().model
-        self.blocks = AutoModelForCausalLM.from_pretrained(scratch, **how).eval().model.layers
+        write_json(scratch / "config.json", config)
+        self.model, blocks = (
+            AutoModelForCausalLM.from_pretrained(each, **HOW, experts_implementation="eager").eval().model
+            for each in (folder, scratch)
+        )
+        self.blocks = blocks.layers
 
     @torch.inference_mode()
     def hidden(self, tokens: list[int]) -> Tensor:
