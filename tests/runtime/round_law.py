@@ -11,8 +11,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -32,22 +32,11 @@ from spd.runtime.round.sampler import Sampler
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 from spd.runtime.round.state import RoundState
 from tests.helpers import with_operations
-from tests.runtime.target_law import (
-    DRAFT_LAWS,
-    PROMPT,
-    VOCAB,
-    Law,
-    Text,
-    context_numbers,
-    random_drafts,
-    target_table,
-)
+from tests.runtime import target_law
+from tests.runtime.target_law import DRAFT_LAWS, PROMPT, VOCAB, Law, Text, context_numbers, random_drafts
 
 PAGE_SIZE = 2
 LIMIT_OF_ERROR = 1e-12
-
-
-# -- the real round over a scripted model and scripted draws -------------------------------------------
 
 
 class Script:
@@ -66,13 +55,6 @@ class Script:
         """The real processing around the scripted draw."""
         with mock.patch.object(sampling, "draw_rows", lambda p, at, *_: self.draw(p, at)):
             return sampling.sample_rows(*given)
-
-
-def shuffle_pages(state: RoundState) -> None:
-    """Give every slot pages of its own, in no order."""
-    pages = state.page_table.shape[1]
-    shuffled = torch.randperm(state.slots * pages, generator=torch.Generator().manual_seed(8))
-    state.page_table.copy_(1 + shuffled.view(state.slots, pages))
 
 
 class RememberingRunner:
@@ -112,26 +94,13 @@ class RememberingRunner:
         return drawn, torch.ones_like(drawn, dtype=torch.bool)
 
 
-# -- cases and their enumeration ------------------------------------------------------------------------
-
 PLAIN = SamplingParams(temperature=1.0)
-PENALTIES = SamplingParams(
-    temperature=0.75, repetition_penalty=1.5, presence_penalty=0.25, frequency_penalty=0.5
-)
+PENALTIES = replace(PLAIN, repetition_penalty=1.5, presence_penalty=0.25, frequency_penalty=0.5)
 MIN_TOKENS = SamplingParams(temperature=1.0, stop_token_ids=(0,), min_tokens=2)
 TRUNCATION = SamplingParams(temperature=1.25, top_k=2, top_p=0.75, min_p=0.125)
-EVERYTHING = SamplingParams(
-    temperature=0.5,
-    top_p=0.875,
-    min_p=0.0625,
-    repetition_penalty=1.25,
-    presence_penalty=-0.5,
-    frequency_penalty=0.25,
-    logit_bias=((0, 1.5), (1, -0.5)),
-    stop_token_ids=(1,),
-    min_tokens=1,
-    max_tokens=4,
-)
+EVERYTHING = replace(PENALTIES, temperature=0.5, top_p=0.875, min_p=0.0625, presence_penalty=-0.5)
+EVERYTHING = replace(EVERYTHING, logit_bias=((0, 1.5), (1, -0.5)), stop_token_ids=(1,), min_tokens=1)
+EVERYTHING = replace(EVERYTHING, max_tokens=4)
 STOPS_AND_LIMIT = SamplingParams(temperature=1.0, stop_token_ids=(1,), max_tokens=3)
 
 
@@ -149,41 +118,32 @@ class Case:
     """Whether the model has a head that draws by itself."""
 
     @property
+    def depth(self) -> int:
+        """How long a text becomes, its prompt included."""
+        return len(PROMPT) + sum(k + 1 for k in self.ks)
+
+    @property
     def horizon(self) -> int:
-        reach = sum(k + 1 for k in self.ks)
+        reach = self.depth - len(PROMPT)
         return min(reach, self.params.max_tokens or reach)
 
-
-def enumerate_round(k: int) -> Tensor:
-    """Every (num_drafts, drafts, samples) of a round with k drafts: [cases, 1 + k + k + 1]."""
-    strings = itertools.product(range(k + 1), *[range(VOCAB)] * (2 * k + 1))
-    return torch.tensor(list(strings), dtype=torch.long)
-
-
-def emission_of_all(emitted: Tensor, k: int) -> Any:
-    """The emissions [S, W] of a round with k drafts as one whose values are tensors [S]."""
-    columns: list[Any] = list(emitted.unbind(1))
-    assert (columns[5] == k).all(), "another k is told"
-    columns[5] = k
-    return read_emission(columns)
+    def table(self, seed: int = 0, masked: bool | None = None) -> Tensor:
+        """See `target_table`; seed: beside its own."""
+        masked = self.masked if masked is None else masked
+        return target_law.target_table(self.depth + 1, self.seed + seed, masked)
 
 
 class Enumeration:
-    """All cases of all rounds side by side, a slot each; `cases` lists those of a round with k drafts."""
+    """All cases of all rounds side by side, a slot each."""
 
-    def __init__(
-        self,
-        case: Case,
-        table: Tensor,
-        cases: Callable[[int], Tensor] = enumerate_round,
-        script: Script | None = None,
-    ) -> None:
-        parts = [cases(k) for k in case.ks]
+    def __init__(self, case: Case, table: Tensor, script: Script | None = None, slots: int = 0) -> None:
+        """slots: so many without any drafts in place of all cases."""
+        parts = [torch.zeros(slots, 1, dtype=torch.long)] if slots else [self.cases_of(k) for k in case.ks]
         grid = torch.cartesian_prod(*(torch.arange(len(part)) for part in parts)).view(-1, len(parts))
         self.plans = [part[grid[:, i]] for i, part in enumerate(parts)]
         self.case, slots, params = case, len(grid), case.params
-        depth = len(PROMPT) + sum(k + 1 for k in case.ks)
-        state = self.state = RoundState(slots, depth + 1, max(case.ks), depth // PAGE_SIZE + 1, "cpu")
+        depth, pages = case.depth, case.depth // PAGE_SIZE + 1
+        state = self.state = RoundState(slots, depth + 1, max(case.ks), pages, "cpu")
         state.tokens[:, : len(PROMPT)] = torch.tensor(PROMPT)
         state.length.fill_(len(PROMPT))
         state.length_limit.fill_(len(PROMPT) + (params.max_tokens or depth))
@@ -191,7 +151,8 @@ class Enumeration:
         if params.stop_token_ids:
             state.stop_ids[:, : len(params.stop_token_ids)] = torch.tensor(params.stop_token_ids)
         state.active.fill_(True)
-        shuffle_pages(state)
+        shuffled = torch.randperm(slots * pages, generator=torch.Generator().manual_seed(8))
+        state.page_table.copy_(1 + shuffled.view(slots, pages))
         self.script = script or Script()
         self.runner = RememberingRunner(state, table, self.script, case.head)
         kernels = with_operations(load_kernels("torch"), sample_rows=self.script.sample_rows)
@@ -203,34 +164,51 @@ class Enumeration:
         if self.sampler.in_prompt is not None:
             self.sampler.in_prompt[:, list(PROMPT)] = True
         self.round = Round(state, self.runner, self.sampler, None, kernels)  # type: ignore[arg-type]
+        self.views, self.needs = [SlotView(1, ())] * slots, SamplerClass.of(params)
         self.weights = torch.ones(slots, dtype=torch.float64)
+
+    def cases_of(self, k: int) -> Tensor:
+        """Every (num_drafts, drafts, samples) of a round with k drafts: [cases, 1 + k + k + 1]."""
+        strings = itertools.product(range(k + 1), *[range(VOCAB)] * (2 * k + 1))
+        return torch.tensor(list(strings), dtype=torch.long)
+
+    def propose(self, number: int) -> Tensor:
+        """Put the drafts of a round's plan where the drafter would; returns them as planned."""
+        k, plan = self.case.ks[number], self.plans[number]
+        self.state.num_drafts.copy_(plan[:, 0])
+        draft = plan[:, 1 : k + 1]
+        odd = torch.where(draft[:, :1] == 0, -1, 7)
+        self.state.draft[:, :k] = torch.where((draft == 2) & self.case.odd_drafts, odd, draft)
+        return draft
+
+    def launch(self, k: int, needs: SamplerClass, next_k: int = 0) -> tuple[Tensor, Tensor]:
+        """One round; which were active before, and how long they were."""
+        state = self.state
+        before, place = (state.active.clone(), state.length.clone()), int(state.counter)
+        self.round.run(k, self.views, needs, None, next_k)
+        assert int(state.counter) == place + 1, "the ring's row"
+        self.emitted = state.ring[place % len(state.ring)]
+        return before
 
     def run(self, number: int, draft_law: Tensor) -> None:
         """Run one round over every case and multiply what target and drafter give it."""
-        k, plan, state = self.case.ks[number], self.plans[number], self.state
-        num_drafts, draft, script = plan[:, 0], plan[:, 1 : k + 1], plan[:, k + 1 :]
-        state.num_drafts.copy_(num_drafts)
-        odd = torch.where(draft[:, :1] == 0, -1, 7)
-        state.draft[:, :k] = torch.where((draft == 2) & self.case.odd_drafts, odd, draft)
-        self.script.samples = script
-        views = [SlotView(1, ())] * state.slots
-        started, was_active, place = state.length.clone(), state.active.clone(), int(state.counter)
-        self.round.run(k, views, SamplerClass.of(self.case.params), None, 0)
+        k, draft = self.case.ks[number], self.propose(number)
+        self.script.samples = script = self.plans[number][:, k + 1 :]
+        was_active, started = self.launch(k, self.needs)
         assert torch.equal(self.script.positions, started[:, None] + torch.arange(k + 1)), "noise positions"
         probabilities = self.script.processed.softmax(-1)
-        contexts = self.runner.contexts
         self.weights *= probabilities.gather(-1, script[..., None]).squeeze(-1).prod(-1)
         self.weights /= k + 1  # num_drafts: uniform
         for i in range(k):
-            self.weights *= draft_law[contexts[:, i], script[:, i], draft[:, i]]
-        assert int(state.counter) == place + 1, "the ring's row"
-        self.emitted = state.ring[place % len(state.ring)]
-        self._check_bookkeeping(k, started, was_active)
+            self.weights *= draft_law[self.runner.contexts[:, i], script[:, i], draft[:, i]]
+        self._check_bookkeeping(k, was_active, started)
 
-    def _check_bookkeeping(self, k: int, started: Tensor, was_active: Tensor) -> None:
+    def _check_bookkeeping(self, k: int, was_active: Tensor, started: Tensor) -> None:
         """Lengths, silence, and the reason of every case that can happen; what is told is what was done."""
         state, possible = self.state, self.weights > 0
-        told = emission_of_all(self.emitted, k)
+        columns: list[Any] = list(self.emitted.unbind(1))
+        assert (columns[5] == k).all(), "another k is told"
+        told: Any = read_emission([*columns[:5], k, *columns[6:]])
         committed, reason, rows = told.committed, told.reason, torch.arange(k + 1)
         assert torch.equal(told.length, started), "lengths before"
         assert torch.equal(state.length, started + committed), "lengths"
@@ -261,7 +239,7 @@ class Enumeration:
 
 def law_error(case: Case, draft_law: str) -> float:
     """Greatest difference between the rounds' law, continued by the target, and the target's own."""
-    table = target_table(len(PROMPT) + sum(k + 1 for k in case.ks) + 1, case.seed, case.masked)
+    table = case.table()
     enumeration = Enumeration(case, table)
     conditional = DRAFT_LAWS[draft_law](len(table))
     with torch.inference_mode():
@@ -273,9 +251,8 @@ def law_error(case: Case, draft_law: str) -> float:
 def difference(case: Case, table: Tensor, masses: dict[Text, float]) -> float:
     """The greatest between the law of committed texts, continued by the target, and the target's own."""
     target = Law(table, case.params, case.horizon)
-    wanted: defaultdict[Text, float] = defaultdict(float)
+    wanted, got = defaultdict[Text, float](float), defaultdict[Text, float](float)
     target.extend(wanted, (), 1.0)
-    got: defaultdict[Text, float] = defaultdict(float)
     for text, mass in masses.items():
         target.extend(got, text, mass)
     assert abs(sum(got.values()) - 1) < LIMIT_OF_ERROR, "masses do not add up: a row saw what it must not"
@@ -317,7 +294,7 @@ def check_emissions(case: Case) -> None:
 
     So what is committed was sampled in rows whose drafts are the committed text itself.
     """
-    enumeration = Enumeration(case, target_table(len(PROMPT) + case.ks[0] + 2, case.seed, case.masked))
+    enumeration = Enumeration(case, case.table())
     enumeration.run(0, random_drafts(len(enumeration.runner.table)))
     logits = enumeration.runner.table[enumeration.runner.contexts]
     plans, texts = enumeration.plans[0].tolist(), enumeration.state.tokens[:, len(PROMPT) :].tolist()

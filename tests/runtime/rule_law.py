@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,11 +22,10 @@ from spd.kernels.dispatch import load_kernels
 from spd.kernels.sampling import draft_verify, philox, sampling
 from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.round.round import Round
-from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 from spd.runtime.round.state import RoundState
 from tests.runtime.round_law import LIMIT_OF_ERROR, Case, Enumeration, RememberingRunner, Script, difference
-from tests.runtime.target_law import PROMPT, VOCAB, Law, Text, random_drafts, target_table
+from tests.runtime.target_law import PROMPT, VOCAB, Law, Text, random_drafts
 
 RULES = ("rejection", "block")
 NO_WINDOW: Any = None
@@ -38,9 +37,6 @@ def first_window(state: RoundState) -> Any:
     return SimpleNamespace(valid=state.active.unsqueeze(-1))
 
 
-"""What a draft model, which reads no states of the target, is given."""
-
-
 @dataclass(frozen=True)
 class RuleCase(Case):
     """A law check of one rule. With `drawn` the draft model drafts, else drafts are told and certain."""
@@ -49,12 +45,6 @@ class RuleCase(Case):
     drawn: bool = True
     drafter: str = "stranger"
     """Or "target": a drafter of the target's own law."""
-
-
-def enumerate_drafts(k: int) -> Tensor:
-    """Every (num_drafts, drafts, tests passed, last token) of a round: [cases, 1 + k + k + 1]."""
-    strings = itertools.product(range(k + 1), *[range(VOCAB)] * k, *[range(2)] * k, range(VOCAB))
-    return torch.tensor(list(strings), dtype=torch.long)
 
 
 class Passing:
@@ -88,57 +78,46 @@ class RuleEnumeration(Enumeration):
 
     def __init__(self, case: RuleCase, table: Tensor) -> None:
         self.rule_case, self.draft_script = case, DraftScript()
-        super().__init__(case, table, enumerate_drafts, self.draft_script)
-        state, sampler = self.state, self.sampler
+        super().__init__(case, table, self.draft_script)
         self.draft_law = random_drafts(len(table))[:, 0]
         proposer = None
         if case.drawn:
-            own = target_table(len(PROMPT) + sum(k + 1 for k in case.ks) + 1, case.seed + 50, case.masked)
-            own = own if case.drafter == "stranger" else table
-            runner = RememberingRunner(state, own, self.script, head=False)
-            proposer = DraftModelProposer(sampler, [runner], state.max_len)  # type: ignore[arg-type]
-            state.draft_limit.fill_(state.max_len)
-            sampler.keep_draft_laws()
-            assert sampler.draft_laws is not None
-            sampler.draft_laws = sampler.draft_laws.double()
-        kernels = self.round.kernels
-        self.round = Round(state, self.runner, sampler, proposer, kernels, None, case.rule)  # type: ignore[arg-type]
-        if case.drawn and case.ks[0]:
+            proposer = drafter(self, case.table(50) if case.drafter == "stranger" else table)
+            self.sampler.draft_laws = self.sampler.draft_laws.double()  # type: ignore[union-attr]
+        self.round = ruled(self, proposer, case.rule)
+        if proposer is not None and case.ks[0]:
             self.draft_script.begin(self.plans[0][:, 1 : case.ks[0] + 1])
-            assert proposer is not None
-            views, needs = [SlotView(1, ())] * state.slots, SamplerClass.of(case.params)
-            proposer.draft(case.ks[0], first_window(state), views, needs)
+            proposer.draft(case.ks[0], first_window(self.state), self.views, self.needs)
             self.weights *= self.draft_script.weight
+
+    def cases_of(self, k: int) -> Tensor:
+        """Every (num_drafts, drafts, tests passed, last token) of a round: [cases, 1 + k + k + 1]."""
+        strings = itertools.product(range(k + 1), *[range(VOCAB)] * k, *[range(2)] * k, range(VOCAB))
+        return torch.tensor(list(strings), dtype=torch.long)
 
     def run(self, number: int, draft_law: Tensor | None = None) -> None:
         """Run one round over every case, and multiply what its tests, last token and new drafts weigh."""
-        case, plan, state = self.rule_case, self.plans[number], self.state
+        case, plan = self.rule_case, self.plans[number]
         k, later = case.ks[number], case.ks[number + 1 :]
-        draft, pattern, last = plan[:, 1 : k + 1], plan[:, k + 1 : 2 * k + 1].bool(), plan[:, -1]
-        state.num_drafts.copy_(plan[:, 0])
         if not case.drawn:
-            odd = torch.where(draft[:, :1] == 0, -1, 7)
-            state.draft[:, :k] = torch.where((draft == 2) & case.odd_drafts, odd, draft)
+            self.propose(number)
+        self.state.num_drafts.copy_(plan[:, 0])
+        draft, pattern, last = plan[:, 1 : k + 1], plan[:, k + 1 : 2 * k + 1].bool(), plan[:, -1]
         passing, drawn = Passing(pattern), {}
 
         def draw_last(weights: Tensor, *_: Tensor) -> Tensor:
             drawn["law"] = weights / weights.sum(dim=-1, keepdim=True)
             return last
 
+        next_k = later[0] if later and case.drawn else 0
         if later and case.drawn:
-            self.draft_script.begin(self.plans[number + 1][:, 1 : later[0] + 1])
-        started, was_active = state.length.clone(), state.active.clone()
-        place, views = int(state.counter), [SlotView(1, ())] * state.slots
+            self.draft_script.begin(self.plans[number + 1][:, 1 : next_k + 1])
         with (
             mock.patch.object(draft_verify, "acceptance_uniforms", lambda *_: passing),
             mock.patch.object(draft_verify, "draw_last", draw_last),
         ):
-            next_k = later[0] if later and case.drawn else 0
-            needs = self.prepare(SamplerClass.of(case.params), k)
-            self.round.run(k, views, needs, None, next_k)
-        self.emitted = state.ring[place % len(state.ring)]
-        real = self.emitted[:, 1]
-        tested = torch.arange(k) < real[:, None]
+            before = self.launch(k, self.prepare(self.needs, k), next_k)
+        tested = torch.arange(k) < self.emitted[:, 1, None]
         chances = torch.where(pattern, passing.chances, 1 - passing.chances) if k else pattern.double()
         self.weights *= torch.where(tested, chances, 0.5).prod(-1)
         self.weights *= drawn["law"].gather(1, last[:, None])[:, 0] / (k + 1)  # num_drafts: uniform
@@ -147,21 +126,38 @@ class RuleEnumeration(Enumeration):
         if not case.drawn:
             for i in range(k):
                 self.weights *= self.draft_law[self.runner.contexts[:, i], draft[:, i]]
-        self._check_bookkeeping(k, started, was_active)
+        self._check_bookkeeping(k, *before)
 
     def prepare(self, needs: SamplerClass, k: int) -> SamplerClass:
         """Called before each round: what its draws need."""
         return needs
 
+    def all_masses(self) -> dict[Text, float]:
+        """Of the texts after all rounds."""
+        for number in range(len(self.case.ks)):
+            self.run(number)
+        return self.masses()
+
+
+def drafter(setting: Enumeration, table: Tensor) -> DraftModelProposer:
+    """A draft model of this law, which keeps what it draws from."""
+    runner = RememberingRunner(setting.state, table, setting.script, head=False)
+    setting.state.draft_limit.fill_(setting.state.max_len)
+    setting.sampler.keep_draft_laws()
+    return DraftModelProposer(setting.sampler, [runner], setting.state.max_len)  # type: ignore[arg-type]
+
+
+def ruled(setting: Enumeration, proposer: Any, rule: str) -> Round:
+    """Its rounds under another rule."""
+    whole: Any = setting
+    return Round(whole.state, whole.runner, whole.sampler, proposer, setting.round.kernels, None, rule)
+
 
 def check_rule(case: RuleCase) -> None:
     """Assert that the rounds' law, continued by the target, is the target's own."""
-    table = target_table(len(PROMPT) + sum(k + 1 for k in case.ks) + 1, case.seed, case.masked)
+    table = case.table()
     with torch.inference_mode():
-        enumeration = RuleEnumeration(case, table)
-        for number in range(len(case.ks)):
-            enumeration.run(number)
-    error = difference(case, table, enumeration.masses())
+        error = difference(case, table, RuleEnumeration(case, table).all_masses())
     assert error < LIMIT_OF_ERROR, f"the law differs by {error:.3g}"
 
 
@@ -176,23 +172,6 @@ def gumbel_at_once(seed: Tensor, position: Tensor, stream: int, vocab_size: int)
     return -torch.log(-torch.log(philox.uniform(philox.random_bits(seed, position, stream, vocab_size))))
 
 
-class CertainDrafts:
-    """A proposer that always says the same token and draws nothing."""
-
-    watches = False
-
-    def __init__(self, state: RoundState) -> None:
-        self.state = state
-
-    def capture(self, *_: object) -> None:
-        """Nothing is wanted of the target."""
-
-    def draft(self, k: int, *_: object) -> None:
-        """Propose k zeros."""
-        self.state.draft.fill_(0)
-        self.state.num_drafts.fill_(k)
-
-
 def drawn_texts(rule: str, drawn: bool, slots: int, k: int = 3) -> tuple[Tensor, Tensor, float]:
     """How often each text of k + 1 tokens came out of real rounds, what the target gives it, and acceptance.
 
@@ -200,32 +179,31 @@ def drawn_texts(rule: str, drawn: bool, slots: int, k: int = 3) -> tuple[Tensor,
     drafter's law is far from the target's, and the last number is the share of its drafts accepted.
     """
     params = SamplingParams(temperature=TEMPERATURE, max_tokens=k + 1)
-    case = RuleCase((k,), params, seed=21, rule=rule, drawn=drawn)
-    table = target_table(len(PROMPT) + k + 3, case.seed, False)
-    setting = Enumeration(case, table.float(), lambda _: torch.zeros(slots, 1, dtype=torch.long))
-    state, sampler, kernels = setting.state, setting.sampler, load_kernels("torch")
-    sampler.kernels = kernels
+    case = RuleCase((k,), params, seed=21)
+    table = case.table()
+    setting = Enumeration(case, table.float(), slots=slots)
+    state, sampler = setting.state, setting.sampler
+    setting.round.kernels = sampler.kernels = load_kernels("torch")
     sampler.seed.copy_(7919 * torch.arange(slots) + 5)
-    proposer: DraftModelProposer | CertainDrafts = CertainDrafts(state)
-    if drawn:
-        own = 6 * target_table(len(PROMPT) + k + 3, 77, False).float()
-        runner = RememberingRunner(state, own, setting.script, head=False)
-        proposer = DraftModelProposer(sampler, [runner], state.max_len)  # type: ignore[arg-type]
-        state.draft_limit.fill_(state.max_len)
-        sampler.keep_draft_laws()
-    rounds = Round(state, setting.runner, sampler, proposer, kernels, None, rule)  # type: ignore[arg-type]
-    views, needs = [SlotView(1, ())] * slots, SamplerClass.of(params)
+
+    def zeros(k: int, *_: object) -> None:
+        """In place of a drafter, always the same token, of which nothing was drawn."""
+        state.draft.fill_(0)
+        state.num_drafts.fill_(k)
+
+    certain = SimpleNamespace(watches=False, capture=lambda *_: None, draft=zeros)
+    proposer: Any = drafter(setting, 6 * replace(case, seed=77).table().float()) if drawn else certain
+    setting.round = ruled(setting, proposer, rule)
     tested = accepted = 0
     with (
         torch.inference_mode(),
         mock.patch.object(sampling, "gumbel", gumbel_at_once),
         mock.patch.object(draft_verify, "gumbel", gumbel_at_once),
     ):
-        proposer.draft(k, first_window(state), views, needs)
+        proposer.draft(k, first_window(state), setting.views, setting.needs)
         while state.active.any():
-            place, live = int(state.counter), state.active.clone()
-            rounds.run(k, views, needs, None, k)
-            told = state.ring[place % len(state.ring)][live]
+            live, _ = setting.launch(k, setting.needs, k)
+            told = setting.emitted[live]
             tested, accepted = tested + int(told[:, 1].sum()), accepted + int(told[:, 2].sum())
     texts = state.tokens[:, len(PROMPT) : len(PROMPT) + k + 1]
     number = (texts * VOCAB ** torch.arange(k + 1)).sum(-1)

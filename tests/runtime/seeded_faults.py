@@ -1,7 +1,7 @@
 """The seeded faults of `test_runtime_mutants`: each a patch of one function of the program.
 
-Operations are patched where `load_kernels` looks for their torch form, so that a fault reaches an
-engine's parts and the enumerated rounds alike.
+Operations are patched where `load_kernels` looks for their torch form, so that a fault reaches an engine's
+parts and the enumerated rounds alike.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from spd.runtime.engine.engine import Engine
 from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.round.round_queue import RoundQueue
 from spd.runtime.round.sampler import Sampler
-from spd.runtime.round.sampling_params import SamplingParams
 from spd.runtime.round.state import RoundState
 
 Patch = pytest.MonkeyPatch
@@ -53,17 +52,15 @@ def replaced(asked: dict[str, Any], changes: dict[str, object]) -> dict[str, Any
     """The arguments with others in place of some, or with a copy of the record that has a field."""
     asked = dict(asked)
     for name, value in changes.items():
-        owner = name
-        if name not in asked:
-            owner = [at for at, r in asked.items() if isinstance(r, RECORDS) and name in fields_of(r)][-1]
-            record = asked[owner]
-            if isinstance(record, tuple):
-                value = record._replace(**{name: value})  # type: ignore[attr-defined]
-            else:
-                changed = copy.copy(record)
-                object.__setattr__(changed, name, value)
-                value = changed
-        asked[owner] = value
+        if name in asked:
+            asked[name] = value
+            continue
+        owner = [at for at, r in asked.items() if isinstance(r, RECORDS) and name in fields_of(r)][-1]
+        if isinstance(asked[owner], tuple):
+            asked[owner] = asked[owner]._replace(**{name: value})
+        else:
+            asked[owner] = copy.copy(asked[owner])
+            object.__setattr__(asked[owner], name, value)
     return asked
 
 
@@ -87,6 +84,16 @@ def operation(
     return lambda patch: patch.setattr(module, name, changed)
 
 
+def around(owner: Any, name: str, change: Callable[..., Any]) -> Mutation:
+    """A function or method becomes `change`, which is given the right one before its arguments."""
+
+    def apply(patch: Patch) -> None:
+        honest = getattr(owner, name)
+        patch.setattr(owner, name, lambda *args: change(honest, *args))
+
+    return apply
+
+
 def together(*mutations: Mutation) -> Mutation:
     def apply(patch: Patch) -> None:
         for mutation in mutations:
@@ -101,10 +108,10 @@ def together(*mutations: Mutation) -> Mutation:
 def verify(rule: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Mutation:
     """Another rule of acceptance: (draft, sampled, which drafts are real) to accepted."""
 
-    def verify(draft: Tensor, sampled: Tensor, num_drafts: Tensor) -> Tensor:
+    def verify(honest: Any, draft: Tensor, sampled: Tensor, num_drafts: Tensor) -> Tensor:
         return rule(draft, sampled, torch.arange(draft.shape[1]) < num_drafts.unsqueeze(-1))
 
-    return lambda patch: patch.setattr(round_commit, "coupled_verify", verify)
+    return around(round_commit, "coupled_verify", verify)
 
 
 def leading(flags: Tensor) -> Tensor:
@@ -161,15 +168,12 @@ def stops_are_finite(a: Arguments) -> dict[str, object]:
     return {"finite": a.finite | (a.sampled.unsqueeze(-1) == a.stop_ids.unsqueeze(1)).any(dim=-1)}
 
 
-def stops_in_last_row_only(patch: Patch) -> None:
-    decide = round_commit._decide
+def decided_by_the_last(decide: Any, sampled: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+    hidden = torch.cat((torch.full_like(sampled[:, :-1], -2), sampled[:, -1:]), dim=1)
+    return decide(hidden, *rest)
 
-    def changed(sampled: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = sampled.clone()
-        hidden[:, :-1] = -2
-        return decide(hidden, *rest)
 
-    patch.setattr(round_commit, "_decide", changed)
+stops_in_last_row_only = around(round_commit, "_decide", decided_by_the_last)
 
 
 def read_a_column_late(row: list[int]) -> Emission:
@@ -197,22 +201,24 @@ def begins_one_early(window: Any, a: Arguments) -> Any:
     return dataclasses.replace(window, token_ids=ids)
 
 
-def kept_whatever_they_are(window: Any, a: Arguments) -> Any:
-    every = torch.ones_like(window.valid)
-    slots = round_window.kv_slots(a.page_table, window.positions, every, a.page_size, a.trash_slot)
+def placed(window: Any, a: Arguments, valid: Tensor, further: int = 0) -> Any:
+    """Its rows elsewhere in the cache."""
+    at = window.positions + further
+    slots = round_window.kv_slots(a.page_table, at, valid, a.page_size, a.trash_slot)
     return dataclasses.replace(window, kv_slots=slots)
 
 
-def kv_one_off(patch: Patch) -> None:
-    honest = round_window.kv_slots
+def kept_whatever_they_are(window: Any, a: Arguments) -> Any:
+    return placed(window, a, torch.ones_like(window.valid))
 
-    def changed(table: Tensor, positions: Tensor, valid: Tensor, page_size: int, trash: int) -> Tensor:
-        # Rows after a window's first, beyond every prompt: plain decoding has none.
-        later = (torch.arange(positions.shape[1]) > 0) & (positions >= 16)
-        return honest(table, positions + later.long(), valid, page_size, trash)
 
-    patch.setattr(round_window, "kv_slots", changed)
+def later_rows_one_off(kv_slots: Any, table: Tensor, positions: Tensor, *rest: Any) -> Tensor:
+    """Rows after a window's first, beyond every prompt: plain decoding has none."""
+    later = (torch.arange(positions.shape[1]) > 0) & (positions >= 16)
+    return kv_slots(table, positions + later.long(), *rest)
 
+
+kv_one_off = around(round_window, "kv_slots", later_rows_one_off)
 
 # -- the sampler -------------------------------------------------------------------------------------
 
@@ -220,40 +226,24 @@ def kv_one_off(patch: Patch) -> None:
 def first_row_only(**step: Any) -> Mutation:
     """A step of the processing that verify rows do not get."""
 
-    def apply(patch: Patch) -> None:
-        process = sampling.process_rows
+    def changed(process: Any, logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
+        cheap = process(logits, draft, dataclasses.replace(tensors, **step))
+        return torch.cat((process(logits, draft, tensors)[:, :1], cheap[:, 1:]), dim=1)
 
-        def changed(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
-            cheap = process(logits, draft, dataclasses.replace(tensors, **step))
-            return torch.cat((process(logits, draft, tensors)[:, :1], cheap[:, 1:]), dim=1)
-
-        patch.setattr(sampling, "process_rows", changed)
-
-    return apply
+    return around(sampling, "process_rows", changed)
 
 
 def noise(key: Callable[[Tensor], Tensor]) -> Mutation:
     """The target's noise at other positions than the tokens' own."""
-
-    def apply(patch: Patch) -> None:
-        draw = sampling.draw_rows
-
-        def changed(processed: Tensor, positions: Tensor, *rest: Any) -> Tensor:
-            return draw(processed, key(positions), *rest)
-
-        patch.setattr(sampling, "draw_rows", changed)
-
-    return apply
+    return around(sampling, "draw_rows", lambda draw, processed, at, *rest: draw(processed, key(at), *rest))
 
 
-def seed_of_slot(patch: Patch) -> None:
-    admit = Sampler.admit
+def admitted_by_slot(admit: Any, sampler: Sampler, slot: int, *given: Any) -> None:
+    admit(sampler, slot, *given)
+    sampler.seed[slot] = slot
 
-    def changed(self: Sampler, slot: int, params: SamplingParams, *tokens: Tensor) -> None:
-        admit(self, slot, params, *tokens)
-        self.seed[slot] = slot
 
-    patch.setattr(Sampler, "admit", changed)
+seed_of_slot = around(Sampler, "admit", admitted_by_slot)
 
 
 def counts(rows: Callable[[Tensor, Tensor], Tensor]) -> Mutation:
@@ -279,35 +269,25 @@ def hide(early: Callable[[Tensor], Tensor]) -> Mutation:
 def head(late: int = 0, **needs_not: bool) -> Mutation:
     """The head that draws by itself: used where it must not be, or drawing `late` positions late."""
 
-    def apply(patch: Patch) -> None:
-        draw = Sampler.draw_fused
+    def changed(draw: Any, sampler: Sampler, runner: Any, hidden: Tensor, step: int, needs: Any) -> Any:
+        return draw(sampler, runner, hidden, step + late, dataclasses.replace(needs, **needs_not))
 
-        def changed(self: Sampler, runner: Any, hidden: Tensor, step: int, needs: Any) -> Any:
-            return draw(self, runner, hidden, step + late, dataclasses.replace(needs, **needs_not))
-
-        patch.setattr(Sampler, "draw_fused", changed)
-
-    return apply
+    return around(Sampler, "draw_fused", changed)
 
 
 # -- the drafter and the queue -----------------------------------------------------------------------
 
-
-def draft_noise_off(patch: Patch) -> None:
-    draw = Sampler.draw_draft
-    patch.setattr(
-        Sampler, "draw_draft", lambda s, runner, h, step, needs: draw(s, runner, h, step + 1, needs)
-    )
+draft_noise_off = around(
+    Sampler, "draw_draft", lambda draw, s, runner, h, step, needs: draw(s, runner, h, step + 1, needs)
+)
 
 
-def draft_without_temperature(patch: Patch) -> None:
-    draw = Sampler.draw_draft
+def cold(draw: Any, sampler: Sampler, *args: Any) -> Tensor:
+    with mock.patch.dict(sampler.numbers, temperature=sampler.numbers["temperature"].sign()):
+        return draw(sampler, *args)
 
-    def changed(self: Sampler, *args: Any) -> Tensor:
-        with mock.patch.dict(self.numbers, temperature=self.numbers["temperature"].sign()):
-            return draw(self, *args)
 
-    patch.setattr(Sampler, "draw_draft", changed)
+draft_without_temperature = around(Sampler, "draw_draft", cold)
 
 
 def drafts_one_column_late(window: Any, a: Arguments) -> Any:
@@ -317,8 +297,7 @@ def drafts_one_column_late(window: Any, a: Arguments) -> Any:
 
 
 def draft_kv_one_off(window: Any, a: Arguments) -> Any:
-    slots = round_window.kv_slots(a.page_table, window.positions + 1, window.valid, a.page_size, a.trash_slot)
-    return dataclasses.replace(window, kv_slots=slots)
+    return placed(window, a, window.valid, further=1)
 
 
 def one_further(result: None, a: Arguments) -> None:
@@ -328,48 +307,36 @@ def one_further(result: None, a: Arguments) -> None:
 def catch_up(change: Callable[[int], int | None]) -> Mutation:
     """The drafter's cache brought up by another number of rounds, or not at all."""
 
-    def apply(patch: Patch) -> None:
-        honest = DraftModelProposer.catch_up
+    def changed(honest: Any, proposer: DraftModelProposer, rounds: int, views: Any) -> None:
+        if (other := change(rounds)) is not None:
+            honest(proposer, other, views)
 
-        def changed(self: DraftModelProposer, rounds: int, views: Any) -> None:
-            if (other := change(rounds)) is not None:
-                honest(self, other, views)
-
-        patch.setattr(DraftModelProposer, "catch_up", changed)
-
-    return apply
+    return around(DraftModelProposer, "catch_up", changed)
 
 
-def pauses_are_not_counted(patch: Patch) -> None:
-    launch = RoundQueue.launch
-
-    def changed(self: RoundQueue, *args: Any) -> Any:
-        self.behind = 0
-        return launch(self, *args)
-
-    patch.setattr(RoundQueue, "launch", changed)
+def launched_alone(launch: Any, queue: RoundQueue, *args: Any) -> Any:
+    queue.behind = 0
+    return launch(queue, *args)
 
 
-def pauses_begin_late(patch: Patch) -> None:
-    launch = RoundQueue.launch
-
-    def changed(self: RoundQueue, k: int, *args: Any) -> Any:
-        behind = self.behind
-        ticket = launch(self, k, *args)
-        if k and not behind:
-            self.behind = 0
-        return ticket
-
-    patch.setattr(RoundQueue, "launch", changed)
+pauses_are_not_counted = around(RoundQueue, "launch", launched_alone)
 
 
-def occupants_look_alike(patch: Patch) -> None:
-    read = Engine._read_oldest
+def launched_late(launch: Any, queue: RoundQueue, k: int, *args: Any) -> Any:
+    behind, ticket = queue.behind, launch(queue, k, *args)
+    if k and not behind:
+        queue.behind = 0
+    return ticket
 
-    def changed(self: Engine) -> None:
-        slots, oldest = self._scheduler.slots, self._scheduler.in_flight[0]
-        present = [slots[sequence.slot] or sequence for sequence in oldest.sequences]
-        self._scheduler.in_flight[0] = oldest._replace(sequences=present)
-        read(self)
 
-    patch.setattr(Engine, "_read_oldest", changed)
+pauses_begin_late = around(RoundQueue, "launch", launched_late)
+
+
+def of_those_present(read: Any, engine: Engine) -> None:
+    slots, oldest = engine._scheduler.slots, engine._scheduler.in_flight[0]
+    present = [slots[sequence.slot] or sequence for sequence in oldest.sequences]
+    engine._scheduler.in_flight[0] = oldest._replace(sequences=present)
+    read(engine)
+
+
+occupants_look_alike = around(Engine, "_read_oldest", of_those_present)

@@ -16,9 +16,6 @@ PROMPT = (1, 2)
 Text = tuple[int, ...]
 
 
-# -- the target: a table of logits by context, and its processed law in plain Python ------------------
-
-
 def context_numbers(tokens: Tensor) -> Tensor:
     """The number of each prefix of tokens [S, n], one to one; -1 from the first unwritten (-1) on."""
     numbers = torch.full_like(tokens, -1)
@@ -65,8 +62,7 @@ def processed_by_definition(logits: Sequence[float], text: Text, params: Samplin
     scores = [x / params.temperature for x in scores]
     order = sorted(range(VOCAB), key=lambda v: (-scores[v], v))[: params.top_k or VOCAB]
     total = math.fsum(math.exp(scores[v]) for v in order)
-    kept: list[int] = []
-    before = 0.0
+    kept, before = list[int](), 0.0
     for v in order:
         share = math.exp(scores[v]) / total
         if not kept or (before < params.top_p and share >= params.min_p * math.exp(scores[order[0]]) / total):
@@ -104,35 +100,26 @@ class Law:
 DraftLaw = Callable[[int], Tensor]  # contexts -> [contexts, sampled, draft]
 
 
-def _equal(contexts: int) -> Tensor:
-    return torch.eye(VOCAB, dtype=torch.float64).expand(contexts, -1, -1)
-
-
-def _never(contexts: int) -> Tensor:
-    return (1 - _equal(contexts)) / (VOCAB - 1)
+EQUAL = torch.eye(VOCAB, dtype=torch.float64)
+NEVER = (1 - EQUAL) / (VOCAB - 1)
 
 
 def random_drafts(contexts: int) -> Tensor:
-    table = torch.rand(
-        contexts, VOCAB, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(9)
-    )
+    source = torch.Generator().manual_seed(9)
+    table = torch.rand(contexts, VOCAB, VOCAB, dtype=torch.float64, generator=source)
     return table / table.sum(-1, keepdim=True)
 
 
 def _one_hot(contexts: int) -> Tensor:
     choice = torch.randint(VOCAB, (contexts, 1), generator=torch.Generator().manual_seed(10))
-    return torch.eye(VOCAB, dtype=torch.float64)[choice].expand(-1, VOCAB, -1)
-
-
-def _only_zeros_match(contexts: int) -> Tensor:
-    """Equal where the sample is token 0, else never: acceptance as biased as it can be."""
-    return torch.where(torch.arange(VOCAB)[:, None] == 0, _equal(contexts), _never(contexts))
+    return EQUAL[choice].expand(-1, VOCAB, -1)
 
 
 DRAFT_LAWS: dict[str, DraftLaw] = {
-    "equal": _equal,
-    "never": _never,
+    "equal": lambda contexts: EQUAL.expand(contexts, -1, -1),
+    "never": lambda contexts: NEVER.expand(contexts, -1, -1),
     "random": random_drafts,
     "one-hot": _one_hot,
-    "only-zeros-match": _only_zeros_match,
+    # Equal where the sample is token 0, else never: acceptance as biased as it can be.
+    "only-zeros-match": lambda contexts: torch.cat((EQUAL[:1], NEVER[1:])).expand(contexts, -1, -1),
 }

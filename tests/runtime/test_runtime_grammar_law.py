@@ -25,7 +25,7 @@ from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 from tests.helpers import make_engine, run_requests
 from tests.runtime.round_law import LIMIT_OF_ERROR, difference
 from tests.runtime.rule_law import RULES, RuleCase, RuleEnumeration
-from tests.runtime.target_law import PROMPT, VOCAB, number_of, target_table
+from tests.runtime.target_law import VOCAB, number_of
 from tests.runtime.test_runtime_grammar import fits, requests
 
 MIXED = SamplingParams(temperature=0.75, logit_bias=((0, 0.5),), presence_penalty=0.25)
@@ -78,15 +78,10 @@ class GrammarEnumeration(RuleEnumeration):
 
 def law_error(case: RuleCase) -> float:
     """How far the rounds' law, continued by the masked target, is from the masked target's own."""
-    depth = len(PROMPT) + sum(k + 1 for k in case.ks) + 1
-    table = target_table(depth, case.seed, False)
-    allowed = target_table(depth, case.seed + 1, True).isfinite()
+    table, allowed = case.table(), case.table(1, masked=True).isfinite()
     masked = table.masked_fill(~allowed, float("-inf"))
     with torch.inference_mode():
-        enumeration = GrammarEnumeration(case, table, allowed)
-        for number in range(len(case.ks)):
-            enumeration.run(number)
-    return difference(case, masked, enumeration.masses())
+        return difference(case, masked, GrammarEnumeration(case, table, allowed).all_masses())
 
 
 @pytest.mark.covers(2)
