@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,15 +21,13 @@ from spd.runtime.round.limits import mask_width
 from tests.helpers import quick_engine, random_prompts, run_requests
 
 VOCAB, PATTERN = 320, "(ab|cd|[0-9]{3}){4,9}!"
+PROPERTIES: dict[str, Any] = {
+    "name": {"type": "string", "maxLength": 6},
+    "kind": {"enum": ["red", "green"]},
+    "list": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+}
 SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 6},
-        "kind": {"enum": ["red", "green"]},
-        "list": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
-    },
-    "required": ["name", "kind", "list"],
-    "additionalProperties": False,
+    **{"type": "object", "properties": PROPERTIES, "required": [*PROPERTIES], "additionalProperties": False},
     "x-guidance": {"whitespace_flexible": False},
 }
 TEXTS = {
@@ -61,12 +60,9 @@ def compiler(target: Path) -> GrammarCompiler:
 
 def requests(temperature: float, count: int = 90) -> list[Request]:
     """Grammars of every kind, and one request without."""
-    found = []
-    for i, (kind, text) in enumerate(TEXTS.items()):
-        params = SamplingParams(temperature=temperature, seed=i, max_tokens=count)
-        found.append(Request(kind, PROMPTS[i], params, grammar=text))
-    params = SamplingParams(temperature=temperature, seed=9, max_tokens=40, repetition_penalty=1.2)
-    return [*found, Request("free", PROMPTS[0], params)]
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=count) for i in (0, 1, 2, 9)]
+    found = [Request(kind, PROMPTS[i], params[i], grammar=TEXTS[kind]) for i, kind in enumerate(TEXTS)]
+    return [*found, Request("free", PROMPTS[0], replace(params[3], max_tokens=40, repetition_penalty=1.2))]
 
 
 NGRAM = {"spec": "ngram", "ngram_min": 1, "draft_max": 4}
@@ -97,16 +93,14 @@ def test_texts_match_and_are_the_same_however_they_are_made(
 def test_requests_without_a_grammar_wait_for_none(target: Path) -> None:
     """At lag 2 a grammar slot sits out two of three rounds; the slot beside it takes part in all."""
     engine = quick_engine(target, slots=2, lag=2)
-    free, bound = requests(1.0)[3], requests(1.0)[0]
-    rounds: list[tuple[bool, bool]] = []
-    launch = engine._device.launch
+    launch, rounds = engine._device.launch, list[tuple[bool, bool]]()
 
     def spy(*args: Any) -> Any:
         rounds.append(tuple(engine._device.state.active.tolist()))  # type: ignore[arg-type]
         return launch(*args)
 
     engine._device.launch = spy  # type: ignore[method-assign]
-    run_requests(engine, [free, bound])
+    run_requests(engine, [requests(1.0)[3], requests(1.0)[0]])
     assert all(first for first, _ in rounds[:30])
     assert 8 <= sum(second for _, second in rounds[:30]) <= 11
 
@@ -125,27 +119,24 @@ def allowed(row: torch.Tensor) -> set[int]:
 @pytest.mark.parametrize("kind", TEXTS)
 def test_a_mask_is_that_of_the_text_with_the_drafts_before_it(compiler: GrammarCompiler, kind: str) -> None:
     """Row by row against a matcher that took those tokens for good; afterwards nothing has happened."""
-    ends, source, legal_runs = {300, 301}, torch.Generator().manual_seed(len(kind)), 0
-    grammar = compiler.compile(TEXTS[kind], ends)
-    walked: list[int] = []
+    ends, source, legal_runs = {300, 301}, random.Random(len(kind)), 0
+    grammar, walked = compiler.compile(TEXTS[kind], ends), list[int]()
     for _ in range(40):
-        probe, drafts = reached(compiler, TEXTS[kind], walked, ends), []
-        for _ in range(5):  # legal drafts but for one in ten
-            row = free_rows(1, VOCAB)
+        probe, drafts = reached(compiler, TEXTS[kind], walked, ends), list[int]()
+        while len(drafts) < 5 and not probe.finished:  # legal drafts but for one in ten
+            row = free_rows(1)
             probe.masks((), row)
             options = sorted(allowed(row[0]) - ends)
-            if not options or int(torch.randint(10, (), generator=source)) == 0:
-                drafts.append(int(torch.randint(VOCAB, (), generator=source)))
+            if not options or source.random() < 0.1:
+                drafts.append(source.randrange(VOCAB))
                 break
-            drafts.append(options[int(torch.randint(len(options), (), generator=source))])
+            drafts.append(source.choice(options))
             probe.accept(drafts[-1])
-            if probe.finished:
-                break
-        rows = free_rows(len(drafts) + 1, VOCAB)
+        rows = free_rows(len(drafts) + 1)
         legal = grammar.masks(drafts, rows)
         legal_runs += legal > 1
         for i in range(legal + 1):
-            alone = free_rows(1, VOCAB)
+            alone = free_rows(1)
             after = reached(compiler, TEXTS[kind], walked + [d for d in drafts[:i] if d not in ends], ends)
             if after.finished or (i and drafts[i - 1] in ends):
                 break
@@ -160,8 +151,8 @@ def test_a_mask_is_that_of_the_text_with_the_drafts_before_it(compiler: GrammarC
     assert legal_runs > 3
 
 
-def free_rows(rows: int, vocab_size: int) -> torch.Tensor:
-    return torch.full((rows, mask_width(vocab_size)), -1, dtype=torch.int32)
+def free_rows(rows: int) -> torch.Tensor:
+    return torch.full((rows, mask_width(VOCAB)), -1, dtype=torch.int32)
 
 
 def thinking(target: Path) -> tuple[list[int], int, int]:
@@ -172,15 +163,16 @@ def thinking(target: Path) -> tuple[list[int], int, int]:
     return seen, at, seen[at]
 
 
-def note_masks(engine: Any, lengths: list[int]) -> None:
-    """Have the lengths noted at which a slot gets masks."""
-    allow = engine._device.allow
+def lengths_of_masks(engine: Any) -> list[int]:
+    """The lengths at which a slot gets masks, noted from now on."""
+    allow, lengths = engine._device.allow, list[int]()
 
     def noted(slot: int, *rest: Any) -> None:
         lengths.append(int(engine._device.state.length[slot]))
         allow(slot, *rest)
 
     engine._device.allow = noted
+    return lengths
 
 
 def test_a_grammar_begins_behind_the_end_of_thinking(target: Path) -> None:
@@ -189,17 +181,15 @@ def test_a_grammar_begins_behind_the_end_of_thinking(target: Path) -> None:
     text = GrammarText("regex", PATTERN, after=end)
     request = Request("t", PROMPTS[1], SamplingParams(max_tokens=60), grammar=text)
     drafts: dict[str, Any] = {"spec": "draft", "draft_model": target, "draft_max": 4}
-    engines = [quick_engine(target, **one) for one in ({}, drafts | {"lag": 2}, drafts, {"lag": 1})]
-    lengths = [list[int]() for _ in engines]
-    for engine, seen_at in zip(engines, lengths, strict=True):
-        note_masks(engine, seen_at)
-    runs = [run_requests(engine, [request])[0] for engine in engines]
-    assert all(min(found) == len(PROMPTS[1]) + at + 1 for found in lengths), "a round waited for its masks"
+    runs = []
+    for wishes in ({}, drafts | {"lag": 2}, drafts, {"lag": 1}):
+        engine = quick_engine(target, **wishes)
+        lengths = lengths_of_masks(engine)
+        runs += run_requests(engine, [request])
+        assert min(lengths) == len(PROMPTS[1]) + at + 1, "a round waited for its masks"
     assert all(run.output == runs[0].output for run in runs) and runs[1].drafts == runs[2].drafts
     assert runs[0].tokens[: at + 1] == seen[: at + 1]
-    tokenizer = quick_engine(target).tokenizer
-    assert tokenizer is not None
-    assert re.fullmatch(PATTERN, tokenizer.decode(runs[0].tokens[at + 1 :])), runs[0].text
+    assert re.fullmatch(PATTERN, engine.tokenizer.decode(runs[0].tokens[at + 1 :])), runs[0].text
     assert runs[1].drafted[at] and runs[1].drafted[at - 1], "the end was no draft inside an accepted run"
 
 
@@ -217,12 +207,13 @@ def test_a_text_that_ends_while_thinking_is_an_error(target: Path) -> None:
 def test_an_end_before_the_grammar_s_is_said(target: Path) -> None:
     """By -n, by a stop string and by a stop id; not where the text may be complete."""
     digits = tuple(range(48, 58))
+    early = "the text ended before the regex was complete"
     cases: list[tuple[str, dict[str, Any], tuple[str, str | None]]] = [
-        ("[0-9]{9}", {"max_tokens": 2}, ("length", "the text ended before the regex was complete")),
+        ("[0-9]{9}", {"max_tokens": 2}, ("length", early)),
         ("[0-9]+", {"max_tokens": 2}, ("length", None)),
         ("[0-9]{4}", {"max_tokens": 9}, ("stop", None)),
-        ("a[0-9]{4}", {"stop": ("a",)}, ("stop", "the text ended before the regex was complete")),
-        ("a[0-9]{4}", {"stop_token_ids": digits}, ("stop", "the text ended before the regex was complete")),
+        ("a[0-9]{4}", {"stop": ("a",)}, ("stop", early)),
+        ("a[0-9]{4}", {"stop_token_ids": digits}, ("stop", early)),
     ]
     for spec in ({"lag": 2}, NGRAM):
         engine = quick_engine(target, **spec)
@@ -234,21 +225,19 @@ def test_an_end_before_the_grammar_s_is_said(target: Path) -> None:
 
 def test_a_dead_end_is_an_error_and_no_token(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing allowed behind the third token: the three are kept, and no other request notices."""
-    asked = requests(1.0)
-    alone = run_requests(quick_engine(target), [asked[3]])[0]
-    whole = run_requests(quick_engine(target), [asked[0]])[0]
-    honest, count = Grammar._write, 0
+    asked = [requests(1.0)[0], requests(1.0)[3]]
+    whole, alone = run_requests(quick_engine(target), asked)
+    honest, left = Grammar._write, [3]
 
     def write(self: Grammar, row: torch.Tensor) -> None:
-        nonlocal count
         honest(self, row)
-        count += 1
-        if count > 3:
+        left[0] -= 1
+        if left[0] < 0:
             row.zero_()
 
     monkeypatch.setattr(Grammar, "_write", write)
     engine = quick_engine(target, slots=2, lag=2)
-    done = engine.generate([asked[0], asked[3]])
+    done = engine.generate(asked)
     assert (done[0].finish_reason, list(done[0].token_ids)) == ("error", whole.tokens[:3])
     assert "grammar dead end" in str(done[0].error)
     assert list(done[1].token_ids) == alone.tokens
@@ -257,15 +246,11 @@ def test_a_dead_end_is_an_error_and_no_token(target: Path, monkeypatch: pytest.M
 
 def test_interrupted_grammars_go_on_where_they_were(target: Path) -> None:
     """Those that begin behind a token, too."""
-    first, again = (
-        [replace(r, id=f"{i}{r.id}", prompt_ids=r.prompt_ids * 2) for r in requests(1.0)] for i in "01"
-    )
-    free = run_requests(quick_engine(target, ctx=192), [replace(one, grammar=None) for one in again])
-    behind = [
-        replace(one, grammar=one.grammar and replace(one.grammar, after=run.tokens[4], optional=True))
-        for one, run in zip(again, free, strict=True)
-    ]
-    asked = [*first, *behind]
+    asked = [replace(request, prompt_ids=request.prompt_ids * 2) for request in requests(1.0)]
+    free = run_requests(quick_engine(target, ctx=192), [replace(one, grammar=None) for one in asked])
+    for one, run in zip([*asked], free, strict=True):
+        behind = one.grammar and replace(one.grammar, after=run.tokens[4], optional=True)
+        asked.append(replace(one, id=f"again {one.id}", grammar=behind))
     alone = [run.output for run in run_requests(quick_engine(target, ctx=192), asked)]
     engine = quick_engine(target, slots=5, ctx=192, cache_pages=3, lag=1, spec="ngram", ngram_min=1)
     runs = run_requests(engine, asked)
@@ -273,6 +258,7 @@ def test_interrupted_grammars_go_on_where_they_were(target: Path) -> None:
     assert sum(run.metrics.preemptions for run in runs) > 1
 
 
+MANY = [f".*{n}.*" for n in range(99)]
 BAD = [
     ("schema", "{", "expected|EOF"),
     ("schema", '{"type": "nope"}', "Invalid type"),
@@ -286,16 +272,8 @@ BAD = [
     # each of these keeps the library busy for minutes
     ("schema", '{"type": "integer", "multipleOf": 7436429}', "no common multiple"),
     ("schema", json.dumps({"allOf": [{"multipleOf": n} for n in (0, 7, 11, 13, 17, 19, 23)]}), "no common"),
-    (
-        "schema",
-        json.dumps({"type": "string", "allOf": [{"pattern": f".*{n}.*"} for n in range(99)]}),
-        "combines",
-    ),
-    (
-        "schema",
-        json.dumps({str(n): {"$ref": "#", "pattern": f".*{n}.*"} for n in range(99)}),
-        "combines",
-    ),
+    ("schema", json.dumps({"type": "string", "allOf": [{"pattern": p} for p in MANY]}), "combines"),
+    ("schema", json.dumps({p: {"$ref": "#", "pattern": p} for p in MANY}), "combines"),
 ]
 
 
@@ -314,7 +292,7 @@ def test_compiled_grammars_are_kept_and_few(target: Path) -> None:
     for i in range(KEPT + 5):
         compiler.compile(GrammarText("regex", f"a{{{i}}}b"), ())
     assert compiler._kept.cache_info().currsize == KEPT
-    rows = free_rows(2, VOCAB)
+    rows = free_rows(2)
     for i in range(2):
         grammar = compiler.compile(TEXTS["regex"], ())
         grammar.masks((), rows[i : i + 1])
@@ -323,34 +301,25 @@ def test_compiled_grammars_are_kept_and_few(target: Path) -> None:
 
 
 BEGIN, END = 300, 301
-PROMPT = random_prompts(1, 12, 256)[0]
-
-
-def asked(temperature: float) -> list[Request]:
-    """A prompt inside thinking with three budgets, one outside, one with a grammar behind, one without."""
-    params = SamplingParams(temperature=temperature, seed=4, max_tokens=24, ignore_eos=True)
-    found = [
-        Request(f"{n}", PROMPT, params, thinking=ThinkingBudget(n, END, BEGIN, inside=True))
-        for n in (0, 1, 7)
-    ]
-    found.append(Request("outside", PROMPT, params, thinking=ThinkingBudget(0, END)))
-    grammar = GrammarText("regex", "[ab]{6}", after=END)
-    found.append(
-        Request("then", PROMPT, params, grammar=grammar, thinking=ThinkingBudget(3, END, inside=True))
-    )
-    return [*found, Request("free", PROMPT, params)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_text_is_the_same_however_it_is_made(target: Path, temperature: float) -> None:
-    runs = run_requests(quick_engine(target), asked(temperature))
-    plain = {request.id: run for request, run in zip(asked(temperature), runs, strict=True)}
-    free = plain["free"].tokens
-    assert END not in free, "else another seed"
+    """A prompt inside thinking with three budgets, one outside, one with a grammar behind, one without."""
+    params = SamplingParams(temperature=temperature, seed=4, max_tokens=24, ignore_eos=True)
+    free = Request("free", random_prompts(1, 12, 256)[0], params)
+    inside = {f"{n}": ThinkingBudget(n, END, BEGIN, inside=True) for n in (0, 1, 7)}
+    budgets = {**inside, "outside": ThinkingBudget(0, END), "then": ThinkingBudget(3, END, inside=True)}
+    asked = [free, *(replace(free, id=name, thinking=budget) for name, budget in budgets.items())]
+    asked[-1] = replace(asked[-1], grammar=GrammarText("regex", "[ab]{6}", after=END))
+    runs = run_requests(quick_engine(target), asked)
+    plain = {request.id: run for request, run in zip(asked, runs, strict=True)}
+    said = plain["free"].tokens
+    assert END not in said, "else another seed"
     for budget in (0, 1, 7):
         tokens = plain[str(budget)].tokens
-        assert tokens[:budget] == free[:budget] and tokens[budget] == END and tokens.count(END) == 1
-    assert plain["outside"].tokens == free
+        assert tokens[:budget] == said[:budget] and tokens[budget] == END and tokens.count(END) == 1
+    assert plain["outside"].tokens == said
     assert plain["then"].tokens[3] == END and plain["then"].finish_reason == "stop"
     assert set(plain["then"].text[-6:]) <= {"a", "b"}
     methods: tuple[dict[str, Any], ...] = (
@@ -358,8 +327,8 @@ def test_the_text_is_the_same_however_it_is_made(target: Path, temperature: floa
         {"spec": "draft", "draft_model": target, "draft_max": 4, "lag": 2},
     )
     for wishes in methods:
-        runs = run_requests(quick_engine(target, slots=6, **wishes), asked(temperature))
-        assert [run.output for run in runs] == [run.output for run in plain.values()], wishes
+        found = run_requests(quick_engine(target, slots=6, **wishes), asked)
+        assert [run.output for run in found] == [run.output for run in runs], wishes
 
 
 def test_thinking_ends_where_its_budget_does() -> None:
