@@ -16,33 +16,24 @@ from spd.formats.checkpoint import Checkpoint
 from spd.runtime import SamplingParams
 from spd.runtime.load import loader
 from spd.runtime.models.destinations import Cut
-from tests.helpers import (
-    cut_when_read,
-    edit_config,
-    edit_weights,
-    make_engine,
-    random_prompts,
-    refused_weights,
-    run_all,
-)
+from tests.helpers import cut_when_read, edit_config, edit_weights, make_engine, refused_weights, run_one
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 
 
 @pytest.fixture
-def copied(tiny: Callable[..., Path], tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    shutil.copytree(tiny("qwen3"), folder)
-    return folder
+def copied(tiny: Callable[..., Path], tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A copy of a variant."""
+    shutil.copytree(tiny(getattr(request, "param", "qwen3")), tmp_path / "model")
+    return tmp_path / "model"
 
 
 def test_a_tokenizer_wider_than_the_embedding_is_refused(copied: Path) -> None:
     edit_config(copied, lambda c: c.update(vocab_size=200, eos_token_id=1, bos_token_id=None))
     (copied / "generation_config.json").unlink()
-    names = ("model.embed_tokens.weight", "lm_head.weight")
-    assert "tokenizer.json" in refused_weights(
-        copied, lambda w: w.update({name: w[name][:200].clone() for name in names})
-    )
+    both = ("model.embed_tokens.weight", "lm_head.weight")
+    said = refused_weights(copied, lambda w: w.update({name: w[name][:200].clone() for name in both}))
+    assert "tokenizer.json" in said
 
 
 def test_padded_rows_of_the_vocabulary_are_never_sampled(copied: Path) -> None:
@@ -52,39 +43,34 @@ def test_padded_rows_of_the_vocabulary_are_never_sampled(copied: Path) -> None:
         for name, gain in (("model.embed_tokens.weight", 1), ("lm_head.weight", 50)):
             weights[name] = torch.cat((weights[name], weights[name][:80] * gain))
 
-    prompts = random_prompts(3, 20, 256)
-    params = [SamplingParams(temperature=t, max_tokens=20, ignore_eos=True) for t in (0.0, 0.7, 1.5)]
-    before = run_all(make_engine(copied), prompts, params)
+    sampled = [SamplingParams(temperature=t, max_tokens=20, ignore_eos=True) for t in (0.0, 0.7, 1.5)]
+    before = [run_one(copied, (7, 8, 9), params) for params in sampled]
     edit_weights(copied, pad)
     edit_config(copied, lambda config: config.update(vocab_size=400))
-    after = run_all(make_engine(copied), prompts, params)
+    after = [run_one(copied, (7, 8, 9), params) for params in sampled]
     assert all(max(run.tokens) < 320 for run in after)
     assert [run.output for run in after] == [run.output for run in before]
 
 
+@pytest.mark.parametrize("copied", ["deepseek_v3"], indirect=True)
 def test_an_mtp_head_inside_the_checkpoint_is_not_unexpected(
-    tiny: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    copied: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(tiny("deepseek_v3"), folder)
-    before = run_all(make_engine(folder), random_prompts(1, 9, 256), [SamplingParams(max_tokens=9)])[0]
+    before = run_one(copied, (7, 8, 9), SamplingParams(max_tokens=9))
     head = ("layers.3.eh_proj.weight", "layers.3.mlp.experts.0.up_proj.weight_scale_inv", "mtp_layers.0.x")
-    edit_weights(folder, lambda w: w.update({f"model.{name}": torch.zeros(2) for name in head}))
-    after = run_all(make_engine(folder), random_prompts(1, 9, 256), [SamplingParams(max_tokens=9)])[0]
+    edit_weights(copied, lambda w: w.update({f"model.{name}": torch.zeros(2) for name in head}))
+    after = run_one(copied, (7, 8, 9), SamplingParams(max_tokens=9))
     assert after.output == before.output and not caplog.messages
-    edit_weights(folder, lambda w: w.update({"model.layers.2.eh_proj.weight": torch.zeros(2)}))
-    make_engine(folder)
+    edit_weights(copied, lambda w: w.update({"model.layers.2.eh_proj.weight": torch.zeros(2)}))
+    make_engine(copied)
     assert "model.layers.2.eh_proj.weight" in caplog.text, "a layer of the target has no such tensor"
 
 
-def test_faults_of_blocks_in_one_message(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(tiny("deepseek_v3"), folder)
+@pytest.mark.parametrize("copied", ["deepseek_v3"], indirect=True)
+def test_faults_of_blocks_in_one_message(copied: Path) -> None:
     gone = [
-        "layers.1.mlp.experts.7.down_proj.weight",
-        "layers.2.mlp.gate.e_score_correction_bias",
-        "layers.2.mlp.shared_experts.gate_proj.weight",
-        "layers.0.self_attn.kv_a_layernorm.weight",
+        *("layers.1.mlp.experts.7.down_proj.weight", "layers.2.mlp.gate.e_score_correction_bias"),
+        *("layers.2.mlp.shared_experts.gate_proj.weight", "layers.0.self_attn.kv_a_layernorm.weight"),
         "layers.1.self_attn.q_b_proj.weight",
     ]
 
@@ -93,16 +79,15 @@ def test_faults_of_blocks_in_one_message(tiny: Callable[..., Path], tmp_path: Pa
             del weights[f"model.{name}"]
         weights["model.layers.1.self_attn.kv_b_proj.weight"] = torch.zeros(64, 31)
 
-    said = refused_weights(folder, spoil)
+    said = refused_weights(copied, spoil)
     assert "5 missing, 1 of another shape" in said
     assert all(name in said for name in gone) and "shape is [64, 31], expected [128, 32]" in said
 
 
 def test_a_draft_with_another_vocabulary_is_refused(tiny: Callable[..., Path], copied: Path) -> None:
     tokenizer = json.loads((copied / "tokenizer.json").read_text())
-    tokenizer["model"]["vocab"] = {
-        token: (1 if i == 0 else 0 if i == 1 else i) for token, i in tokenizer["model"]["vocab"].items()
-    }
+    ids = tokenizer["model"]["vocab"]
+    ids.update({token: 1 - i for token, i in ids.items() if i < 2})
     (copied / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(IncompatibleError) as caught:
         make_engine(tiny("qwen3"), spec="draft", draft_model=copied)
@@ -114,15 +99,15 @@ def test_a_file_that_is_cut_short_while_it_is_read(
     way: str, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A download or a copy that still runs; to touch a map of such a file would end the process."""
-    victim, wishes = tmp_path / "model", dict[str, Any]()
+    model = victim = tmp_path / "model"
+    wishes: dict[str, Any] = {"dtype": "bfloat16"} if way in ("as stored", "sharded", "rank") else {}
     if way == "eagle3":
-        victim = write_tiny_pair(tmp_path / "target", tmp_path / "head")
+        victim = write_tiny_pair(model, tmp_path / "head")
         wishes = {"spec": "eagle3", "draft_model": victim, "draft_max": 3}
     elif way == "fp8":
-        write_twin(tiny("qwen3", dtype="bfloat16"), victim, block=16)
+        write_twin(tiny(dtype="bfloat16"), victim, block=16)
     else:
         shutil.copytree(tiny("sharded" if way == "sharded" else "qwen3", dtype="bfloat16"), victim)
-        wishes["dtype"] = "float32" if way == "cast" else "bfloat16"
     file = max(victim.glob("*.safetensors"))
     cut_when_read(monkeypatch, file)
     with pytest.raises(CheckpointError, match=r"truncated while it was read|changed while in use") as caught:
@@ -130,5 +115,5 @@ def test_a_file_that_is_cut_short_while_it_is_read(
             with Checkpoint.open(victim) as checkpoint:
                 for name in checkpoint.tensors:
                     loader.read_part(checkpoint, name, Cut(0, ((0, 8),)))
-        make_engine(tmp_path / "target" if way == "eagle3" else victim, **wishes)
+        make_engine(model, **wishes)
     assert str(file) in caught.value.message and caught.value.exit_code == 4
