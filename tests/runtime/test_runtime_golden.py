@@ -14,8 +14,8 @@ import torch
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.model_config import SUPPORTED_ARCHITECTURES, WRAPPERS
 from spd.runtime import SamplingParams
-from tests.helpers import edit_weights, make_engine, random_prompts, read_model_config, run_all, speaks_as
-from tests.recipes.tiny import LLAMA, VARIANTS
+from tests.helpers import edit_weights, make_engine, random_prompts, read_model_config, run_one, speaks_as
+from tests.recipes.tiny import LLAMA, VARIANTS, write_json
 from tests.recipes.tiny_dense import FAMILIES, LONG_ORIGINAL, write_dense
 from tests.runtime.test_runtime_wrappers import WRAPPED
 
@@ -28,20 +28,18 @@ def as_known(folder: Path, elsewhere: Path) -> Path:
 
     And Step-3.5 and Muse-Glimmer only inside of what sees images.
     """
-    shutil.copytree(folder, elsewhere / "known")
-    path = elsewhere / "known" / "config.json"
-    config = json.loads(path.read_text())
-    if (wrapper := SEEING.get(config["model_type"])) is not None:
-        names = {"architectures": [wrapper], "model_type": WRAPPERS[wrapper][0]}
+    known = shutil.copytree(folder, elsewhere / "known")
+    config = json.loads((known / "config.json").read_text())
+    wrapper = SEEING.get(config["model_type"], "Qwen2ForCausalLM")
+    if wrapper in WRAPPED:
         vision = WRAPPED[wrapper][0]["vision_config"]
         config = {"text_config": config, "vision_config": vision, "tie_word_embeddings": False}
-        if wrapper.startswith("Muse"):
-            config |= {"out_hidden_size": 64, "projector_hidden_size": 16}
-            edit_weights(path.parent, within)
-    else:
-        names = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-    path.write_text(json.dumps({**config, **names}))
-    return path.parent
+    if wrapper.startswith("Muse"):
+        config |= {"out_hidden_size": 64, "projector_hidden_size": 16}
+        edit_weights(known, within)
+    names = {"architectures": [wrapper], "model_type": WRAPPERS.get(wrapper, ["qwen2"])[0]}
+    write_json(known / "config.json", {**config, **names})
+    return known
 
 
 def within(tensors: dict[str, torch.Tensor]) -> None:
@@ -79,8 +77,7 @@ def test_logits_and_greedy_text_equal_transformers(
     own = name in VARIANTS
     folder = tiny(name) if own else write_dense(tmp_path / "model", name, max_positions=2048)
     known = as_known(folder, tmp_path) if name in ALONE else folder
-    sees = name in SEEN
-    kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+    kind = transformers.AutoModelForImageTextToText if name in SEEN else transformers.AutoModelForCausalLM
     reference = kind.from_pretrained(known, dtype=torch.float32).eval()
     engine = make_engine(folder, ctx=LONG_ORIGINAL if name == "phi3_long" else 256 if own else 1024)
     prompt = random_prompts(1, 700 if name == "mistral" else 90, 256, seed=len(name))[0]
@@ -124,15 +121,11 @@ def test_an_end_token_ends_both(tiny: Callable[..., Path]) -> None:
     """The same model with its own fifth greedy token declared as the end: both stop there, end included."""
     folder = tiny("qwen3")
     prompt = random_prompts(1, 20, 256)[0]
-    free = run_all(make_engine(folder), [prompt], [SamplingParams(max_tokens=24)])[0]
+    free = run_one(folder, prompt, SamplingParams(max_tokens=24))
     end = next(t for t in free.tokens[4:] if free.tokens.index(t) >= 4)
     stopping = tiny("qwen3", eos=(end,))
     reference = transformers.AutoModelForCausalLM.from_pretrained(stopping, dtype=torch.float32).eval()
     wanted = speaks_as(reference, make_engine(stopping), prompt, 24, ends=True).tokens
-    for wishes in (
-        {"spec": "ngram", "draft_max": 4},
-        {"spec": "draft", "draft_model": stopping, "draft_max": 4},
-    ):
-        run = run_all(make_engine(stopping, **wishes), [prompt], [SamplingParams(max_tokens=24)])[0]
-        assert run.tokens == wanted
-        assert run.finish_reason == "stop" and run.tokens[-1] == end
+    for wishes in ({"spec": "ngram"}, {"spec": "draft", "draft_model": stopping}):
+        run = run_one(stopping, prompt, SamplingParams(max_tokens=24), draft_max=4, **wishes)
+        assert run.tokens == wanted and run.finish_reason == "stop" and run.tokens[-1] == end

@@ -10,45 +10,32 @@ import pytest
 import torch
 
 from spd.formats.block_config import LatentConfig
-from spd.formats.model_config import ModelConfig
 from spd.formats.rope_config import RopeConfig
 from spd.runtime.layers.rotary import inverse_frequencies
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import expected_tensors
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.rows import PromptPart, SlotView
-from tests.helpers import make_engine, read_model_config
+from tests.helpers import make_engine, random_prompts, read_model_config
 
 pytestmark = pytest.mark.usefixtures("every_trial")
 
-# -- published figures -----------------------------------------------------------------------------
-
-
-def deepseek_v3(tiny: Callable[..., Path]) -> ModelConfig:
-    """DeepSeek-V3's own numbers, two layers of them."""
-    rope = RopeConfig("yarn", 10000.0, 40.0, 4096, mscale=1.0, mscale_all_dim=1.0)
-    latent = LatentConfig(1536, 512, 128, 64, 128, True)
-    config = read_model_config(tiny("deepseek_v3"))
-    sizes = {"hidden_size": 7168, "num_heads": 128, "head_dim": 192}
-    return replace(config, latent=latent, rope=rope, **sizes)
-
 
 def test_figures_of_deepseek_v3(tiny: Callable[..., Path]) -> None:
-    config = deepseek_v3(tiny)
-    assert family_layout(config).layers[0].attention.scale == pytest.approx(0.135234, abs=5e-7)
-    plain = inverse_frequencies(RopeConfig("default", 10000.0), 64)
-    share = inverse_frequencies(config.rope, 64) / plain
-    kept, stretched = torch.ones(11), torch.full((9,), 1 / 40)
-    torch.testing.assert_close(share[:11], kept), torch.testing.assert_close(share[23:], stretched)
+    """DeepSeek-V3's own numbers, in few layers."""
+    rope = RopeConfig("yarn", 10000.0, 40.0, 4096, mscale=1.0, mscale_all_dim=1.0)
+    wide = replace(read_model_config(tiny("deepseek_v3")), hidden_size=7168, num_heads=128, head_dim=192)
+    config = replace(wide, latent=LatentConfig(1536, 512, 128, 64, 128, True), rope=rope)
+    attention = family_layout(config).layers[0].attention
+    assert attention.scale == pytest.approx(0.135234, abs=5e-7) and attention.cache == ((576,),)
+    share = inverse_frequencies(rope, 64) / inverse_frequencies(RopeConfig("default", 10000.0), 64)
+    torch.testing.assert_close(share[:11], torch.ones(11))
+    torch.testing.assert_close(share[23:], torch.full((9,), 1 / 40))
     assert 1 / 40 < float(share[22]) < float(share[11]) < 1, "the ramp runs from 10 to 23"
     shapes = expected_tensors(config, family_layout(config))
-    assert shapes["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"] == (576, 7168)
-    assert shapes["model.layers.0.self_attn.kv_b_proj.weight"] == (32768, 512)
-    assert shapes["model.layers.0.self_attn.q_b_proj.weight"] == (24576, 1536)
-    assert family_layout(config).layers[0].attention.cache == ((576,),)
+    wanted = {"kv_a_proj_with_mqa": (576, 7168), "kv_b_proj": (32768, 512), "q_b_proj": (24576, 1536)}
+    assert {name: shapes[f"model.layers.0.self_attn.{name}.weight"] for name in wanted} == wanted
 
-
-# -- equal bits ------------------------------------------------------------------------------------
 
 LENGTH = 75
 
@@ -57,10 +44,11 @@ def row_hidden(
     runner: ModelRunner, texts: Sequence[Sequence[int]], starts: Sequence[int], width: int
 ) -> torch.Tensor:
     """Hidden states [S, width, hidden] of windows at `starts` of texts whose beginnings are in the cache."""
-    ids = torch.tensor([t[s : s + width] for t, s in zip(texts, starts, strict=True)])
-    views = [SlotView(LENGTH + 40, range(2 + 8 * i, 10 + 8 * i)) for i in range(len(texts))]
+    ids = torch.tensor([t[s : s + width] for t, s in zip(texts, starts, strict=False)])
+    views = [SlotView(LENGTH + 40, range(2 + 8 * i, 10 + 8 * i)) for i in range(len(ids))]
     table = torch.stack([runner.page_row(view.pages, 8) for view in views])
-    return runner.forward(runner.prompt_rows(ids, torch.tensor(starts)[:, None], table), table, views).hidden
+    rows = runner.prompt_rows(ids, torch.tensor(starts)[: len(ids), None], table)
+    return runner.forward(rows, table, views).hidden
 
 
 @pytest.mark.covers(1)
@@ -76,8 +64,7 @@ def test_a_row_has_the_same_bits_in_every_window(
     folder = tiny(variant, hidden=384, intermediate=448, layers=2)
     runner = make_engine(folder, dtype=dtype, kernels=kernels, slots=4)._device.runner
     assert runner.buckets is None or runner.buckets[0] <= 16, "else every window has one size"
-    generator = torch.Generator().manual_seed(3)
-    texts = torch.randint(256, (4, LENGTH + 20), generator=generator).tolist()
+    texts = random_prompts(4, LENGTH + 20, 256)
     with torch.inference_mode():
         for slot in range(4):
             pages = range(2 + 8 * slot, 10 + 8 * slot)
@@ -85,16 +72,11 @@ def test_a_row_has_the_same_bits_in_every_window(
             for begin, end in ((0, 64), (64, LENGTH)):
                 part = PromptPart(0, ids, begin, end, SlotView(end, pages), ())
                 runner.forward_prompt(part, table, chunked=begin == 0)
-        plain = [row_hidden(runner, texts[:1], [LENGTH + i], 1)[0, 0] for i in range(8)]
-        for width in range(2, 9):
-            found = row_hidden(runner, texts[:1], [LENGTH], width)[0]
-            for row in range(width):
-                assert torch.equal(found[row], plain[row]), (width, row)
-            strangers = [texts[0][: LENGTH + 1] + texts[1][LENGTH + 1 :]]
-            assert torch.equal(row_hidden(runner, strangers, [LENGTH], width)[0, 0], plain[0])
-            row_hidden(runner, texts[:1], [LENGTH], width)  # the rows behind are put right again
-        for slots, width in ((2, 1), (3, 3), (4, 5), (4, 9)):
-            starts = [LENGTH, LENGTH - 3, LENGTH - 9, LENGTH - 20][:slots]
-            found = row_hidden(runner, texts[:slots], starts, width)[0]
-            for row in range(min(width, 8)):
-                assert torch.equal(found[row], plain[row]), (slots, width, row)
+        plain = torch.stack([row_hidden(runner, texts[:1], [LENGTH + i], 1)[0, 0] for i in range(8)])
+        starts = [LENGTH, LENGTH - 3, LENGTH - 9, LENGTH - 20]
+        strangers = [texts[0][: LENGTH + 1] + texts[1][LENGTH + 1 :]]
+        for slots, width in (*((1, width) for width in range(2, 9)), (2, 1), (3, 3), (4, 5), (4, 9)):
+            if slots == 1:
+                assert torch.equal(row_hidden(runner, strangers, starts, width)[0, 0], plain[0])
+            found = row_hidden(runner, texts[:slots], starts, width)[0, :8]  # the rows behind are right again
+            assert torch.equal(found, plain[: len(found)]), (slots, width)
