@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import replace
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from spd.runtime.models.assistant import check_assistant
 from spd.runtime.plan.machine import Machine
 from spd.runtime.plan.memory import measure
 from spd.runtime.plan.plan import outline
-from tests.helpers import make_engine, random_prompts, run_all
+from tests.helpers import edit_config, make_engine, random_prompts, run_all, run_one
 from tests.recipes.mtp_folders import write_hollow
 from tests.recipes.tiny import write_json
 from tests.recipes.tiny_assistant import assistant_shapes, write_assistant
@@ -27,12 +26,14 @@ from tests.runtime.test_runtime_mtp import compared
 
 FEW = (5, 17, 40)
 """Ids that texts are made of."""
-CARD = Machine("cuda", 24 * 2**30, (8, 9), foreseen=True)
+BIASED = SamplingParams(max_tokens=60, ignore_eos=True, logit_bias=tuple((i, 100.0) for i in FEW))
+CARD = Machine("cuda", 120 * 2**30, (8, 9), foreseen=True)
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "clusters": {"clusters": 4, "kept": 3}}
+Pairs = dict[str, tuple[Path, Path]]
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
     """A target, and each kind of assistant for it."""
     shelf = tmp_path_factory.mktemp("assistants")
     target = write_dense(shelf / "target", "gemma4")
@@ -42,36 +43,29 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
 @pytest.mark.covers(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [1, 4, *(pytest.param(k, marks=pytest.mark.slow) for k in (2, 3))])
-def test_drafts_are_the_library_s(pairs: dict[str, tuple[Path, Path]], kind: str, k: int) -> None:
+def test_drafts_are_the_library_s(pairs: Pairs, kind: str, k: int) -> None:
     """Of few ids, which target and assistant are held to by their biases, some drafts are accepted."""
     target, folder = pairs[kind]
     engine = make_engine(target, spec="assistant", draft_model=folder, draft_max=k, slots=2)
     prompts = [*random_prompts(2, 20, 320), *random_prompts(1, 75, 320, seed=1), (3, 9)]
-    params = SamplingParams(max_tokens=60, ignore_eos=True, logit_bias=tuple((i, 100.0) for i in FEW))
-    runs = list(zip(prompts, run_all(engine, prompts, [params] * len(prompts)), strict=True))
-    wrong, seen, rejected = compared(
-        LibraryAssistant(target, folder, dict.fromkeys(FEW, 100.0)), runs, most=12
-    )
+    runs = list(zip(prompts, run_all(engine, prompts, [BIASED] * len(prompts)), strict=True))
+    plain = LibraryAssistant(target, folder, dict.fromkeys(FEW, 100.0))
+    wrong, seen, rejected = compared(plain, runs, most=12)
     assert wrong == 0, (wrong, seen)
     accepted = [record.accepted for _, run in runs for record in run.rounds]
     assert rejected > 8 and seen > 10 and max(accepted) == k and sum(accepted) > 10
 
 
-def test_auto_takes_the_assistant_beside_a_model(pairs: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
-    for name, kind in (("it", "target"), ("it-assistant", "clusters")):
-        (tmp_path / name).symlink_to(pairs["clusters"][kind == "clusters"])
-    plan = make_engine(tmp_path / "it", spec="auto").plan
-    assert (
-        plan.drafter.method == "assistant"
-        and plan.drafter.reason == "the model's own assistant, it-assistant"
-    )
+def test_auto_takes_the_assistant_beside_a_model(pairs: Pairs, tmp_path: Path) -> None:
+    target, folder = tmp_path / "it", tmp_path / "it-assistant"
+    target.symlink_to(pairs["clusters"][0])
+    shutil.copytree(pairs["clusters"][1], folder)
+    drafter = make_engine(target, spec="auto").plan.drafter
+    assert (drafter.method, drafter.reason) == ("assistant", "the model's own assistant, it-assistant")
     assert make_engine(pairs["plain"][0], spec="auto").plan.drafter.method == "ngram"
-    config = json.loads((tmp_path / "it-assistant/config.json").read_text())
-    (tmp_path / "it-assistant").unlink()
-    (tmp_path / "it-assistant").mkdir()
-    write_json(tmp_path / "it-assistant/config.json", {**config, "architectures": ["DFlashDraftModel"]})
-    plan = make_engine(tmp_path / "it", spec="auto").plan
-    assert plan.drafter.method == "ngram" and "it-assistant cannot be used" in plan.drafter.reason
+    edit_config(folder, lambda config: config.update(architectures=["DFlashDraftModel"]))
+    drafter = make_engine(target, spec="auto").plan.drafter
+    assert drafter.method == "ngram" and "it-assistant cannot be used" in drafter.reason
 
 
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -89,21 +83,17 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_another_model_s_assistant_is_refused(
-    pairs: dict[str, tuple[Path, Path]], tmp_path: Path, case: str
-) -> None:
+def test_another_model_s_assistant_is_refused(pairs: Pairs, tmp_path: Path, case: str) -> None:
     target, folder = pairs["clusters"]
     outer, text, words = WRONG[case]
-    config = json.loads((folder / "config.json").read_text())
-    inner = outer.get("text_config", {**config["text_config"], **text})
-    write_json(tmp_path / "config.json", {**config, **outer, "text_config": inner})
-    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    edit_config(tmp_path, lambda config: (config["text_config"].update(text), config.update(outer)))
     with pytest.raises((CheckpointError, IncompatibleError)) as refusal:
         make_engine(target, spec="auto", draft_model=tmp_path)
     assert words in "\n".join([refusal.value.message, *refusal.value.reason])
 
 
-def test_an_assistant_is_no_model(pairs: dict[str, tuple[Path, Path]]) -> None:
+def test_an_assistant_is_no_model(pairs: Pairs) -> None:
     target, folder = pairs["plain"]
     with pytest.raises(CheckpointError, match="an assistant drafts for another model"):
         make_engine(folder)
@@ -115,20 +105,16 @@ def test_an_assistant_is_no_model(pairs: dict[str, tuple[Path, Path]]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_suppressed_ids_are_not_drafted(
-    pairs: dict[str, tuple[Path, Path]], tmp_path: Path, kind: str
-) -> None:
+def test_suppressed_ids_are_not_drafted(pairs: Pairs, tmp_path: Path, kind: str) -> None:
     target, folder = pairs[kind]
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).symlink_to(folder / name)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     write_json(tmp_path / "generation_config.json", {"suppress_tokens": [5, 17]})
-    params = SamplingParams(max_tokens=30, ignore_eos=True, logit_bias=tuple((i, 100.0) for i in FEW))
-    drafted = [set[int](), set[int]()]
-    for seen, drafter in zip(drafted, (folder, tmp_path), strict=True):
-        engine = make_engine(target, spec="assistant", draft_model=drafter)
-        (run,) = run_all(engine, random_prompts(1, 20, 320), [params])
-        seen.update(token_id for record in run.rounds for token_id in record.draft)
-    assert drafted[0] & {5, 17} and not drafted[1] & {5, 17} and drafted[1]
+    free, held = (
+        run_one(target, random_prompts(1, 20, 320)[0], BIASED, spec="assistant", draft_model=drafter)
+        for drafter in (folder, tmp_path)
+    )
+    said, kept = ({i for record in run.rounds for i in record.draft} for run in (free, held))
+    assert said & {5, 17} and not kept & {5, 17} and kept
 
 
 TURNING = {
@@ -151,22 +137,16 @@ E2B_TARGET = {
     **{"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "use_double_wide_mlp": True},
     "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
 }
+TEXT = {
+    **{**E2B, "architectures": None, "hidden_size": 256, "intermediate_size": 2048, "num_attention_heads": 4},
+    **{"num_hidden_layers": 4, "num_kv_shared_layers": 4, "hidden_size_per_layer_input": 0},
+    **{"use_double_wide_mlp": False, "vocab_size_per_layer_input": 0, "final_logit_softcapping": None},
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+}
 E2B_ASSISTANT = {
     **{"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"},
-    **{
-        "dtype": "bfloat16",
-        "backbone_hidden_size": 1536,
-        "centroid_intermediate_top_k": 32,
-        "num_centroids": 2048,
-    },
-    **{"tie_word_embeddings": True, "use_ordered_embeddings": True},
-    "text_config": {
-        **E2B,
-        **{"architectures": None, "hidden_size": 256, "intermediate_size": 2048, "num_attention_heads": 4},
-        **{"num_hidden_layers": 4, "num_kv_shared_layers": 4, "hidden_size_per_layer_input": 0},
-        **{"use_double_wide_mlp": False, "vocab_size_per_layer_input": 0, "final_logit_softcapping": None},
-        "layer_types": [*["sliding_attention"] * 3, "full_attention"],
-    },
+    **{"backbone_hidden_size": 1536, "centroid_intermediate_top_k": 32, "num_centroids": 2048},
+    **{"dtype": "bfloat16", "tie_word_embeddings": True, "use_ordered_embeddings": True, "text_config": TEXT},
 }
 """As the config.json of google/gemma-4-E2B-it-assistant has it."""
 E4B = {
@@ -174,16 +154,14 @@ E4B = {
     **{"num_key_value_heads": 2, "num_kv_shared_layers": 18, "use_double_wide_mlp": False},
     "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 7,
 }
-TEXT = {**E2B_ASSISTANT["text_config"], "num_key_value_heads": 2}
-E4B_ASSISTANT = {**E2B_ASSISTANT, "backbone_hidden_size": 2560, "text_config": TEXT}
+E4B_TEXT = {**TEXT, "num_key_value_heads": 2}
+E4B_ASSISTANT = {**E2B_ASSISTANT, "backbone_hidden_size": 2560, "text_config": E4B_TEXT}
 NOTED = {
     **{"pre_projection.weight": (256, 3072), "post_projection.weight": (1536, 256)},
     **{"model.embed_tokens.weight": (262144, 256), "masked_embedding.centroids.weight": (2048, 256)},
     "masked_embedding.token_ordering": (262144,),
 }
 """Shapes of its header, as public readers noted them."""
-
-
 WIDE = {"attention_k_eq_v": True, "sliding_window": 1024, "max_position_embeddings": 262144}
 
 
@@ -191,22 +169,19 @@ def wide_pair(
     hidden: int, inner: int, layers: int, heads: tuple[int, int, int], unified: bool = False, **text: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Configurations of a larger release and of its assistant; heads: of queries, keys, and keys far away."""
-    known = {**E2B, **WIDE, "model_type": "gemma4_unified_text" if unified else "gemma4_text"}
+    name, kind = ("Gemma4Unified", "gemma4_unified") if unified else ("Gemma4", "gemma4")
     keys = ("num_attention_heads", "num_key_value_heads", "num_global_key_value_heads")
-    known |= {**dict(zip(keys, heads, strict=True)), "hidden_size_per_layer_input": 0}
+    known = {**E2B, **WIDE, **dict(zip(keys, heads, strict=True)), "model_type": f"{kind}_text"}
+    known["hidden_size_per_layer_input"] = 0
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
     target = {**known, **sizes, **text, "layer_types": kinds * (layers // 6), "num_kv_shared_layers": 0}
-    name = "Gemma4Unified" if unified else "Gemma4"
     of = {**known, "hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 4}
-    of |= {"num_kv_shared_layers": 4, "layer_types": E2B_ASSISTANT["text_config"]["layer_types"]}
-    assistant = {
-        **{**E2B_ASSISTANT, "architectures": [f"{name}AssistantForCausalLM"], "text_config": of},
-        **{"model_type": f"gemma4{'_unified' * unified}_assistant", "backbone_hidden_size": hidden},
-        "use_ordered_embeddings": False,
-    }
-    whole = {"architectures": [f"{name}ForConditionalGeneration"], "text_config": target}
-    return {**whole, "model_type": "gemma4_unified" if unified else "gemma4"}, assistant
+    of |= {"num_kv_shared_layers": 4, "layer_types": TEXT["layer_types"]}
+    assistant = {**E2B_ASSISTANT, "architectures": [f"{name}AssistantForCausalLM"], "text_config": of}
+    assistant |= {"model_type": f"{kind}_assistant", "backbone_hidden_size": hidden}
+    whole = {"architectures": [f"{name}ForConditionalGeneration"], "text_config": target, "model_type": kind}
+    return whole, {**assistant, "use_ordered_embeddings": False}
 
 
 EXPERTS = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
@@ -232,15 +207,14 @@ def test_a_published_assistant_is_planned_for(tmp_path: Path, name: str) -> None
     for path, said in ((target, its), (folder, config)):
         path.mkdir()
         write_json(path / "config.json", said)
-    kinds = {"masked_embedding.token_ordering": "I64"}
-    entries = [(name, kinds.get(name, "BF16"), shape) for name, shape in shapes.items()]
-    write_hollow(folder / "model.safetensors", entries)
+    kinds = {name: "I64" if "ordering" in name else "BF16" for name in shapes}
+    write_hollow(folder / "model.safetensors", [(name, kinds[name], shapes[name]) for name in shapes])
     given = ModelFolder(folder)
     assert check_assistant(given.config, given.checkpoint) == []
-    elements = sum(math.prod(shape) for name, shape in shapes.items() if name not in kinds)
+    elements = sum(math.prod(shape) for name, shape in shapes.items() if kinds[name] == "BF16")
     assert elements == pytest.approx(size, rel=0.1), "as many as it is called after"
-    plan = outline(EngineConfig(model=target, spec="assistant"), replace(CARD, free=120 * 2**30))
+    plan = outline(EngineConfig(model=target, spec="assistant"), CARD)
     assert plan.drafter.reason == "the model's own assistant, it-assistant"
-    assert plan.shape.draft is not None and plan.shape.draft.head_kind == "assistant"
     need = measure(plan.shape)
-    assert need.draft_cache == 0 and need.draft_weights == pytest.approx(2 * elements, rel=0.02)
+    assert plan.shape.draft.head_kind == "assistant" and need.draft_cache == 0  # type: ignore[union-attr]
+    assert need.draft_weights == pytest.approx(2 * elements, rel=0.02)
