@@ -67,11 +67,7 @@ class PlainEagle3(PlainLayers):
         return shown if self.recycles_normed else x, shown @ self.output.T
 
     def draft(self, tokens: list[int], k: int, hidden: Tensor) -> tuple[list[int], float]:
-        """The k greedy drafts after `tokens`, and how near the nearest second choice came.
-
-        hidden: the fused states of at least all tokens but the last. Rows of `tokens` are always made of
-        those; each draft but the last adds a row of itself and the state that proposed it.
-        """
+        """See `PlainMtp`. Rows of `tokens` are made of fused states; a draft adds one of the last state."""
         drafts, gap, states = list[int](), float("inf"), hidden[: len(tokens) - 1]
         for _ in range(k):
             made, logits = self.rows([*tokens[1:], *drafts], states)
@@ -93,6 +89,5 @@ class LibraryTarget(PlainTarget):
 
     @torch.inference_mode()
     def streams(self, tokens: list[int]) -> list[Tensor]:
-        """See `PlainTarget.streams`; the last one is normed."""
         seen = self.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
         return [stream[0] for stream in seen]

@@ -111,7 +111,6 @@ class RoundOfNow(Round):
     stand_in: StandIn
 
     def run(self, k: int, views: Sequence[SlotView], *rest: Any) -> Any:
-        """See `Round`."""
         return super().run(k, self.stand_in.views[: len(views)], *rest)
 
 
@@ -138,7 +137,6 @@ class StandIn(CapturedRounds):
                 runner._present = lambda views: None  # type: ignore[method-assign]  # nor leaves a slot out
 
     def run(self, shape: RoundShape, views: Sequence[SlotView]) -> Any:
-        """See `CapturedRounds.run`."""
         self.views = views
         self.rounds += 1
         assert self.rounds < 300, "the texts do not end"
@@ -152,7 +150,6 @@ class StandIn(CapturedRounds):
         return result
 
     def capture(self, shape: RoundShape, views: Sequence[SlotView]) -> None:
-        """See `CapturedRounds.capture`."""
         self.views = views
         self.order.append(shape)
         super().capture(shape, views)
@@ -173,7 +170,6 @@ class StandIn(CapturedRounds):
         self.living, self.held = {id(tensor) for tensor in now}, held
 
     def capture_by_watching(self, program: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """See `capture_cuda`."""
         held = dict(tensors_in(self.parts))
         where = {path: (tensor.data_ptr(), tensor.shape, tensor.stride()) for path, tensor in held.items()}
 

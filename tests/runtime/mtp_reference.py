@@ -140,10 +140,7 @@ class PlainMtp(PlainTarget):
         return x if family in RECYCLE_RAW else shown, shown @ self.head.T
 
     def draft(self, tokens: list[int], k: int, hidden: Tensor) -> tuple[list[int], float]:
-        """The k greedy drafts after `tokens`, and how near the nearest second choice came.
-
-        hidden: the target's states of at least all tokens but the last.
-        """
+        """The k greedy drafts after `tokens`, and how near the nearest second choice came."""
         drafts, fed, gap = list[int](), list[int](), float("inf")
         states = inputs = hidden[: len(tokens) - 1]
         for step in range(k):
@@ -200,7 +197,6 @@ class LibraryMtp(PlainMtp):
 
     @torch.inference_mode()
     def layer(self, x: Tensor, prefix: str) -> Tensor:
-        """See `PlainMtp.layer`."""
         rows, number = torch.arange(len(x))[None], self.numbers.get(prefix)
         number = int(prefix.split(".")[2]) if number is None else number
         mask = torch.full((len(x), len(x)), -torch.inf, dtype=x.dtype).triu(1)
@@ -243,13 +239,11 @@ class NemotronMtp(PlainMtp):
 
     @torch.inference_mode()
     def hidden(self, tokens: list[int]) -> Tensor:
-        """See `PlainTarget.hidden`."""
         found: Tensor = self.model(torch.tensor([tokens])).last_hidden_state[0]
         return found
 
     @torch.inference_mode()
     def layer(self, x: Tensor, prefix: str) -> Tensor:
-        """See `PlainMtp.layer`."""
         mask = torch.full((1, 1, len(x), len(x)), -torch.inf, dtype=x.dtype).triu(1)
         stream = x[None]
         for block in self.blocks:

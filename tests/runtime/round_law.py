@@ -1,9 +1,8 @@
 # mypy: disable-error-code="no-untyped-call"
 """Exact enumeration of what rounds commit: the machinery of `test_runtime_mutants`.
 
-Three tokens, every draft string, every string of sampled rows: the real round runs once with a slot for
-each case, over a model that remembers what was fed to it, and each case weighs what the target and an
-arbitrarily correlated drafter give it. No randomness decides anything.
+Three tokens, every draft string, every string of sampled rows: the real round runs once with a slot for each
+case, over a model that remembers what was fed to it; each weighs what target and drafter give it.
 """
 
 from __future__ import annotations
@@ -58,10 +57,7 @@ class Script:
 
 
 class RememberingRunner:
-    """A model that knows a context only through what was written to its pages.
-
-    With `head` it draws from its logits itself, by temperature alone.
-    """
+    """A model that knows a context only by its pages; with `head` it draws itself, by temperature alone."""
 
     def __init__(self, state: RoundState, table: Tensor, script: Script, head: bool) -> None:
         pages = state.page_table.shape[1]
@@ -128,7 +124,6 @@ class Case:
         return min(reach, self.params.max_tokens or reach)
 
     def table(self, seed: int = 0, masked: bool | None = None) -> Tensor:
-        """See `target_table`; seed: beside its own."""
         masked = self.masked if masked is None else masked
         return target_law.target_table(self.depth + 1, self.seed + seed, masked)
 
@@ -290,10 +285,7 @@ def emission_by_definition(case: Case, plan: Sequence[int], logits: Tensor) -> E
 
 
 def check_emissions(case: Case) -> None:
-    """Assert, case by case, that what is told is the definition's, and that the text is what is told.
-
-    So what is committed was sampled in rows whose drafts are the committed text itself.
-    """
+    """Assert, case by case, that what is told is the definition's, and that the text is what is told."""
     enumeration = Enumeration(case, case.table())
     enumeration.run(0, random_drafts(len(enumeration.runner.table)))
     logits = enumeration.runner.table[enumeration.runner.contexts]

@@ -161,8 +161,6 @@ def check_rule(case: RuleCase) -> None:
     assert error < LIMIT_OF_ERROR, f"the law differs by {error:.3g}"
 
 
-# -- the real noise ------------------------------------------------------------------------------------
-
 TEMPERATURE = 4.0
 """Of the draws below: flat enough that every text of four tokens is expected often enough."""
 

@@ -32,10 +32,7 @@ def number_of(text: Sequence[int]) -> int:
 
 
 def target_table(depth: int, seed: int, masked: bool) -> Tensor:
-    """Float64 logits [contexts + 1, 3]; the last row is what unwritten contexts give.
-
-    With `masked`, probabilities hold zeros and some contexts leave a single token.
-    """
+    """Float64 logits [contexts + 1, 3], some hidden if `masked`; the last row is unwritten contexts'."""
     generator = torch.Generator().manual_seed(seed)
     weights = torch.rand(((VOCAB ** (depth + 1)) // 2 + 1, VOCAB), generator=generator, dtype=torch.float64)
     logits = (4 * weights - 2).clone()
@@ -94,8 +91,6 @@ class Law:
             if probability:
                 self.extend(law, (*text, v), mass * probability)
 
-
-# -- drafters: any conditional law of a draft given the context and the row's own sample ---------------
 
 DraftLaw = Callable[[int], Tensor]  # contexts -> [contexts, sampled, draft]
 

@@ -61,10 +61,7 @@ pieces = words.map(str.encode) | st.sampled_from([b"\xc3", b"\xa9", b"\xe2\x82"]
 def test_stops_are_found_by_definition_in_any_rounds(
     tokens: list[bytes], stops: list[str], min_tokens: int, rounds: list[int]
 ) -> None:
-    """A stop counts once a token after the first min_tokens completes it, whatever a round holds.
-
-    Characters are cut over tokens, and bytes that are no UTF-8 stand anywhere.
-    """
+    """A stop counts once a token after the first min_tokens completes it, whatever rounds and tokens hold."""
     texts, stopped = run(tokens, stops, min_tokens, rounds)
     assert ("".join(texts), stopped) == stopped_by_definition(tokens, stops, min_tokens)
     assert stopped or "".join(texts) == b"".join(tokens).decode("utf-8", "replace")

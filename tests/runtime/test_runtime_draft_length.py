@@ -12,20 +12,8 @@ from hypothesis import strategies as st
 
 from spd.formats.demo import demo_folder
 from spd.runtime import EngineConfig, SamplingParams, make_plan
-from spd.runtime.engine.draft_length import (
-    ENOUGH,
-    PATIENCE,
-    PROBE_EVERY,
-    PROBE_OUTCOMES,
-    PROBE_SELDOM,
-    SAMPLES,
-    WARM_UP_ROUNDS,
-    Acceptance,
-    DraftLength,
-    RoundTimes,
-    expected_tokens,
-    foretold,
-)
+from spd.runtime.engine import draft_length as rules
+from spd.runtime.engine.draft_length import ENOUGH, PATIENCE, Acceptance, DraftLength, RoundTimes
 from spd.runtime.plan.config import LONG_MATCH, NGRAM_MIN
 from spd.runtime.plan.plan import EnginePlan
 from tests.helpers import make_engine, random_prompts, run_all
@@ -46,7 +34,7 @@ def play(length: DraftLength, rounds: int, rate: float) -> list[int]:
     [
         *[(maximum, False, 100, rate, {maximum}) for maximum in (0, 1, 7) for rate in (0.0, 1.0)],
         (0, True, 100, 0.0, {0}),
-        (5, True, WARM_UP_ROUNDS, 0.0, {5}),  # the first rounds measure
+        (5, True, rules.WARM_UP_ROUNDS, 0.0, {5}),  # the first rounds measure
         (1, True, 900, 0.0, {0, 1}),  # a probe is not above the maximum
     ],
 )
@@ -57,13 +45,13 @@ def test_no_other_k_is_run(maximum: int, adaptive: bool, rounds: int, rate: floa
 
 def test_without_acceptance_k_goes_to_zero_and_is_probed_ever_less() -> None:
     chosen = play(DraftLength(6, adaptive=True), 3000, 0.0)
-    settled = next(i for i in range(len(chosen)) if not any(chosen[i : i + PROBE_EVERY - 1]))
+    settled = next(i for i in range(len(chosen)) if not any(chosen[i : i + rules.PROBE_EVERY - 1]))
     probes = [i for i in range(settled, len(chosen)) if chosen[i] and not chosen[i - 1]]
     lasted = [next(n for n in range(1, 99) if not chosen[i + n]) for i in probes[:-1]]
-    assert set(lasted) == {PROBE_OUTCOMES}, "each tries as many drafts as make evidence"
-    gaps = [b - a - PROBE_OUTCOMES + 1 for a, b in itertools.pairwise(probes)]
-    assert gaps[:4] == [2 * PROBE_EVERY, 4 * PROBE_EVERY, 8 * PROBE_EVERY, PROBE_SELDOM]
-    assert set(gaps[3:]) == {PROBE_SELDOM}
+    assert set(lasted) == {rules.PROBE_OUTCOMES}, "each tries as many drafts as make evidence"
+    gaps = [b - a - rules.PROBE_OUTCOMES + 1 for a, b in itertools.pairwise(probes)]
+    assert gaps[:4] == [*(n * rules.PROBE_EVERY for n in (2, 4, 8)), rules.PROBE_SELDOM]
+    assert set(gaps[3:]) == {rules.PROBE_SELDOM}
 
 
 def test_k_follows_the_measured_cost_of_verification() -> None:
@@ -92,17 +80,17 @@ def test_a_rounds_slots_weigh_together() -> None:
                 length.observe(4, 4, accepted)
         rates.append(length.rate)
     could = [accepted + (accepted < 4) for accepted in outcomes]
-    told = sum(map(foretold, could))
+    told = sum(map(rules.foretold, could))
     assert rates == pytest.approx([(sum(outcomes) - told) / (sum(could) - told)] * 3, rel=0.02)
 
 
 def test_rounds_held_up_are_outvoted() -> None:
     """A first cold round, and every fifth one, take ten times as long: what is believed is what is usual."""
     length = DraftLength(4, adaptive=True)
-    for number in range(4 * SAMPLES):
+    for number in range(4 * rules.SAMPLES):
         slow = 10 if number % 5 == 0 else 1
         length.observe_cost(2, 0.004 * slow, 0.001 * slow, 2, 0.001 * slow)
-        if number >= SAMPLES:
+        if number >= rules.SAMPLES:
             assert length.times.costs([2])[2] == pytest.approx(0.006)
 
 
@@ -139,9 +127,6 @@ def test_k_stays_in_range_whatever_is_observed(
         assert all(cost > 0 for cost in length.times.costs(range(maximum + 1)).values())
 
 
-# -- several requests --------------------------------------------------------------------------------
-
-
 def taught(*rates: float, maximum: int = 6) -> tuple[DraftLength, list[Acceptance]]:
     """Lengths after many rounds at k = `maximum` of requests that accept each draft with these chances."""
     length, present = DraftLength(maximum, adaptive=True), [Acceptance() for _ in rates]
@@ -166,8 +151,8 @@ def test_each_requests_own_acceptance_weighs() -> None:
         assert low <= length.choose() <= high
     length.attend([(good, 6), (bad, 6)])
     rates = [one.rate(length.rate) for one in (good, bad)]
-    each = [expected_tokens([rate], [6], 6)[6] for rate in rates]
-    assert expected_tokens(rates, [6, 6], 6)[6] == pytest.approx(sum(each) / 2)
+    each = [rules.expected_tokens([rate], [6], 6)[6] for rate in rates]
+    assert rules.expected_tokens(rates, [6, 6], 6)[6] == pytest.approx(sum(each) / 2)
 
 
 TOKENS, MOST = 64, 4
@@ -349,6 +334,6 @@ def test_the_demo_copies() -> None:
     assert engine._device.proposer.draws
     run, drafts = run_all(engine, [prompt], [params])[0], engine.plan.shape.model_drafts
     assert run.output == plain.output
-    assert run.rounds[0].k == 0 and len(run.rounds) > WARM_UP_ROUNDS
+    assert run.rounds[0].k == 0 and len(run.rounds) > rules.WARM_UP_ROUNDS
     assert max(r.accepted for r in run.rounds if r.k > drafts) > drafts, [r.k for r in run.rounds]
     assert not any(r.draft_forwards for r, after in itertools.pairwise(run.rounds) if after.k > 3)

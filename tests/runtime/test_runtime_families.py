@@ -11,17 +11,8 @@ import torch
 
 from spd.kernels.linear.few_bits import GroupedWeight
 from spd.runtime import SamplingParams
-from tests.helpers import (
-    Damped,
-    edit_config,
-    edit_weights,
-    make_engine,
-    quick_engine,
-    random_prompts,
-    refused_weights,
-    run_all,
-    speaks_as,
-)
+from tests import helpers
+from tests.helpers import make_engine, random_prompts, run_all, speaks_as
 from tests.recipes.tiny_dense import write_dense, write_mxfp4
 
 
@@ -39,8 +30,8 @@ def test_gpt_oss_as_published(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     folder, wide = write_mxfp4(tmp_path / "published", max_positions=2048), tmp_path / "wide"
     shutil.copytree(folder, wide)
-    edit_weights(wide, multiplied_out)
-    edit_config(wide, lambda config: config.pop("quantization_config"))
+    helpers.edit_weights(wide, multiplied_out)
+    helpers.edit_config(wide, lambda config: config.pop("quantization_config"))
     reference = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval()
     prompt, engine = random_prompts(1, 70, 256, seed=4)[0], make_engine(folder)
     experts = engine._device.runner.model.layers[0].mlp.experts
@@ -53,20 +44,20 @@ def test_gpt_oss_as_published(tmp_path: Path) -> None:
 
 def test_missing_scales_of_mxfp4_are_named(tmp_path: Path) -> None:
     gone = "model.layers.1.mlp.experts.down_proj_scales"
-    said = refused_weights(write_mxfp4(tmp_path), lambda tensors: tensors.pop(gone))
+    said = helpers.refused_weights(write_mxfp4(tmp_path), lambda tensors: tensors.pop(gone))
     assert "layers.1.mlp.experts.0.down_proj.weight_scale" in said
 
 
 def test_interrupted_texts_are_the_same_under_windows(tmp_path: Path) -> None:
     """Too few pages for all: a request that waits is replayed, window and all."""
-    shape: dict[str, Any] = {"residual_gain": Damped(loud=2), "seed": 3, "max_positions": 1024}
+    shape: dict[str, Any] = {"residual_gain": helpers.Damped(loud=2), "seed": 3, "max_positions": 1024}
     target = write_dense(tmp_path / "target", "gemma3", **shape)
     prompts = [random_prompts(1, 490 + n, 256, seed=n)[0] for n in range(4)]
     params = [SamplingParams(max_tokens=60, temperature=0.7, seed=i, ignore_eos=True) for i in range(4)]
-    alone = run_all(quick_engine(target, ctx=1024), prompts, params)
+    alone = run_all(make_engine(target, kernels="auto", ctx=1024), prompts, params)
     draft = {"draft_model": write_dense(tmp_path / "draft", "gemma3", layers=2, **shape)}
     for spec, model in (("ngram", {}), ("draft", draft)):
         wishes = {"spec": spec, "draft_max": 3, "slots": 4, "lag": 1, "ctx": 1024, "cache_pages": 40, **model}
-        runs = run_all(quick_engine(target, **wishes), prompts, params)
+        runs = run_all(make_engine(target, kernels="auto", **wishes), prompts, params)
         assert [run.output for run in runs] == [run.output for run in alone]
         assert sum(run.metrics.preemptions for run in runs) > 0

@@ -24,10 +24,7 @@ pytestmark = pytest.mark.usefixtures("untried")
 
 
 def as_known(folder: Path, elsewhere: Path) -> Path:
-    """A copy under the architecture whose layers MiMo's are; `transformers` does not know MiMo itself.
-
-    And Step-3.5 and Muse-Glimmer only inside of what sees images.
-    """
+    """A copy that `transformers` knows: MiMo as Qwen2, Step-3.5 and Muse-Glimmer in what sees images."""
     known = shutil.copytree(folder, elsewhere / "known")
     config = json.loads((known / "config.json").read_text())
     wrapper = SEEING.get(config["model_type"], "Qwen2ForCausalLM")

@@ -76,10 +76,7 @@ def target(tiny: Callable[..., Path]) -> Path:
 def speculated(
     target: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Speculated:
-    """Targets, and what drafts for them: models, lookup, and heads of either kind that are often right.
-
-    A dense model with an MTP layer, for torch's experts ask the host; a Llama beside an EAGLE-3 head.
-    """
+    """Targets, and what drafts for them; none has experts, for torch's ask the host."""
     draft, folder = tiny("qwen3", layers=1, residual_gain=damped, seed=5), tmp_path_factory.mktemp("heads")
     shape: dict[str, Any] = {"layers": 2, "vocab": 256, "tokenizer": False, "seed": 5}
     headed = write_tiny_mtp(folder / "mtp", family="mimo", kind="copy", **shape)
@@ -284,10 +281,7 @@ def test_in_the_form_that_is_captured(
     method: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Triton's kernels in its interpreter: the host's bounds stay those of the capture, and do not matter.
-
-    Eager is torch's form, which drafts and says the same.
-    """
+    """Triton's kernels in its interpreter, as torch's: the host's bounds stay those of the capture."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("the interpreter needs TRITON_INTERPRET, which is set where there is no GPU")

@@ -19,9 +19,7 @@ from spd.runtime.plan import plan as plans
 from spd.runtime.plan.memory import checkpoint_bytes
 from spd.runtime.proposers.head import HeadProposer
 from spd.runtime.round.kv_cache import KvCache, StateStore
-from spd.runtime.round.limits import PAGE_SIZE
 from spd.runtime.round.model_runner import ModelRunner
-from spd.runtime.round.round_queue import RoundQueue
 from tests.helpers import Run, assert_same, make_engine, next_turn, random_prompts, run_all, run_requests
 from tests.page_checks import check_pages
 from tests.pairs import Pairs
@@ -145,9 +143,6 @@ def test_memory_too_small_for_checkpoints_shares_nothing(
     assert engine.plan.shape.checkpoints == 0 and not engine.plan.shares_prefixes
     prompt, params = random_prompts(1, 70, 256), [SamplingParams(max_tokens=2)]
     assert [run_all(engine, prompt, params)[0].metrics.cached_tokens for _ in range(2)] == [0, 0]
-
-
-# -- where they stand ------------------------------------------------------------------------------
 
 
 TEXT, USERS = random_prompts(1, 300, 256, seed=6)[0], random_prompts(3, 90, 256, seed=7)
@@ -279,22 +274,6 @@ def without(patch: pytest.MonkeyPatch, dropped: Callable[[torch.Tensor], bool]) 
     patch.setattr(KvCache, "parts", lambda *given: (p for p in parts(*given) if not dropped(p)))
 
 
-def pages_beyond_are_kept(patch: pytest.MonkeyPatch) -> None:
-    """The states are there, and the rows of the page that they stand in are another's."""
-    place = RoundQueue.place
-
-    def placed(self: RoundQueue, *given: Any) -> None:
-        place(self, *given)
-        prefilled, pages, _ = given[-3:]
-        if prefilled % PAGE_SIZE:
-            page, cache = pages[prefilled // PAGE_SIZE], self.round.runner.cache
-            for layer, paged in zip(cache.layers, cache.paged, strict=True):
-                for pool in layer.pools if paged else ():
-                    pool[page] = pool[page].flip(0)
-
-    patch.setattr(RoundQueue, "place", placed)
-
-
 def one_token_off(self: Checkpoints, text: Any, end: int, keep: Any = Checkpoints.keep) -> Any:
     """Kept under the position before: a token is applied twice."""
     return keep(self, text, end - 1 if end % 64 > 1 else end)
@@ -312,7 +291,6 @@ FAULTS = {
     "no inputs of convolutions": lambda patch: without(patch, lambda part: part.dim() == 1),
     "no captured states": lambda patch: patch.setattr(HeadProposer, "page_parts", lambda *given: []),
     "one token off": lambda patch: patch.setattr(Checkpoints, "keep", one_token_off),
-    "another page": pages_beyond_are_kept,
 }
 
 
@@ -321,11 +299,3 @@ def test_a_planted_fault_is_seen(pairs: Pairs, fault: str, monkeypatch: pytest.M
     FAULTS[fault](monkeypatch)
     with pytest.raises((AssertionError, RuntimeError, IndexError, KeyError)):
         hits(pairs, COMPILED, "mtp", 1.0, LENGTHS[::2], draft_max=3, lag=1)
-
-
-def test_a_state_kept_behind_a_cut_is_seen(pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
-    end = Engine._end
-    monkeypatch.setattr(Engine, "_end", lambda self, sequence, event, _: end(self, sequence, event, True))
-    with pytest.raises(AssertionError):
-        for ended in ("string", "abort"):
-            test_what_the_host_cuts_is_written_again_at_most(pairs, 2, ended)
