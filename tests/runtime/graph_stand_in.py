@@ -29,13 +29,11 @@ ONLY_TORCH_ASKS = {"ngram_lookup": (4,)}
 """Arguments that hold the host's upper bounds, by their place; kernels in torch's form alone read them."""
 
 
-def tensors_in(
-    thing: object, path: str = "parts", seen: set[int] | None = None
-) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(thing: Any, at: str = "parts", seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Every tensor, but oneDNN's own, that an object and what it holds keep, by where it is kept."""
     seen = set() if seen is None else seen
     if isinstance(thing, Tensor) and not thing.is_mkldnn:
-        yield path, thing
+        yield at, thing
     elif id(thing) not in seen:
         seen.add(id(thing))
         inner: Iterable[tuple[object, Any]] = ()
@@ -47,7 +45,7 @@ def tensors_in(
             inner = vars(thing).items()
         names = "[{}]" if isinstance(thing, Mapping | list | tuple) else ".{}"
         for name, value in inner:
-            yield from tensors_in(value, path + names.format(name), seen)
+            yield from tensors_in(value, at + names.format(name), seen)
 
 
 def young_tensors() -> list[Tensor]:

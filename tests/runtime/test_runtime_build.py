@@ -88,9 +88,7 @@ def test_norms_are_folded_into_the_matrices_behind_them_only(way: str, tiny: Cal
 
 
 @pytest.mark.parametrize("variant", ["tied", "glm4_moe"])
-def test_dummy_models_say_many_different_things(
-    variant: str, tiny: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_dummy_models_say_different_things(variant: str, tiny: Callable[..., Path], tmp_path: Path) -> None:
     size = {"hidden": 128, "vocab": 2000, "layers": 6} if variant == "tied" else {"vocab": 2000}
     (tmp_path / "config.json").write_bytes((tiny(variant, **size) / "config.json").read_bytes())
     params = [SamplingParams(max_tokens=40, ignore_eos=True, logprobs=0)] * 3

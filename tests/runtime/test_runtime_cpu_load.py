@@ -43,9 +43,7 @@ def test_busy_seconds(tmp_path: Path) -> None:
         ((1, 2), 2, [(5.0, 2.0), 2.0, (5.0, 0.0), 0.0], [2, 1, 1, 2]),
     ],
 )
-def test_threads_leave_other_programs_their_cpus(
-    counts: tuple[int, ...], cpus: int, loads: list[Any], expected: list[int]
-) -> None:
+def test_threads_give_way(counts: tuple[int, ...], cpus: int, loads: list[Any], expected: list[int]) -> None:
     """After looks at these loads, a window apart or so many seconds."""
     at = busy = 0.0
     threads = FollowedThreads(counts, lambda _: None, OtherLoad(lambda _: busy, lambda: 0.0, lambda: at))

@@ -27,9 +27,7 @@ def run(
     return [*texts, detokenizer.take(final=True)], None
 
 
-def stopped_by_definition(
-    tokens: Sequence[bytes], stops: Sequence[str], min_tokens: int
-) -> tuple[str, int | None]:
+def by_definition(tokens: Sequence[bytes], stops: Sequence[str], min_tokens: int) -> tuple[str, int | None]:
     """The text a request keeps, and the token count at its stop, from whole prefixes of the tokens."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     text = ""
@@ -63,7 +61,7 @@ def test_stops_are_found_by_definition_in_any_rounds(
 ) -> None:
     """A stop counts once a token after the first min_tokens completes it, whatever rounds and tokens hold."""
     texts, stopped = run(tokens, stops, min_tokens, rounds)
-    assert ("".join(texts), stopped) == stopped_by_definition(tokens, stops, min_tokens)
+    assert ("".join(texts), stopped) == by_definition(tokens, stops, min_tokens)
     assert stopped or "".join(texts) == b"".join(tokens).decode("utf-8", "replace")
 
 

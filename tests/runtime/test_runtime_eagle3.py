@@ -77,13 +77,13 @@ def test_drafts_are_the_reference_s(tmp_path: Path, name: str, k: int) -> None:
             assert max(record.accepted for record in records) == k
 
 
-Parts = dict[str, Tensor]
+Parts, Pair = dict[str, Tensor], tuple[Path, Path]
 PROMPTS = random_prompts(3, 20, 256)
 PARAMS = [SamplingParams(max_tokens=16, ignore_eos=True, temperature=t, seed=3) for t in (0.0, 0.8, 1.2)]
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("pair")
     return folder / "target", write_tiny_pair(folder / "target", folder / "head", kind="copy")
 
@@ -98,7 +98,7 @@ def altered(head: Path, place: Path, change: Callable[[Parts], object]) -> Path:
     return edit_config(place, lambda config: config.update(draft_vocab_size=len(tensors["d2t"])))
 
 
-def engine_of(pair: tuple[Path, Path], head: Path | None = None) -> Engine:
+def engine_of(pair: Pair, head: Path | None = None) -> Engine:
     return make_engine(pair[0], spec="eagle3", draft_model=head or pair[1], draft_max=3)
 
 
@@ -106,7 +106,7 @@ def story(engine: Engine) -> list[Any]:
     return [(run.output, run.drafts) for run in run_all(engine, PROMPTS, PARAMS)]
 
 
-def test_ids_in_any_order_and_in_any_integers(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_ids_in_any_order_and_in_any_integers(pair: Pair, tmp_path: Path) -> None:
     """Rows of the head shuffled with their ids are the same head."""
 
     def shuffled(tensors: Parts) -> None:
@@ -119,7 +119,7 @@ def test_ids_in_any_order_and_in_any_integers(pair: tuple[Path, Path], tmp_path:
     assert story(engine_of(pair, head)) == story(engine_of(pair))
 
 
-def test_a_copy_of_the_target_s_embeddings_is_not_kept_twice(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_copy_of_the_target_s_embeddings_is_not_kept_twice(pair: Pair, tmp_path: Path) -> None:
     theirs = load_file(pair[0] / "model.safetensors")["model.embed_tokens.weight"]
     wishes: dict[str, Any] = {"model": pair[0], "draft_max": 3, "ctx": 256}
     without, plain = make_plan(EngineConfig(draft_model=pair[1], **wishes)), story(engine_of(pair))
@@ -150,16 +150,12 @@ DAMAGE: list[tuple[Callable[[Parts], object], str]] = [
 
 
 @pytest.mark.parametrize(("change", "words"), DAMAGE)
-def test_damage_is_refused(
-    pair: tuple[Path, Path], tmp_path: Path, change: Callable[[Parts], object], words: str
-) -> None:
+def test_damage_is_refused(pair: Pair, tmp_path: Path, change: Callable[[Parts], object], words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         engine_of(pair, altered(pair[1], tmp_path / "head", change))
 
 
-def test_tensors_that_change_nothing_are_told(
-    pair: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_useless_tensors_are_told(pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         engine_of(pair, altered(pair[1], tmp_path / "head", lambda t: t.update(optimizer=torch.zeros(1))))
     assert "1 tensors of" in caplog.text and "'optimizer' first" in caplog.text

@@ -67,9 +67,7 @@ def every(*without: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", every())
-def test_logits_and_greedy_text_equal_transformers(
-    tiny: Callable[..., Path], tmp_path: Path, name: str
-) -> None:
+def test_logits_and_text_equal_transformers(tiny: Callable[..., Path], tmp_path: Path, name: str) -> None:
     """A prompt several windows long, and for one family so long that whole blocks are left behind."""
     own = name in VARIANTS
     folder = tiny(name) if own else write_dense(tmp_path / "model", name, max_positions=2048)

@@ -93,16 +93,10 @@ def test_texts_match_and_are_the_same_however_they_are_made(
 def test_requests_without_a_grammar_wait_for_none(target: Path) -> None:
     """At lag 2 a grammar slot sits out two of three rounds; the slot beside it takes part in all."""
     engine = quick_engine(target, slots=2, lag=2)
-    launch, rounds = engine._device.launch, list[tuple[bool, bool]]()
-
-    def spy(*args: Any) -> Any:
-        rounds.append(tuple(engine._device.state.active.tolist()))  # type: ignore[arg-type]
-        return launch(*args)
-
-    engine._device.launch = spy  # type: ignore[method-assign]
+    device, launch, rounds = engine._device, engine._device.launch, list[list[bool]]()
+    device.launch = lambda *args: rounds.append(device.state.active.tolist()) or launch(*args)  # type: ignore
     run_requests(engine, [requests(1.0)[3], requests(1.0)[0]])
-    assert all(first for first, _ in rounds[:30])
-    assert 8 <= sum(second for _, second in rounds[:30]) <= 11
+    assert all(first for first, _ in rounds[:30]) and 8 <= sum(second for _, second in rounds[:30]) <= 11
 
 
 def reached(compiler: GrammarCompiler, text: GrammarText, tokens: list[int], ends: set[int]) -> Any:
@@ -116,6 +110,12 @@ def allowed(row: torch.Tensor) -> set[int]:
     return {v for v in range(VOCAB) if int(row[v >> 5]) >> (v & 31) & 1}
 
 
+def mask_of(grammar: Any) -> torch.Tensor:
+    row = free_rows(1)
+    grammar.masks((), row)
+    return row[0]
+
+
 @pytest.mark.parametrize("kind", TEXTS)
 def test_a_mask_is_that_of_the_text_with_the_drafts_before_it(compiler: GrammarCompiler, kind: str) -> None:
     """Row by row against a matcher that took those tokens for good; afterwards nothing has happened."""
@@ -124,9 +124,7 @@ def test_a_mask_is_that_of_the_text_with_the_drafts_before_it(compiler: GrammarC
     for _ in range(40):
         probe, drafts = reached(compiler, TEXTS[kind], walked, ends), list[int]()
         while len(drafts) < 5 and not probe.finished:  # legal drafts but for one in ten
-            row = free_rows(1)
-            probe.masks((), row)
-            options = sorted(allowed(row[0]) - ends)
+            options = sorted(allowed(mask_of(probe)) - ends)
             if not options or source.random() < 0.1:
                 drafts.append(source.randrange(VOCAB))
                 break
@@ -136,12 +134,10 @@ def test_a_mask_is_that_of_the_text_with_the_drafts_before_it(compiler: GrammarC
         legal = grammar.masks(drafts, rows)
         legal_runs += legal > 1
         for i in range(legal + 1):
-            alone = free_rows(1)
             after = reached(compiler, TEXTS[kind], walked + [d for d in drafts[:i] if d not in ends], ends)
             if after.finished or (i and drafts[i - 1] in ends):
                 break
-            after.masks((), alone)
-            assert torch.equal(rows[i], alone[0]), (walked, drafts, i)
+            assert torch.equal(rows[i], mask_of(after)), (walked, drafts, i)
         if legal < len(drafts) and legal < i + 1:
             assert drafts[legal] not in allowed(rows[legal])
         walked.append(drafts[0] if legal and drafts[0] not in ends else min(allowed(rows[0]) - ends))
@@ -292,12 +288,12 @@ def test_compiled_grammars_are_kept_and_few(target: Path) -> None:
     for i in range(KEPT + 5):
         compiler.compile(GrammarText("regex", f"a{{{i}}}b"), ())
     assert compiler._kept.cache_info().currsize == KEPT
-    rows = free_rows(2)
-    for i in range(2):
+    rows = []
+    for _ in range(2):
         grammar = compiler.compile(TEXTS["regex"], ())
-        grammar.masks((), rows[i : i + 1])
+        rows.append(mask_of(grammar))
         grammar.accept(min(allowed(rows[0])))
-    assert torch.equal(rows[0], rows[1]), "a kept grammar had moved on"
+    assert torch.equal(*rows), "a kept grammar had moved on"
 
 
 BEGIN, END = 300, 301

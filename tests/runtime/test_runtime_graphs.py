@@ -8,7 +8,6 @@ import functools
 import gc
 import itertools
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,15 @@ from spd.runtime.round.graphs import CapturedRounds, RoundShape
 from spd.runtime.round.limits import TRASH_PAGE
 from spd.runtime.round.sampling_params import SamplerClass
 from spd.runtime.round.state import RING_DEPTH, RoundState
-from tests.helpers import Damped, Run, few_programs, make_engine, random_prompts, run_all, with_operations
+from tests import helpers
+from tests.helpers import INTERPRETED, Run, few_programs, make_engine, random_prompts, run_all
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime.graph_stand_in import StandIn, Tape, tensors_in
 from tests.runtime.host_watch import HostWatch
 
-Watched = Callable[..., tuple[Engine, StandIn]]
-Speculated = dict[str, tuple[Path, dict[str, Any]]]
+Watched, Shelf = Callable[..., tuple[Engine, StandIn]], Callable[..., Path]
+Pairs = dict[str, tuple[Path, dict[str, Any]]]
 
 
 def two_slots(model: Path, **wishes: Any) -> Engine:
@@ -41,7 +41,7 @@ def two_slots(model: Path, **wishes: Any) -> Engine:
 
 
 @pytest.fixture
-def watched_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     """An engine whose rounds are captured by the stand-in."""
 
     def make(model: Path, **wishes: Any) -> tuple[Engine, StandIn]:
@@ -64,18 +64,16 @@ def no_host_reads(monkeypatch: pytest.MonkeyPatch) -> HostWatch:
     return watch
 
 
-damped = Damped(loud=1)
+damped = helpers.Damped(loud=1)
 
 
 @pytest.fixture(scope="module")
-def target(tiny: Callable[..., Path]) -> Path:
+def target(tiny: Shelf) -> Path:
     return tiny("qwen3", residual_gain=damped, seed=5)
 
 
 @pytest.fixture(scope="module")
-def speculated(
-    target: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Speculated:
+def speculated(target: Path, tiny: Shelf, tmp_path_factory: pytest.TempPathFactory) -> Pairs:
     """Targets, and what drafts for them; none has experts, for torch's ask the host."""
     draft, folder = tiny("qwen3", layers=1, residual_gain=damped, seed=5), tmp_path_factory.mktemp("heads")
     shape: dict[str, Any] = {"layers": 2, "vocab": 256, "tokenizer": False, "seed": 5}
@@ -131,14 +129,12 @@ CASES = [*QUICK.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case 
 @pytest.mark.covers(1)
 @pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize(("method", "k"), CASES)
-def test_replays_are_what_eager_rounds_are(
-    speculated: Speculated, watched_engine: Watched, method: str, k: int, lag: int
-) -> None:
+def test_replays_are_eager_rounds(speculated: Pairs, watched: Watched, method: str, k: int, lag: int) -> None:
     target, speculation = speculated[method]
     wishes = {**speculation, **({"draft_max": k} if k else {})}
     eager = story(run_batch(two_slots(target, **wishes)))
     assert [tokens for tokens, _, _ in eager] == plain(target)
-    engine, captured = watched_engine(target, lag=lag, **wishes)
+    engine, captured = watched(target, lag=lag, **wishes)
     runs = run_batch(engine)
     assert story(runs) == eager
     shapes = list(captured.captured)
@@ -153,13 +149,13 @@ def test_replays_are_what_eager_rounds_are(
 
 @pytest.mark.covers(count=1)
 @pytest.mark.parametrize("method", ["mtp", "ngram", "draft", "eagle3"])
-def test_lengths_that_change(speculated: Speculated, watched_engine: Watched, method: str) -> None:
+def test_lengths_that_change(speculated: Pairs, watched: Watched, method: str) -> None:
     """Each pair of lengths is a program of its own; drafts are brought up between them."""
     pattern, (target, speculation) = [3, 0, 1, 1, 0, 0, 3, 2, 0], speculated[method]
     told = []
-    for lag, make in ((0, two_slots), (0, watched_engine), (2, watched_engine)):
+    for lag, make in ((0, two_slots), (0, watched), (2, watched)):
         made: Any = make(target, **speculation, draft_max=3, lag=lag)
-        engine, captured = made if make is watched_engine else (made, None)
+        engine, captured = made if make is watched else (made, None)
         engine._draft_length.choose = itertools.cycle(pattern).__next__
         told.append(run_batch(engine, 2))
         assert [run.output for run in told[-1]] == plain(target)[::2]
@@ -185,12 +181,10 @@ def snapshot(engine: Engine) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("method", ["ngram", "block", "mtp"])
-def test_preparing_a_shape_leaves_everything_as_it_was(
-    speculated: Speculated, watched_engine: Watched, method: str
-) -> None:
+def test_preparing_a_shape_changes_nothing(speculated: Pairs, watched: Watched, method: str) -> None:
     """Silent slots write to the page that swallows, and to the ring's row that the next round writes."""
     k, (target, wishes) = 3, speculated[method]
-    engine, captured = watched_engine(target, lag=2, **wishes, draft_max=k)
+    engine, captured = watched(target, lag=2, **wishes, draft_max=k)
     step_into(engine, 5)
     assert len(engine._scheduler.in_flight) == 2
     before, views = snapshot(engine), captured.views
@@ -240,7 +234,7 @@ def take_a_copy(engine: Engine, captured: StandIn) -> None:
         state.tokens = state.tokens.clone()
         return honest(state, *rest)
 
-    captured.round.kernels = with_operations(captured.round.kernels, round_window=of_a_copy)
+    captured.round.kernels = helpers.with_operations(captured.round.kernels, round_window=of_a_copy)
 
 
 def keep_one_a_reading(engine: Engine, captured: StandIn) -> None:
@@ -254,17 +248,16 @@ def keep_one_a_reading(engine: Engine, captured: StandIn) -> None:
     engine._read_oldest = hoarding  # type: ignore[method-assign]
 
 
-FAULTS: dict[Callable[[Engine, StandIn], None], str] = {
+Fault = Callable[[Engine, StandIn], None]
+FAULTS: dict[Fault, str] = {
     **{replace_lengths: "passing", move_seed: "has moved", change_host_value: ".", take_a_copy: "passing"},
     keep_one_a_reading: "more tensors last",
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_seen(
-    target: Path, watched_engine: Watched, fault: Callable[[Engine, StandIn], None]
-) -> None:
-    engine, captured = watched_engine(target, lag=1)
+def test_planted_faults_are_seen(target: Path, watched: Watched, fault: Fault) -> None:
+    engine, captured = watched(target, lag=1)
     step_into(engine, 5)
     assert captured.counted > 0
     fault(engine, captured)
@@ -273,18 +266,13 @@ def test_planted_faults_are_seen(
             engine.step()
 
 
+@INTERPRETED[0]
 @pytest.mark.parametrize("method", ["ngram", pytest.param("draft", marks=pytest.mark.slow)])
 def test_in_the_form_that_is_captured(
-    tiny: Callable[..., Path],
-    watched_engine: Watched,
-    no_host_reads: HostWatch,
-    method: str,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny: Shelf, watched: Watched, no_host_reads: HostWatch, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton's kernels in its interpreter, as torch's: the host's bounds stay those of the capture."""
     pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("the interpreter needs TRITON_INTERPRET, which is set where there is no GPU")
     few_programs(monkeypatch)
     shape: dict[str, Any] = {"hidden": 32, "intermediate": 32, "vocab": 70, "tokenizer": False, "seed": 5}
     target, draft = (tiny("qwen3", layers=n, residual_gain=damped, **shape) for n in (2, 1))
@@ -293,7 +281,7 @@ def test_in_the_form_that_is_captured(
     wishes = {"spec": method, "draft_max": 2, "lag": 1, "ctx": 128, "kernels": "triton"}
     wishes |= {"draft_model": draft} if method == "draft" else {"ngram_min": 1}
     eager = run_all(two_slots(target, **{**wishes, "kernels": "torch"}), prompts, params)
-    engine, captured = watched_engine(target, **wishes)
+    engine, captured = watched(target, **wishes)
     assert story(run_all(engine, prompts, params)) == story(eager)
     assert captured.replays > 2 and no_host_reads.rounds > captured.replays
     assert sum(run.metrics.draft_n for run in eager) > 0
@@ -326,19 +314,12 @@ def test_what_a_round_asks_is_seen(target: Path, what: str) -> None:
         run_all(engine, PROMPTS[:1], [SamplingParams(max_tokens=4)])
 
 
-MAY_WAIT = {
-    "runtime/round/round_queue.py": 1,  # for the copy of a row that is read
-    "runtime/load/weight_reader.py": 1,  # while loading
-}
-"""Every place that waits for a stream, an event or the device, by file and how often."""
-
-
 def test_who_waits_for_the_device() -> None:
-    """By the source, for what is done on a GPU alone does not run here."""
-    root, found = Path(spd.__file__).parent, Counter[str]()
+    """By the source, for what is done on a GPU alone does not run here: a row that is read, and loading."""
+    root, found = Path(spd.__file__).parent, list[str]()
     for path in sorted(root.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             names = {getattr(node, part, None) for part in ("attr", "id", "name")}
             if names & {"synchronize", "wait_stream", "cudaDeviceSynchronize"}:
-                found[path.relative_to(root).as_posix()] += 1
-    assert found == MAY_WAIT
+                found.append(path.relative_to(root).as_posix())
+    assert found == ["runtime/load/weight_reader.py", "runtime/round/round_queue.py"]

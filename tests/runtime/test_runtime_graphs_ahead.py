@@ -26,7 +26,7 @@ from tests.runtime import test_runtime_graphs as graphs
 from tests.runtime.graph_stand_in import tensors_in
 from tests.runtime.test_runtime_graphs import Watched, story
 
-watched_engine, no_host_reads = graphs.watched_engine, graphs.no_host_reads
+watched, no_host_reads = graphs.watched, graphs.no_host_reads
 
 GREEDY, NOISY = SamplingParams(max_tokens=12, ignore_eos=True), SamplingParams(temperature=0.8, seed=3)
 PENALTIES = SamplingParams(max_tokens=10, repetition_penalty=1.3, logit_bias=((7, 2.0),), temperature=0.7)
@@ -51,11 +51,9 @@ def pairs(shapes: Sequence[RoundShape], slots: int) -> set[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(("adaptive", "k"), [(False, 3), (True, 3), (False, 0), (True, 1)])
-def test_few_shapes_are_captured_the_largest_first(
-    target: Path, watched_engine: Watched, adaptive: bool, k: int
-) -> None:
+def test_few_shapes_are_captured_in_order(target: Path, watched: Watched, adaptive: bool, k: int) -> None:
     wishes = wishes_of("mtp" if k else "off", target, k)
-    engine, captured = watched_engine(target, slots=5, adaptive=adaptive, **wishes)
+    engine, captured = watched(target, slots=5, adaptive=adaptive, **wishes)
     fixed, few, more = {(0, k), (k, k)}, {0, k}, {0, k - 1, k}
     alone, together = ({*product(each, each)} if adaptive else fixed for each in (more, few))
     count = 2 * (len(alone) + len(together))
@@ -68,8 +66,8 @@ def test_few_shapes_are_captured_the_largest_first(
     assert engine.capture_ahead([GREEDY, NOISY]) == 0 == captured.rounds, "all are there"
 
 
-def test_how_many_and_for_whom_can_be_told(target: Path, watched_engine: Watched) -> None:
-    engine, captured = watched_engine(target, slots=5, **wishes_of("mtp", target, 2))
+def test_how_many_and_for_whom_can_be_told(target: Path, watched: Watched) -> None:
+    engine, captured = watched(target, slots=5, **wishes_of("mtp", target, 2))
     assert engine.capture_ahead([GREEDY], together=2) == 2
     assert {shape.slots for shape in captured.order} == {5}
     wanted = SamplingParams(logprobs=1, temperature=1.0)
@@ -81,15 +79,13 @@ def test_how_many_and_for_whom_can_be_told(target: Path, watched_engine: Watched
 
 
 @pytest.mark.parametrize("method", ["off", "ngram", "block", "mtp"])
-def test_first_requests_capture_nothing_and_their_texts_are_the_same(
-    target: Path, watched_engine: Watched, method: str
-) -> None:
+def test_first_requests_capture_nothing(target: Path, watched: Watched, method: str) -> None:
     """As many requests as there are slots at once, and one alone; with everything that a sampler keeps."""
     wishes = wishes_of(method, target)
     prompts = random_prompts(2, 20, 256)
     for params, lag in ((GREEDY, 0), (PENALTIES, 2)):
         eager = make_engine(target, slots=2, **wishes)
-        engine, captured = watched_engine(target, slots=2, lag=lag, **wishes)
+        engine, captured = watched(target, slots=2, lag=lag, **wishes)
         count = engine.capture_ahead([params])
         told, found = (
             story(run_all(one, prompts, [params] * 2) + run_all(one, prompts[:1], [params]))
@@ -182,12 +178,10 @@ def requests() -> list[Request]:
 @pytest.mark.covers(1)
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("method", ["off", "ngram", "mtp", "mtp+ngram", "block+ngram"])
-def test_texts_and_drafts_are_those_of_whole_rounds(
-    target: Path, watched_engine: Watched, method: str, lag: int
-) -> None:
+def test_texts_are_those_of_whole_rounds(target: Path, watched: Watched, method: str, lag: int) -> None:
     wishes = {**wishes_of(method, target), "slots": SLOTS}
     whole = run_requests(make_engine(target, **wishes), requests())
-    engine, captured = watched_engine(target, lag=lag, **wishes)
+    engine, captured = watched(target, lag=lag, **wishes)
     runs = run_requests(engine, requests())
     assert story(runs) == story(whole)
     if not lag:  # what is read later finds, without a GPU's copies, those of a later round

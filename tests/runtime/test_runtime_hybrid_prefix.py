@@ -23,18 +23,13 @@ from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import Run, assert_same, make_engine, next_turn, random_prompts, run_all, run_requests
 from tests.page_checks import check_pages
 from tests.pairs import Pairs
-from tests.runtime.test_runtime_hybrid import FORMS
+from tests.runtime.test_runtime_hybrid import FORMS, NATIVE_FIRST, needs_native
 
 LENGTHS = (2, 65, 128, 150)
 """Of prompts: checkpoints at their ends stand in and at the ends of pages, and behind chunks."""
 COMPILED = "native" if obstacle() is None else "torch"
 """The quickest form that there is here."""
 Spans = tuple[tuple[str, int], ...]
-
-
-def needs(form: str) -> None:
-    if form == "native" and obstacle() is not None:
-        pytest.skip("no C kernels here")
 
 
 def engine_of(pairs: Pairs, form: str, method: str, **wishes: Any) -> Engine:
@@ -62,9 +57,7 @@ def poison(engine: Engine) -> None:
                 pool.fill_(float("nan"))
 
 
-def hits(
-    pairs: Pairs, form: str, method: str, temperature: float, lengths: tuple[int, ...], **wishes: Any
-) -> None:
+def hits(pairs: Pairs, form: str, method: str, temperature: float, *lengths: int, **wishes: Any) -> None:
     """Prompts again, gone on with, as a next turn and as an earlier one: hits are misses."""
     made, plain = sharing(pairs, form, method, **wishes), SamplingParams(max_tokens=9, ignore_eos=True)
     for length in lengths:
@@ -84,21 +77,23 @@ def hits(
 
 
 @pytest.mark.parametrize("method", ["ngram", "mtp", "draft", "mtp+ngram"])
-@pytest.mark.parametrize("form", ["native", pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", NATIVE_FIRST)
 def test_a_hit_is_a_miss(pairs: Pairs, form: str, method: str) -> None:
-    needs(form)
     if (form, method) == ("native", "mtp"):
-        hits(pairs, form, method, 0.0, LENGTHS, lag=2, draft_max=4)
-    hits(pairs, form, method, 1.0, LENGTHS[1:3] if form == "native" else LENGTHS[1:2], lag=1, draft_max=3)
+        hits(pairs, form, method, 0.0, *LENGTHS, lag=2, draft_max=4)
+    few = LENGTHS[1:3] if form == "native" else LENGTHS[1:2]
+    hits(pairs, form, method, 1.0, *few, lag=1, draft_max=3)
 
 
 @pytest.mark.parametrize(
     ("form", "method", "lag"),
-    [("native", "mtp", 1), ("native", "draft", 2), pytest.param("torch", "ngram", 0, marks=pytest.mark.slow)],
+    [
+        *(pytest.param("native", *case, marks=needs_native) for case in (("mtp", 1), ("draft", 2))),
+        pytest.param("torch", "ngram", 0, marks=pytest.mark.slow),
+    ],
 )
 def test_a_chat_writes_what_is_new_and_no_more(pairs: Pairs, form: str, method: str, lag: int) -> None:
     """Ten turns that end by an id or at a limit, in memory that does not grow."""
-    needs(form)
     engine, unshared = sharing(pairs, form, method, lag=lag, draft_max=3)
     count = 10 if form == "native" else 4
     stops = SamplingParams(max_tokens=14, ignore_eos=True, stop_token_ids=tuple(range(0, 320, 20)))
@@ -135,9 +130,7 @@ def test_the_least_recently_used_gives_way(pairs: Pairs, monkeypatch: pytest.Mon
     assert cached == [0, 0, 29, 0, 29, 0, 29, 0] and len(where) == 5, "and memory stays as it is"
 
 
-def test_memory_too_small_for_checkpoints_shares_nothing(
-    pairs: Pairs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_too_small_for_checkpoints(pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "SHARE_OF_CHECKPOINTS", 2**50)
     engine = engine_of(pairs, "torch", "off")
     assert engine.plan.shape.checkpoints == 0 and not engine.plan.shares_prefixes
@@ -189,12 +182,12 @@ def test_a_recurrent_draft_model_goes_on_where_its_target_keeps_no_states(pairs:
 
 @pytest.mark.parametrize(
     ("form", "method"),
-    [("native", "mtp"), ("native", "draft"), pytest.param("torch", "off", marks=pytest.mark.slow)],
+    [
+        *(pytest.param("native", method, marks=needs_native) for method in ("mtp", "draft")),
+        pytest.param("torch", "off", marks=pytest.mark.slow),
+    ],
 )
-def test_a_preempted_text_goes_on_from_a_checkpoint(
-    pairs: Pairs, form: str, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    needs(form)
+def test_preempted_texts_go_on(pairs: Pairs, form: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, plain = [random_prompts(1, n, 256, seed=n)[0] for n in (100, 90, 64)], SamplingParams(logprobs=0)
     params = [replace(plain, temperature=0.8, max_tokens=70, seed=i, ignore_eos=True) for i in range(3)]
     wishes: dict[str, Any] = {"ctx": 256, "draft_max": 3 if method != "off" else None}
@@ -298,4 +291,4 @@ FAULTS = {
 def test_a_planted_fault_is_seen(pairs: Pairs, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     FAULTS[fault](monkeypatch)
     with pytest.raises((AssertionError, RuntimeError, IndexError, KeyError)):
-        hits(pairs, COMPILED, "mtp", 1.0, LENGTHS[::2], draft_max=3, lag=1)
+        hits(pairs, COMPILED, "mtp", 1.0, *LENGTHS[::2], draft_max=3, lag=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,9 +41,7 @@ def test_figures_of_deepseek_v3(tiny: Callable[..., Path]) -> None:
 LENGTH = 75
 
 
-def row_hidden(
-    runner: ModelRunner, texts: Sequence[Sequence[int]], starts: Sequence[int], width: int
-) -> torch.Tensor:
+def row_hidden(runner: ModelRunner, texts: Sequence[Any], starts: Sequence[int], width: int) -> torch.Tensor:
     """Hidden states [S, width, hidden] of windows at `starts` of texts whose beginnings are in the cache."""
     ids = torch.tensor([t[s : s + width] for t, s in zip(texts, starts, strict=False)])
     views = [SlotView(LENGTH + 40, range(2 + 8 * i, 10 + 8 * i)) for i in range(len(ids))]
@@ -56,9 +55,7 @@ def row_hidden(
     ("dtype", "kernels"), [("float32", "torch"), ("bfloat16", "torch"), ("bfloat16", "auto")]
 )
 @pytest.mark.parametrize("variant", ["deepseek_v3", "deepseek_v2", "glm4_moe", "qwen3_moe"])
-def test_a_row_has_the_same_bits_in_every_window(
-    tiny: Callable[..., Path], variant: str, dtype: str, kernels: str
-) -> None:
+def test_rows_have_equal_bits(tiny: Callable[..., Path], variant: str, dtype: str, kernels: str) -> None:
     """One row, with 0 to 7 other rows behind or before it and up to 3 other slots beside it."""
     # Wide enough that products of few rows could take another path: K above 320.
     folder = tiny(variant, hidden=384, intermediate=448, layers=2)
