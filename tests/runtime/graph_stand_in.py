@@ -25,9 +25,6 @@ from spd.runtime.round.sampling_params import SamplerClass
 from spd.runtime.round.state import RoundState
 from tests.helpers import with_operations
 
-ONLY_TORCH_ASKS = {"ngram_lookup": (4,)}
-"""Arguments that hold the host's upper bounds, by their place; kernels in torch's form alone read them."""
-
 
 def tensors_in(thing: Any, at: str = "parts", seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Every tensor, but oneDNN's own, that an object and what it holds keep, by where it is kept."""
@@ -75,8 +72,8 @@ class Tape:
         @functools.wraps(operation)
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.lasting is not None:
-                free = ONLY_TORCH_ASKS.get(name, ()) if self.form == "torch" else ()
-                words = [self._words(value) for i, value in enumerate(args) if i not in free]
+                free = 4 if (name, self.form) == ("ngram_lookup", "torch") else -1  # the host's upper bounds
+                words = [self._words(value) for i, value in enumerate(args) if i != free]
                 self.calls.append((name, [*words, *((key, self._words(v)) for key, v in kwargs.items())]))
             return operation(*args, **kwargs)
 

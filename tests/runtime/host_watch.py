@@ -44,8 +44,6 @@ ASK = _overloads(
 ) | {torch.ops.aten.where.default}
 """Operations whose result, or its shape, the host has to know. Compound ones are seen whole in a round."""
 INDEX = _overloads("index", "index_put", "index_put_", "_index_put_impl_")
-FULLY_WATCHED = 2
-"""Rounds of each program in which operations are looked at too, which takes a tenth of their time."""
 
 
 class HostWatch:
@@ -67,7 +65,8 @@ class HostWatch:
             watch._programs[program := (self, k, *rest)] += 1
             watch.running = True
             try:
-                with _Operations(watch) if watch._programs[program] <= FULLY_WATCHED else nullcontext():
+                # Operations are looked at in two rounds of each program: that takes a tenth of their time.
+                with _Operations(watch) if watch._programs[program] <= 2 else nullcontext():
                     return honest(self, k, views, *rest)
             finally:
                 watch.running = False

@@ -161,10 +161,6 @@ def check_rule(case: RuleCase) -> None:
     assert error < LIMIT_OF_ERROR, f"the law differs by {error:.3g}"
 
 
-TEMPERATURE = 4.0
-"""Of the draws below: flat enough that every text of four tokens is expected often enough."""
-
-
 def gumbel_at_once(seed: Tensor, position: Tensor, stream: int, vocab_size: int) -> Tensor:
     """`philox.gumbel` but for last bits: not row by row, which takes long for so many rows."""
     return -torch.log(-torch.log(philox.uniform(philox.random_bits(seed, position, stream, vocab_size))))
@@ -176,7 +172,7 @@ def drawn_texts(rule: str, drawn: bool, slots: int, k: int = 3) -> tuple[Tensor,
     Counts and probabilities [3 ** (k + 1)]; every slot has a seed of its own, and nothing is scripted. The
     drafter's law is far from the target's, and the last number is the share of its drafts accepted.
     """
-    params = SamplingParams(temperature=TEMPERATURE, max_tokens=k + 1)
+    params = SamplingParams(temperature=4.0, max_tokens=k + 1)  # so flat that every text is expected often
     case = RuleCase((k,), params, seed=21)
     table = case.table()
     setting = Enumeration(case, table.float(), slots=slots)

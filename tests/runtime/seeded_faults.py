@@ -102,9 +102,6 @@ def together(*mutations: Mutation) -> Mutation:
     return apply
 
 
-# -- the verifier ------------------------------------------------------------------------------------
-
-
 def verify(rule: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Mutation:
     """Another rule of acceptance: (draft, sampled, which drafts are real) to accepted."""
 
@@ -125,9 +122,6 @@ def one_more(draft: Tensor, sampled: Tensor, real: Tensor) -> Tensor:
 def first_is_free(draft: Tensor, sampled: Tensor, real: Tensor) -> Tensor:
     first = torch.arange(draft.shape[1]) == 0
     return leading(((draft == sampled[:, :-1]) | first) & real)
-
-
-# -- the commit --------------------------------------------------------------------------------------
 
 
 def draft_not_recovered(a: Arguments) -> dict[str, object]:
@@ -186,9 +180,6 @@ def ring_of_one(patch: Patch) -> None:
     patch.setattr("spd.runtime.round.round_queue.RING_DEPTH", 1)
 
 
-# -- the window --------------------------------------------------------------------------------------
-
-
 def unknown_ids_are_fed(window: Any, a: Arguments) -> Any:
     draft = a.draft[:, : a.k].clone()
     ids = torch.cat((window.token_ids[:, :1], draft), dim=1)
@@ -219,8 +210,6 @@ def later_rows_one_off(kv_slots: Any, table: Tensor, positions: Tensor, *rest: A
 
 
 kv_one_off = around(round_window, "kv_slots", later_rows_one_off)
-
-# -- the sampler -------------------------------------------------------------------------------------
 
 
 def first_row_only(**step: Any) -> Mutation:
@@ -274,8 +263,6 @@ def head(late: int = 0, **needs_not: bool) -> Mutation:
 
     return around(Sampler, "draw_fused", changed)
 
-
-# -- the drafter and the queue -----------------------------------------------------------------------
 
 draft_noise_off = around(
     Sampler, "draw_draft", lambda draw, s, runner, h, step, needs: draw(s, runner, h, step + 1, needs)

@@ -56,9 +56,7 @@ pieces = words.map(str.encode) | st.sampled_from([b"\xc3", b"\xa9", b"\xe2\x82"]
 @example(tokens=[b"a", b"b", b"c"], stops=["ab"], min_tokens=2, rounds=[3])
 @example(tokens=[b"a", b"b", b"c"], stops=["abc"], min_tokens=2, rounds=[1, 1, 1])
 @example(tokens=[b"a", b"a", b"a"], stops=["aa"], min_tokens=2, rounds=[3])
-def test_stops_are_found_by_definition_in_any_rounds(
-    tokens: list[bytes], stops: list[str], min_tokens: int, rounds: list[int]
-) -> None:
+def test_stops_are_found(tokens: list[bytes], stops: list[str], min_tokens: int, rounds: list[int]) -> None:
     """A stop counts once a token after the first min_tokens completes it, whatever rounds and tokens hold."""
     texts, stopped = run(tokens, stops, min_tokens, rounds)
     assert ("".join(texts), stopped) == by_definition(tokens, stops, min_tokens)

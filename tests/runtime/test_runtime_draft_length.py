@@ -225,32 +225,28 @@ def test_drafting_comes_back_when_texts_change(count: int) -> None:
 K, COPYING = 3, 8
 
 
-def copy_on(
-    length: DraftLength, own: Acceptance, copied: list[bool], draft_seconds: float = 0.004, rate: float = 0.6
-) -> list[int]:
-    """The k of each round; in those that copy, lookup drafts and is right, elsewhere it finds nothing."""
+def copied(copying: list[bool], draft_seconds: float = 0.004, rate: float = 0.6) -> Any:
+    """(lengths, a request, k of each round); in those that copy, lookup is right, elsewhere finds nothing."""
+    length, own, chosen = DraftLength(K, True, copying=COPYING), Acceptance(), list[int]()
     length.attend([(own, COPYING)])
-    chosen = []
-    for copies in copied:
+    for copies in copying:
         chosen.append(k := length.choose())
-        forwards = k if k <= length.maximum else 0
+        forwards = k if k <= K else 0
         length.observe_cost(k, 0.010 + 0.0001 * k, draft_seconds * forwards, forwards)
         found = k if copies or forwards else 0
         length.observe(k, found, k if copies else round(rate * found), own, 7 * copies)
-    return chosen
+    return length, own, chosen
 
 
 def test_lookup_drafts_alone_while_text_is_copied() -> None:
-    length = DraftLength(K, True, copying=COPYING)
-    chosen = copy_on(length, Acceptance(), [False] * 40 + [True] * 20 + [False] * 20)
+    _, _, chosen = copied([False] * 40 + [True] * 20 + [False] * 20)
     assert COPYING not in chosen[:41] and COPYING not in chosen[62:]
     assert chosen[41:61].count(COPYING) > 15, "but for the rounds that time another k"
     assert chosen[61] in (COPYING, *range(K + 1))
 
 
 def test_what_lookup_gives_says_nothing_of_the_model() -> None:
-    length, own = DraftLength(K, True, copying=COPYING), Acceptance()
-    copy_on(length, own, [False] * 60)
+    length, own, _ = copied([False] * 60)
     before = length.rate, own.accepted, own.tried
     for _ in range(30):
         length.observe_cost(COPYING, 0.011, 0.0, 0)
@@ -262,9 +258,7 @@ def test_what_lookup_gives_says_nothing_of_the_model() -> None:
 
 def test_disappointment_ends_it() -> None:
     """Where copies break off at once, hoping for them is given up."""
-    length, own = DraftLength(K, True, copying=COPYING), Acceptance()
-    copy_on(length, own, [False] * 40)
-    chosen = []
+    (length, own, _), chosen = copied([False] * 40), list[int]()
     for _ in range(60):
         own.copies = True
         chosen.append(k := length.choose())
@@ -275,8 +269,7 @@ def test_disappointment_ends_it() -> None:
 
 def test_where_no_model_pays_a_match_is_followed() -> None:
     """Plain rounds tell of matches, so that no slot drafts to hear of one; right ones go on."""
-    length, own = DraftLength(K, True, copying=COPYING), Acceptance()
-    copy_on(length, own, [False] * 60, draft_seconds=0.05, rate=0.3)
+    length, own, _ = copied([False] * 60, draft_seconds=0.05, rate=0.3)
     length.times.trials.clear()
     assert length.choose() == 0
     for match, k in ((0, 0), (6, COPYING)):

@@ -72,9 +72,7 @@ ITSELF = {"spec": "draft+ngram", "draft_max": 4, "ngram_min": 2}
 @pytest.mark.parametrize(
     ("temperature", "wishes", "lags"), [(0.0, ITSELF, (0, 1)), (1.0, ITSELF, (2,)), (1.0, NGRAM, (0, 2))]
 )
-def test_texts_match_and_are_the_same_however_they_are_made(
-    target: Path, temperature: float, wishes: dict[str, Any], lags: tuple[int, ...]
-) -> None:
+def test_texts_match(target: Path, temperature: float, wishes: dict[str, Any], lags: tuple[int, ...]) -> None:
     asked = requests(temperature)
     plain = run_requests(quick_engine(target), asked)
     for kind, run in zip(TEXTS, plain, strict=False):

@@ -153,14 +153,8 @@ def test_drafts_of_its_mtp_layer_are_the_reference_s(hybrid: Shelf, k: int, kern
     assert total > (6 if k < 4 else 12)
 
 
-@pytest.mark.parametrize(
-    ("form", "k"),
-    [
-        pytest.param("native", 4, marks=needs_native),
-        pytest.param("native", 1, marks=[needs_native, pytest.mark.slow]),
-        *(pytest.param("torch", k, marks=pytest.mark.slow) for k in (2, 4)),
-    ],
-)
+@pytest.mark.parametrize("form", NATIVE_FIRST)
+@pytest.mark.parametrize("k", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_drafts_of_an_eagle3_head_are_right(hybrid: Shelf, tmp_path: Path, form: str, k: int) -> None:
     """Of a head that reads streams entering recurrent and attending layers; the text is plain decoding's."""
     target = hybrid(num_hidden_layers=7)
