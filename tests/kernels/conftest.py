@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.native.build import library_path
 from spd.kernels.native.library import NativeLibrary
-from tests.kernels.forms import EVERY, HERE, Form
+from tests.kernels.forms import EVERY, HERE, Form, form_of, needs_compiled
 
 
 @pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu) if torch.cuda.is_available() else "cpu"])
@@ -22,12 +21,10 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=["", "_triton"], ids=["torch", "triton"])
+@pytest.fixture(params=["torch", "triton", pytest.param("native", marks=needs_compiled)])
 def op(request: pytest.FixtureRequest) -> Any:
-    """The module of either form of the operation that a file's FORMS names below spd.kernels."""
-    if request.param:
-        pytest.importorskip("triton")
-    return importlib.import_module(f"spd.kernels.{request.module.FORMS}{request.param}")
+    """A form of the operations that a file's STEM names."""
+    return form_of(request, request.param, request.module.STEM)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spd.kernels.dispatch import SUFFIX
 from spd.kernels.linear.activation import GELU, RELU2, SILU, Activation
 from spd.kernels.native.build import DTYPE_FLAGS, FEATURES, fitting, obstacle, processor_features
 from spd.kernels.native.library import ROUND
@@ -122,35 +123,19 @@ def turning_tables(count: int, size: int, device: str, dtype: torch.dtype) -> tu
     return cos.to(device, dtype), sin.to(device, dtype)
 
 
-def round_form(request: pytest.FixtureRequest, stem: str) -> Any:
-    """The operations of a round in one form, whose state may lack what they do not read."""
-    if request.param == "torch":
-        return importlib.import_module(f"spd.kernels.{stem}")
-    if request.param == "triton":
+def form_of(request: pytest.FixtureRequest, name: str, stem: str) -> Any:
+    """The form `name` of what is below spd.kernels under a stem; C's library has all."""
+    if name == "native":
+        if request.getfixturevalue("device") != "cpu":
+            pytest.skip("C kernels run on a CPU")
+        return request.getfixturevalue("native_with")(HERE[0])
+    if name == "triton":
         pytest.importorskip("triton")
-        return importlib.import_module(f"spd.kernels.{stem}_triton")
-    if request.getfixturevalue("device") != "cpu":
-        pytest.skip("C kernels run on a CPU")
-    return WholeState(request.getfixturevalue("native_with")(HERE[0]))
+    return importlib.import_module(f"spd.kernels.{stem}{SUFFIX[name]}")
 
 
-class WholeState:
-    """C's form of a round's operations, for states that lack what these do not read."""
-
-    __name__ = "native"
-
-    def __init__(self, library: Any) -> None:
-        self.library = library
-
-    def __getattr__(self, name: str) -> Any:
-        operation = getattr(self.library, name)
-        if name == "mark_time":
-            return operation
-
-        def with_all(state: Any, *given: Any, **more: Any) -> Any:
-            flat, given_times = torch.zeros(1, 1, dtype=torch.int64), vars(state).get("times")
-            depth = 1 if given_times is None else given_times.shape[0]
-            missing = {**dict.fromkeys(ROUND, flat), "ring": torch.zeros(depth, 1, 1, dtype=torch.int64)}
-            return operation(SimpleNamespace(**{**missing, **vars(state)}), *given, **more)
-
-        return with_all
+def round_state(**held: Tensor) -> Any:
+    """What a round keeps, with zeros for what its operation does not read, though C wants all."""
+    flat = torch.zeros(1, 1, dtype=torch.int64)
+    ring = torch.zeros(held.get("times", flat).shape[0], 1, 1, dtype=torch.int64)
+    return SimpleNamespace(**{**dict.fromkeys(ROUND, flat), "ring": ring, **held})

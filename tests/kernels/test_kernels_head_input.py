@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,8 @@ from spd.kernels.linear.head_input import PairNorms
 from spd.kernels.round.window import Rows
 
 PAGE, PAGES, DEPTH, SIZE, VOCAB, EPSILON = 4, 9, 7, 24, 11, 0.05
-
-
-FORMS = "linear.head_input"
+STEM = "linear.head_input"
+pytestmark = pytest.mark.parametrize("op", ["torch", "triton"], indirect=True)
 
 
 @pytest.mark.covers(2)
@@ -28,6 +28,7 @@ FORMS = "linear.head_input"
 def test_pairs_equal_their_definition(
     op: Any, device: str, slots: int, width: int, extra: int, size: int, masked: int, hidden_first: bool
 ) -> None:
+    """A row alone, with a ring of its own slot's, has the same bits, though what others read is NaN."""
     torch.manual_seed(slots)
     for depth, dtype in ((DEPTH, torch.float32), (1, torch.float32), (DEPTH, torch.float16)):
         table, states = torch.randn(VOCAB, size), torch.randn(slots, depth + 1, size)
@@ -38,7 +39,8 @@ def test_pairs_equal_their_definition(
         table, states, norms = (t.to(device, dtype) for t in (table, states, norms))
         rings = SimpleNamespace(rings=states, depth=depth)
         rows = SimpleNamespace(positions=positions.to(device), width=width, states=rings)
-        given = (tokens.to(device), table, rows, PairNorms(*norms, EPSILON, masked, hidden_first))
+        tokens, norm = tokens.to(device), PairNorms(*norms, EPSILON, masked, hidden_first)
+        given = (tokens, table, rows, norm)
         out, nothing = op.head_input(*given)
         assert nothing is None
         again, kept = op.head_input(*given, keeps_state=True)
@@ -49,6 +51,14 @@ def test_pairs_equal_their_definition(
             token = table[tokens[row]].double() * (position != masked)
             state = states[row // width, (position - 1) % depth]
             assert torch.equal(kept[row], state)
+            lonely, ring = table.new_full(table.shape, math.nan), states.new_full(states.shape, math.nan)[:1]
+            lonely[tokens[row]], ring[0, (position - 1) % depth] = table[tokens[row]], state
+            alone = SimpleNamespace(
+                positions=rows.positions[row : row + 1],
+                width=1,
+                states=SimpleNamespace(rings=ring, depth=depth),
+            )
+            assert torch.equal(op.head_input(tokens[row : row + 1], lonely, alone, norm)[0][0], out[row])
             state = state.double()
             halves = [
                 x / (x.square().mean() + EPSILON).sqrt() * norm.double()
@@ -56,34 +66,6 @@ def test_pairs_equal_their_definition(
             ]
             expected = torch.cat(halves[::-1] if hidden_first else halves)
             assert (out[row].double() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 5e-3)
-
-
-@pytest.mark.parametrize("size", [1, SIZE, 33])
-def test_a_row_alone_is_the_row_among_others(op: Any, device: str, size: int) -> None:
-    """Other rows may hold anything; a row reads its own slot's ring and nothing else."""
-    torch.manual_seed(size)
-    slots, width = 3, 3
-    table, states = torch.randn(VOCAB, size), torch.randn(slots, DEPTH + 1, size)
-    table[4], states[1, 2] = float("nan"), float("inf")
-    positions, tokens = torch.randint(1, 30, (slots * width,)), torch.randint(5, VOCAB, (slots * width,))
-    tokens[2], positions[4] = 4, 3
-    norms = torch.rand(2, size) + 0.5
-    table, states, norms, positions, tokens = (
-        t.to(device) for t in (table, states, norms, positions, tokens)
-    )
-
-    def run(rows: slice, ring: slice, width: int) -> torch.Tensor:
-        rings = SimpleNamespace(rings=states[ring], depth=DEPTH)
-        batch = SimpleNamespace(positions=positions[rows], width=width, states=rings)
-        given = (tokens[rows], table, batch, PairNorms(*norms, EPSILON, 5))
-        return torch.cat(op.head_input(*given, keeps_state=True), dim=-1)
-
-    among = run(slice(None), slice(None), width)
-    assert among[2].isnan().any() and among[4].isnan().any()
-    for row in range(slots * width):
-        slot = row // width
-        alone = run(slice(row, row + 1), slice(slot, slot + 1), 1)[0]
-        assert torch.equal(alone.nan_to_num(7.0), among[row].nan_to_num(7.0)), row
 
 
 @pytest.mark.parametrize(("slots", "size"), [(1, SIZE), (4, SIZE), (1, 1), (2, 33)])

@@ -8,13 +8,12 @@ from __future__ import annotations
 import importlib
 import random
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.forms import HERE, WholeState, needs_compiled
+from tests.kernels.forms import form_of, needs_compiled, round_state
 from tests.prompt_lookup import match_length, search
 
 WIDTH, WIDE = 150, 12
@@ -28,18 +27,12 @@ Found = tuple[list[int], int, int]
 @pytest.fixture(params=["torch", pytest.param("native", marks=needs_compiled), "short", "long", "whole"])
 def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Every form; Triton's kernels with one program a slot, with several, and as they are."""
-    if request.param == "native":
-        if request.getfixturevalue("device") != "cpu":
-            pytest.skip("C kernels run on a CPU")
-        return WholeState(request.getfixturevalue("native_with")(HERE[0]))
-    if request.param == "torch":
-        return importlib.import_module("spd.kernels.round.ngram_lookup")
-    pytest.importorskip("triton")
-    module = importlib.import_module("spd.kernels.round.ngram_lookup_triton")
-    if request.param != "whole":
-        monkeypatch.setattr(module, "BLOCK", 16)
-        monkeypatch.setattr(module, "PARTS", 4)
-        monkeypatch.setattr(module, "ONE_PROGRAM", 1 << 30 if request.param == "short" else 8)
+    one_program = {"short": 1 << 30, "long": 8, "whole": None}
+    name = "triton" if request.param in one_program else request.param
+    module = form_of(request, name, "round.ngram_lookup")
+    if one_program.get(request.param):
+        for constant, value in {"BLOCK": 16, "PARTS": 4, "ONE_PROGRAM": one_program[request.param]}.items():
+            monkeypatch.setattr(module, constant, value)
     return module
 
 
@@ -70,7 +63,7 @@ def look_up(
     state = [tensor.to(device) for tensor in (tokens, length, active, *made)]
     kept = [tensor.clone() for tensor in state[:3]]
     own = [tensor[: len(texts)] for tensor in state]
-    op.ngram_lookup(SimpleNamespace(**dict(zip(NAMES, own, strict=True))), k, *sizes, bound, over)
+    op.ngram_lookup(round_state(**dict(zip(NAMES, own, strict=True))), k, *sizes, bound, over)
     assert all(torch.equal(now, then) for now, then in zip(state[:3], kept, strict=True))
     drafts, counts, matches = (tensor.tolist() for tensor in state[3:])
     assert (drafts.pop(), counts.pop(), matches.pop()) == ([THERE] * WIDE, COUNT, MATCH)

@@ -11,20 +11,13 @@ import torch
 
 from spd.kernels.round.commit import EMISSION_HEAD, FAILED, FULL, GOING_ON, STOPPED, emission_width
 from spd.kernels.round.window import NUM_TIMES
-from tests.kernels.forms import needs_compiled, round_form
+from tests.kernels.forms import round_state
 
+STEM = "round.commit"
 MAX_LEN, VOCAB, DEPTH, SPARE = 24, 6, 3, 2
 
 
-@pytest.fixture(params=["torch", "triton", pytest.param("native", marks=needs_compiled)])
-def op(request: pytest.FixtureRequest) -> Any:
-    """Each form."""
-    return round_form(request, "round.commit")
-
-
-def make_state(
-    seed: int, slots: int, k: int, device: str, stops: int = 5, slack: int = 0
-) -> dict[str, torch.Tensor]:
+def make_state(seed: int, slots: int, k: int, device: str, stops: int = 5) -> dict[str, torch.Tensor]:
     """Whole state tensors of SPARE more slots than are run; the tokens are few, so that drafts are right."""
     rng = random.Random(seed)
     rows, max_k = slots + SPARE, k + 2
@@ -56,20 +49,12 @@ def make_state(
         "stop_ids": stop_ids,
         "active": torch.tensor([rng.random() < 0.8 for _ in range(rows)]),
         "generated": integers(rows, VOCAB + 4, below=9).to(torch.int32),
-        "ring": integers(DEPTH, rows, emission_width(max_k) + slack, below=1000),
+        "ring": integers(DEPTH, rows, emission_width(max_k), below=1000),
         "counter": torch.tensor([rng.randrange(3 * DEPTH)]),
         "match": integers(rows, below=9),
         "times": torch.full((DEPTH, NUM_TIMES), -5),
     }
     return {name: tensor.to(device) for name, tensor in state.items()}
-
-
-def arguments(state: dict[str, torch.Tensor], slots: int, k: int) -> dict[str, torch.Tensor]:
-    """Views of the first slots, as a round of fewer than all would pass."""
-    widths = {"draft": k, "sampled": k + 1, "finite": k + 1}
-    whole = ("ring", "counter", "times")
-    cut = {name: t if name in whole else t[:slots] for name, t in state.items()}
-    return {name: t[:, : widths[name]] if name in widths else t for name, t in cut.items()}
 
 
 def expect(state: dict[str, torch.Tensor], slots: int, k: int, given: list[int] | None = None) -> set[str]:
@@ -113,61 +98,44 @@ def expect(state: dict[str, torch.Tensor], slots: int, k: int, given: list[int] 
     return met
 
 
-WINDOW, GIVEN = ("draft", "num_drafts"), ("sampled", "finite")
-
-
-def commit(op: Any, tensors: dict[str, torch.Tensor], **more: Any) -> None:
-    """Run the operation on tensors by name."""
-    window = SimpleNamespace(**{name: tensors[name] for name in WINDOW})
-    given = {name: tensors[name] for name in (*GIVEN, "generated")} | more
-    state = SimpleNamespace(**{name: t for name, t in tensors.items() if name not in (*WINDOW, *GIVEN)})
-    op.round_commit(state, window, **given)
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    for name, tensor in expected.items():
-        assert name == "times" or torch.equal(found[name].cpu(), tensor), name
-
-
 def check(
     op: Any,
     state: dict[str, torch.Tensor],
     slots: int,
     k: int,
     given: list[int] | None = None,
-    unchanged: str = "",
-    **more: Any,
-) -> tuple[set[str], dict[str, torch.Tensor]]:
-    """Hold the commit against its definition; returns what was met, and the state that was expected."""
+    counted: bool = True,
+) -> set[str]:
+    """Hold a commit of the first slots, whose acceptance may be given, against its definition."""
     expected = {name: tensor.cpu().clone() for name, tensor in state.items()}
-    if unchanged:
-        kept = expected[unchanged].clone()
     met = expect(expected, slots, k, given)
-    if unchanged:
-        expected[unchanged] = kept
-    commit(op, arguments(state, slots, k), **more)
-    assert_same(state, expected)
-    return met, expected
+    if not counted:
+        expected["generated"] = state["generated"].cpu().clone()
+    whole, widths = ("ring", "counter", "times"), {"draft": k, "sampled": k + 1, "finite": k + 1}
+    cut = {name: t if name in whole else t[:slots][..., : widths.get(name)] for name, t in state.items()}
+    window = SimpleNamespace(draft=cut.pop("draft"), num_drafts=cut.pop("num_drafts"))
+    accepted = None if given is None else torch.tensor(given, device=state["draft"].device)
+    rows, counts = (cut.pop("sampled"), cut.pop("finite"), accepted), cut.pop("generated")
+    op.round_commit(round_state(**cut), window, *rows, counts if counted else None)
+    for name, tensor in expected.items():
+        assert name == "times" or torch.equal(state[name].cpu(), tensor), name
+    return met
 
 
 @pytest.mark.covers(2)
 @pytest.mark.parametrize("k", [0, 1, 4, 7, 31])
 @pytest.mark.parametrize("slots", [1, 3, 17])
 def test_commit_equals_its_definition(op: Any, device: str, slots: int, k: int) -> None:
+    """By the coupled rule and by another one's acceptance, with and without counts."""
     met = set()
     for seed in range(5 if slots < 17 else 3):
-        met |= check(op, make_state(seed, slots, k, device), slots, k)[0]
+        met |= check(op, make_state(seed, slots, k, device), slots, k)
+    given = [random.Random(slot).randint(0, k) for slot in range(slots)]
+    check(op, make_state(5, slots, k, device), slots, k, given)
+    check(op, make_state(6, slots, k, device), slots, k, counted=False)
     if (slots, k) == (17, 7):  # of every kind
         ends = {f"reason {reason}" for reason in (GOING_ON, STOPPED, FULL, FAILED)}
         assert met == ends | {"silent", "stop inside", "bad inside", "accepted some", "counted twice", "all"}
-
-
-@pytest.mark.parametrize("k", [0, 3])
-def test_acceptance_may_come_from_another_rule(op: Any, device: str, k: int) -> None:
-    for seed in range(3):
-        given = [random.Random(seed + s).randint(0, k) for s in range(5)]
-        accepted = torch.tensor(given, device=device)
-        check(op, make_state(seed, 5, k, device), 5, k, given, accepted=accepted)
 
 
 @pytest.mark.parametrize("stops", [1, 40])
@@ -175,11 +143,11 @@ def test_any_number_of_stop_ids(op: Any, device: str, stops: int) -> None:
     """The last one counts, and what pads the kernel's lanes, id 0, is none."""
     for last, reason in ((0, STOPPED), (5, GOING_ON)):
         state = make_state(1, 2, 3, device, stops=stops)
-        for name, value in (("sampled", 0), ("finite", True), ("active", True), ("length", 3), ("draft", 0)):
+        told = {"sampled": 0, "finite": True, "active": True, "length": 3, "draft": 0}
+        for name, value in {**told, "length_limit": MAX_LEN, "stop_ids": -1}.items():
             state[name].fill_(value)
-        state["length_limit"].fill_(MAX_LEN)
-        state["stop_ids"].fill_(-1)[:, -1] = last
-        assert check(op, state, 2, 3)[0] >= {f"reason {reason}"}
+        state["stop_ids"][:, -1] = last
+        assert check(op, state, 2, 3) >= {f"reason {reason}"}
 
 
 def test_lengths_and_tokens_at_the_row_s_end(op: Any, device: str) -> None:
@@ -189,8 +157,4 @@ def test_lengths_and_tokens_at_the_row_s_end(op: Any, device: str) -> None:
     state["active"][:2] = torch.tensor([False, True], device=device)
     for name, value in (("length_limit", MAX_LEN), ("finite", True), ("stop_ids", -1), ("num_drafts", 0)):
         state[name].fill_(value)
-    assert check(op, state, 2, 3)[0] == {"silent", "reason 0", f"reason {FULL}"}
-
-
-def test_without_counts(op: Any, device: str) -> None:
-    check(op, make_state(3, 5, 4, device), 5, 4, unchanged="generated", generated=None)
+    assert check(op, state, 2, 3) == {"silent", "reason 0", f"reason {FULL}"}
