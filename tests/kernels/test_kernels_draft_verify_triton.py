@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from spd.kernels.sampling import draft_verify_triton
 
-RULES = ["rejection", "block"]
+rules = pytest.mark.parametrize("rule", ["rejection", "block"])
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of log(0)
 
 Arguments = tuple[Tensor, "Tensor | None", Tensor, Tensor, Tensor, Tensor]
@@ -42,56 +42,40 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_verify_triton, "BLOCK", 256)
 
 
-def assert_same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], share: float) -> None:
-    """Equal but for a share of slots, where a last bit of a sum or a logarithm decides."""
+def decided(rule: str, *arguments: Tensor | None, share: float = 0.0) -> tuple[Tensor, Tensor]:
+    """What the kernels decide: as the reference but for a share of slots, where a last bit decides."""
+    found = draft_verify_triton.verify_drafts(*arguments, rule == "block")  # type: ignore[arg-type]
+    expected = draft_verify.verify_drafts(*arguments, rule == "block")  # type: ignore[arg-type]
     assert found[0].dtype == found[1].dtype == torch.int64
     different = (found[0] != expected[0]).any(dim=-1) | (found[1] != expected[1])
     assert different.float().mean() <= share
+    return found
 
 
 @pytest.mark.covers(2)
-@pytest.mark.parametrize("rule", RULES)
+@rules
 @pytest.mark.parametrize("one_hot", [False, True], ids=["sampled", "one-hot"])
 @pytest.mark.parametrize("k", [0, 1, 2, 5])
 def test_kernels_do_as_the_reference(rule: str, one_hot: bool, k: int, device: str) -> None:
-    lengths = set()
+    lengths, (slots, share) = set(), (5, 0.0) if device == "cpu" else (2000, 1e-3)
     for vocab in (1, 2, 17, 600):
-        slots = 5 if device == "cpu" else 2000
         arguments = random_arguments(slots, k, vocab, vocab + k, one_hot, device)
-        found = draft_verify_triton.verify_drafts(*arguments, rule == "block")
-        expected = draft_verify.verify_drafts(*arguments, rule == "block")
-        assert_same(found, expected, 0.0 if device == "cpu" else 1e-3)
-        lengths |= set(found[1].tolist())
+        lengths |= set(decided(rule, *arguments, share=share)[1].tolist())
     assert len(lengths) > min(k, 2)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_equal_laws_and_rounded_ones(rule: str, device: str) -> None:
-    """Where draft and target agree all is accepted; where rounding leaves no residual, the row is drawn."""
-    target, laws, draft, _, seed, positions = random_arguments(3, 2, 300, 8, False, device)
+@rules
+def test_laws_at_their_edges(rule: str, device: str) -> None:
+    """The target's own; above it everywhere, which leaves no residual; of drafts that it could not draw."""
+    target, laws, draft, _, *noise = random_arguments(3, 2, 300, 8, False, device)
     assert laws is not None
-    real = torch.full_like(seed, 2)
-    same = (target, target[:, :2].contiguous(), draft, real, seed, positions)
-    found = draft_verify_triton.verify_drafts(*same, rule == "block")
-    assert found[1].tolist() == [2] * 3
-    above = (target[:, :2] * 4).contiguous()  # exceeds the target everywhere: residuals of nothing
-    arguments = (target, above, draft, real, seed, positions)
-    found = draft_verify_triton.verify_drafts(*arguments, rule == "block")
-    assert_same(found, draft_verify.verify_drafts(*arguments, rule == "block"), 0.0)
-    rows = target.gather(1, found[1][:, None, None].expand(-1, 1, 300))[:, 0]
-    last = found[0].gather(1, found[1][:, None])
-    assert (rows.gather(1, last) > 0).all()
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_draft_its_drafter_could_not_draw_is_rejected(rule: str, device: str) -> None:
-    target, laws, draft, _, seed, positions = random_arguments(3, 2, 17, 9, False, device)
-    assert laws is not None
-    laws.scatter_(-1, draft[..., None], 0.0)
-    arguments = (target, laws, draft, torch.full_like(seed, 2), seed, positions)
-    found = draft_verify_triton.verify_drafts(*arguments, rule == "block")
-    assert found[1].tolist() == [0] * 3
-    assert_same(found, draft_verify.verify_drafts(*arguments, rule == "block"), 0.0)
+    own, real = target[:, :2], torch.full_like(noise[0], 2)
+    impossible = laws.scatter(-1, draft[..., None], 0.0)
+    for law, accepted in ((own, [2] * 3), (own * 4, None), (impossible, [0] * 3)):
+        tokens, count = decided(rule, target, law.contiguous(), draft, real, *noise)
+        assert accepted in (None, count.tolist())
+        rows = target.gather(1, count[:, None, None].expand(-1, 1, 300))[:, 0]
+        assert (rows.gather(1, tokens.gather(1, count[:, None])) > 0).all()
 
 
 def test_a_blocks_residual_is_scaled(device: str) -> None:
@@ -100,26 +84,19 @@ def test_a_blocks_residual_is_scaled(device: str) -> None:
     target = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [1.0, 0.0, 0.0]], device=device)
     laws = torch.tensor([[1.0, 0.0, 0.0], [0.3, 0.1, 0.6]], device=device)
     seed = torch.arange(slots, device=device)
-    arguments = (
-        target.expand(slots, 3, 3).contiguous(),
-        laws.expand(slots, 2, 3).contiguous(),
-        torch.tensor([[0, 2]], device=device).expand(slots, 2),
-        torch.full_like(seed, 2),
-        seed,
-        torch.arange(3, device=device).expand(slots, 3),
-    )
-    tokens, accepted = draft_verify_triton.verify_drafts(*arguments, True)
+    wide = [law.expand(slots, *law.shape).contiguous() for law in (target, laws)]
+    draft, places = torch.tensor([[0, 2]], device=device), torch.arange(3, device=device)
+    given = (draft.expand(slots, 2), torch.full_like(seed, 2), seed, places.expand(slots, 3))
+    tokens, accepted = decided("block", *wide, *given)
     assert 2 <= int((accepted == 1).sum()) < slots
     assert (tokens[accepted == 1, 1] == 1).all()
-    assert_same((tokens, accepted), draft_verify.verify_drafts(*arguments, True), 0.0)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@rules
 def test_a_slot_is_the_same_alone_and_among_others(rule: str, device: str) -> None:
     arguments = random_arguments(4, 3, 1003, 21, False, device)
-    tokens, accepted = draft_verify_triton.verify_drafts(*arguments, rule == "block")
+    whole = decided(rule, *arguments)
     for slot in range(4):
         alone = [a[slot : slot + 1].contiguous() for a in arguments if a is not None]
-        found = draft_verify_triton.verify_drafts(*alone, rule == "block")
-        assert torch.equal(found[0], tokens[slot : slot + 1])
-        assert torch.equal(found[1], accepted[slot : slot + 1])
+        for found, right in zip(decided(rule, *alone), whole, strict=True):
+            assert torch.equal(found[0], right[slot])

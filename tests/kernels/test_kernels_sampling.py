@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,11 +10,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from spd.kernels.native.library import NativeLibrary
 from spd.kernels.sampling import sampling, sampling_triton, truncation_triton
 from spd.kernels.sampling.draft_verify import STREAM_DRAFT, row_stream
 from spd.kernels.sampling.sampling import truncate
-from tests.kernels.forms import COMPILED, needs_compiled
+from tests.kernels.forms import COMPILED, Form
 from tests.kernels.sampling_cases import (
     EVERY_STEP,
     EXTREMES,
@@ -32,35 +30,8 @@ from tests.kernels.sampling_cases import (
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of inf - inf
 
 VOCABULARIES = [1, 2, 3, 17, 1000, 5003]
-
-
 GREEDY = Steps(*[False] * 5)
 TRUNCATED = replace(PLAIN, truncation=True)
-
-
-@dataclass(frozen=True)
-class Form:
-    """One of the kernels: its draw, and how many slots it is asked for where the interpreter takes few."""
-
-    draw: Callable[..., tuple[Tensor, Tensor]]
-    library: NativeLibrary | None
-    device: str
-
-    def number(self, few: int) -> int:
-        return number(self.device, few) if self.library is None else 10 * few
-
-    def assert_same_tokens(self, case: Case, steps: Steps) -> Tensor:
-        return assert_drawn_alike(self.draw, case, steps)
-
-
-@pytest.fixture(params=["triton", *COMPILED])
-def form(request: pytest.FixtureRequest, device: str) -> Form:
-    if request.param == "triton":
-        return Form(sampling_triton.sample_rows, None, device)
-    if device != "cpu":
-        pytest.skip("C kernels run on a CPU")
-    library = request.getfixturevalue("native_with")(request.param)
-    return Form(library.sample_rows, library, device)
 
 
 # -- the whole ---------------------------------------------------------------------------------------
@@ -68,18 +39,18 @@ def form(request: pytest.FixtureRequest, device: str) -> Form:
 
 @pytest.mark.parametrize("coarse", [False, True], ids=["fine", "ties"])
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_every_step_draws_the_references_tokens(form: Form, vocab: int, coarse: bool, device: str) -> None:
-    form.assert_same_tokens(random_case(form.number(8), 1, vocab, vocab, device, coarse), EVERY_STEP)
-    for steps in (EVERY_STEP, TRUNCATED, PLAIN, GREEDY) if form.library else ():
+def test_every_step_draws_the_references_tokens(form: Form, vocab: int, coarse: bool) -> None:
+    assert_drawn_alike(form, random_case(number(form, 8), 1, vocab, vocab, form.device, coarse), EVERY_STEP)
+    for steps in (EVERY_STEP, TRUNCATED, PLAIN, GREEDY) if form.native else ():
         for k in (0, 3):
-            form.assert_same_tokens(random_case(60, k, vocab, vocab + k, device, coarse), steps)
+            assert_drawn_alike(form, random_case(60, k, vocab, vocab + k, form.device, coarse), steps)
 
 
 @pytest.mark.parametrize("k", range(6))
-def test_windows_see_their_drafts(form: Form, k: int, device: str) -> None:
+def test_windows_see_their_drafts(form: Form, k: int) -> None:
     """Penalties count every earlier draft, also when one is repeated; so does the minimum length."""
-    case = random_case(form.number(12 // (k + 1)), k, 131, k, device)
-    form.assert_same_tokens(case, replace(EVERY_STEP, truncation=False))
+    case = random_case(number(form, 12 // (k + 1)), k, 131, k, form.device)
+    assert_drawn_alike(form, case, replace(EVERY_STEP, truncation=False))
     strong = replace(
         case.tensors,
         temperature=torch.zeros_like(case.tensors.temperature),
@@ -87,94 +58,74 @@ def test_windows_see_their_drafts(form: Form, k: int, device: str) -> None:
         generated=torch.zeros_like(case.tensors.generated),  # type: ignore[arg-type]
     )
     flat = replace(case, logits=torch.zeros_like(case.logits), tensors=strong, usable_vocab=131)
-    steps = Steps(noise=False, truncation=False, bias=False, min_length=False)
-    form.assert_same_tokens(flat, steps)
+    assert_drawn_alike(form, flat, replace(GREEDY, penalties=True))
 
 
 @pytest.mark.parametrize("name", ["noise", "penalties", "bias", "min_length", "grammar"])
 @pytest.mark.parametrize("present", [False, True], ids=["without", "alone"])
-def test_steps_are_taken_one_by_one(form: Form, name: str, present: bool, device: str) -> None:
+def test_steps_are_taken_one_by_one(form: Form, name: str, present: bool) -> None:
     steps = GREEDY if present else replace(EVERY_STEP, truncation=False)
-    case = random_case(form.number(4), 2, 300, 5, device)
-    form.assert_same_tokens(case, replace(steps, **{name: present}))
-
-
-def test_absent_histories_are_not_read(form: Form, device: str) -> None:
-    case = random_case(form.number(2), 1, 100, 6, device)
-    bare = replace(case.tensors, bias=None, in_prompt=None, generated=None)
-    form.assert_same_tokens(replace(case, tensors=bare), replace(EVERY_STEP, truncation=False))
-
-
-def test_blocks_of_a_vocabulary_are_put_together(device: str, small_blocks: None) -> None:
-    case = random_case(number(device, 3), 1, 300, 11, device)
-    assert_drawn_alike(sampling_triton.sample_rows, case, replace(EVERY_STEP, truncation=False))
-    assert_drawn_alike(sampling_triton.sample_rows, case.only([0, 1]), EVERY_STEP)
-
-
-def test_ties_go_to_the_lowest_id(device: str, small_blocks: None) -> None:
-    """Within a block, across blocks, and between zeros of both signs."""
-    case = random_case(3, 0, 300, 12, device)
-    logits = case.logits.clamp(max=1)
-    logits[0, 0, [63, 64, 299]] = 8.0
-    logits[1, 0, [77, 75, 200]] = 8.0
-    logits[2, 0] = -1.0
-    logits[2, 0, [140, 260]] = torch.tensor([-0.0, 0.0], device=device)
-    steps = GREEDY
-    sampled, finite = sampling_triton.sample_rows(
-        *replace(case, logits=logits, usable_vocab=300).arguments(steps)
-    )
-    assert sampled.flatten().tolist() == [63, 75, 140]
-    assert finite.all()
+    case = random_case(number(form, 4), 2, 300, 5, form.device)
+    assert_drawn_alike(form, case, replace(steps, **{name: present}))
 
 
 @pytest.mark.parametrize("steps", [GREEDY, PLAIN, TRUNCATED])
-def test_rows_that_are_not_finite_say_so(form: Form, steps: Steps, device: str) -> None:
-    """NaN anywhere, +inf, nothing but -inf, what a temperature makes infinite; unusable ids do not matter."""
-    case = random_case(7, 0, 100, 13, device)
+def test_rows_that_are_not_finite_say_so(form: Form, steps: Steps) -> None:
+    """NaN anywhere, +inf, nothing but -inf, what a temperature makes infinite; unusable ids do not matter.
+
+    The law of such a row is NaN.
+    """
+    case = random_case(7, 0, 100, 13, form.device)
     logits = torch.where(case.logits.isinf(), 0.0, case.logits)
     logits[0, 0, 57] = NAN
     logits[1, 0, [3, 80]] = INFINITY
     logits[2] = -INFINITY
     logits[3, 0, 95:] = NAN
-    logits[4, 0, [20, 70]] = -torch.tensor([NAN, NAN], device=device)
-    logits[5, 0, 44:46] = torch.tensor([3e38, 3.1e38], device=device)
+    logits[4, 0, [20, 70]] = -torch.tensor([NAN, NAN], device=form.device)
+    logits[5, 0, 44:46] = torch.tensor([3e38, 3.1e38], device=form.device)
     tensors = replace(
         case.tensors,
-        temperature=torch.tensor([0.8, 0.8, 0.8, 0.8, 0.8, 0.5, 0.8], device=device),
+        temperature=torch.tensor([0.8, 0.8, 0.8, 0.8, 0.8, 0.5, 0.8], device=form.device),
         min_p=torch.full_like(case.tensors.min_p, 0.1),
-        top_k=torch.tensor([9, 0, 9, 9, 0, 0, 9], device=device),
-        top_p=torch.tensor([0.5, 0.5, 0.5, 1.0, 1.0, 1.0, 0.9], device=device),
+        top_k=torch.tensor([9, 0, 9, 9, 0, 0, 9], device=form.device),
+        top_p=torch.tensor([0.5, 0.5, 0.5, 1.0, 1.0, 1.0, 0.9], device=form.device),
     )
     broken = replace(case, logits=logits, tensors=tensors, usable_vocab=90)
-    sampled = form.assert_same_tokens(broken, steps)
-    finite = form.draw(*broken.arguments(steps))[1]
-    assert finite.flatten().tolist() == [False, False, False, True, False, not steps.noise, True]
-    assert sampled.flatten()[[0, 1, 2, 4, 5]].tolist() == [57, 3, 0, 20, 44 if steps.noise else 45]
+    sampled = assert_drawn_alike(form, broken, steps).flatten()
+    assert sampled[[0, 1, 2, 4, 5]].tolist() == [57, 3, 0, 20, 44 if steps.noise else 45]
+    right = [False, False, False, True, False, not steps.noise, True]
+    assert form.ops.sample_rows(*broken.arguments(steps))[1].flatten().tolist() == right
+    for heat in (tensors.temperature, torch.zeros_like(tensors.temperature)) if not form.native else ():
+        law = assert_same_laws(form, replace(broken, tensors=replace(tensors, temperature=heat)), steps)
+        right[5] = not (steps.noise and heat.any())
+        assert law.isfinite().all(-1).flatten().tolist() == law.isfinite().any(-1).flatten().tolist() == right
 
 
 @pytest.mark.parametrize("truncation", [False, True])
-def test_a_row_is_the_same_alone_and_among_others(form: Form, truncation: bool, device: str) -> None:
-    case = random_case(5, 0, 1000, 17, device)
+def test_a_row_is_the_same_alone_and_among_others(
+    form: Form, truncation: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its draw and its law, by any number of threads."""
+    case, order = random_case(5, 0, 1000, 17, form.device), [3, 1, 4, 0, 2]
     steps = replace(EVERY_STEP, truncation=truncation)
-    sampled, finite = form.draw(*case.arguments(steps))
-    order = [3, 1, 4, 0, 2]
-    slots = range(2 if truncation and form.library is None and device == "cpu" else 5)
-    usual = form.library.threads if form.library else 0
-    for threads in (1, 2, 3) if form.library else (0,):
-        if form.library:
-            form.library.threads = threads
-        assert torch.equal(form.draw(*case.only(order).arguments(steps))[0], sampled[order])
-        for slot in slots:
-            alone, alone_finite = form.draw(*case.only([slot]).arguments(steps))
-            assert torch.equal(alone, sampled[slot : slot + 1])
-            assert torch.equal(alone_finite, finite[slot : slot + 1])
-    if form.library:
-        form.library.threads = usual
+    interpreted = form.name == "triton" and form.device == "cpu"
+
+    def made(case: Case) -> list[Tensor]:
+        law = [] if form.native else [form.ops.row_laws(case.logits, case.draft, case.with_steps(steps))]
+        return [*form.ops.sample_rows(*case.arguments(steps)), *law]
+
+    whole = made(case)
+    for threads in (1, 2, 3) if form.native else (1,):
+        if form.native:
+            monkeypatch.setattr(form.ops, "threads", threads)
+        for some in (order, *([slot] for slot in range(2 if truncation and interpreted else 5))):
+            for found, right in zip(made(case.only(some)), whole, strict=True):
+                assert torch.equal(found, right[some])
 
 
-@needs_compiled
+@pytest.mark.parametrize("form", COMPILED, indirect=True)
 @pytest.mark.parametrize("name", EXTREMES)
-def test_truncation_at_its_edges(native: NativeLibrary, name: str) -> None:
+def test_truncation_at_its_edges(form: Form, name: str) -> None:
     """Many draws of the C kernel, in which a token too many, or too few, would be seen."""
     logits, top_k, top_p = EXTREMES[name]
     case = random_case(1, 0, len(logits), 5, "cpu")
@@ -182,7 +133,7 @@ def test_truncation_at_its_edges(native: NativeLibrary, name: str) -> None:
     cuts = {"top_k": torch.tensor([top_k]), "top_p": torch.tensor([top_p]), "min_p": torch.zeros(1)}
     tensors = replace(case.tensors, temperature=torch.ones(1), **cuts)
     many = Case(rows, case.draft, torch.arange(400)[None], tensors, len(logits))
-    assert_drawn_alike(native.sample_rows, many, TRUNCATED)
+    assert_drawn_alike(form, many, TRUNCATED)
 
 
 # -- the program -------------------------------------------------------------------------------------
@@ -229,7 +180,7 @@ def assert_same_kept(processed: Tensor, top_k: Tensor, top_p: Tensor) -> None:
 
 def test_truncation_keeps_what_the_reference_keeps(device: str, small_blocks: None) -> None:
     """Both cuts, each alone, and neither, over several blocks and chunks, with and without ties."""
-    rows = number(device, 12)
+    rows = 12 if device == "cpu" else 1200
     g = torch.Generator().manual_seed(3)
     processed = 3 * torch.randn(rows, 200, generator=g)
     processed[1::2] = (2 * processed[1::2]).round() / 2
@@ -241,76 +192,53 @@ def test_truncation_keeps_what_the_reference_keeps(device: str, small_blocks: No
 @pytest.mark.parametrize("name", EXTREMES)
 def test_thresholds_at_their_edges(name: str, device: str, small_blocks: None) -> None:
     logits, top_k, top_p = EXTREMES[name]
-    assert_same_kept(
-        torch.tensor([logits], device=device),
-        torch.tensor([top_k], device=device),
-        torch.tensor([top_p], device=device),
-    )
+    assert_same_kept(*(torch.tensor([each], device=device) for each in (logits, top_k, top_p)))
 
 
-def laws_of(case: Case, steps: Steps, module: object = sampling_triton) -> Tensor:
-    law: Tensor = module.row_laws(case.logits, case.draft, case.with_steps(steps))  # type: ignore[attr-defined]
-    return law
-
-
-def assert_same_laws(case: Case, steps: Steps) -> Tensor:
+def assert_same_laws(form: Form, case: Case, steps: Steps) -> Tensor:
     """Zeros and NaN in the same places, else equal to float32's accuracy."""
-    logits = case.logits.clone()
-    found, expected = laws_of(case, steps), laws_of(case, steps, sampling)
+    logits, given = case.logits.clone(), (case.logits, case.draft, case.with_steps(steps))
+    found, expected = form.ops.row_laws(*given), sampling.row_laws(*given)
     assert torch.equal(case.logits.nan_to_num(7), logits.nan_to_num(7)), "the logits were changed"
     assert found.dtype == torch.float32 and found.shape == case.logits.shape
     assert torch.equal(found == 0, expected == 0)
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-9, equal_nan=True)
-    return found
+    return found  # type: ignore[no-any-return]
 
 
+plain_forms = pytest.mark.parametrize("form", ["torch", "triton"], indirect=True)
+
+
+@plain_forms
 @pytest.mark.parametrize(("vocab", "coarse"), [(1, False), (2, True), (3, False), (17, True), (1000, False)])
-def test_every_step_has_the_samplings_law(vocab: int, coarse: bool, device: str) -> None:
-    law = assert_same_laws(random_case(number(device, 3), 1, vocab, vocab, device, coarse), EVERY_STEP)
-    sums = law.sum(-1).nan_to_num(1)  # few tokens may all be hidden
+def test_every_step_has_the_samplings_law(form: Form, vocab: int, coarse: bool) -> None:
+    case = random_case(number(form, 3), 1, vocab, vocab, form.device, coarse)
+    sums = assert_same_laws(form, case, EVERY_STEP).sum(-1).nan_to_num(1)  # few tokens may all be hidden
     torch.testing.assert_close(sums, torch.ones_like(sums), rtol=1e-5, atol=1e-5)
 
 
+@plain_forms
 @pytest.mark.parametrize("noise", [False, True])
-def test_certain_rows_are_certain_of_what_is_drawn(noise: bool, device: str, small_blocks: None) -> None:
-    """Temperature 0, alone and beside others; ties go to the lowest id, also across blocks."""
-    case = random_case(4, 1, 300, 5, device)
+def test_ties_go_to_the_lowest_id_and_certain_rows_are_certain(
+    form: Form, noise: bool, small_blocks: None
+) -> None:
+    """Within a block, across blocks, between zeros of both signs; temperature 0 alone and beside others."""
+    case = random_case(4, 1, 300, 5, form.device)
     logits = case.logits.clamp(max=1)
     logits[0, 0, [63, 64, 299]] = 8.0
-    logits[1, 1, [140, 260]] = 9.0
-    tensors = replace(case.tensors, temperature=torch.tensor([0.0, 0.0, 0.7 * noise, 0.0], device=device))
+    logits[1, 1, [77, 75, 200]] = 9.0
+    logits[3, 0] = -1.0
+    logits[3, 0, [140, 260]] = torch.tensor([-0.0, 0.0], device=form.device)
+    heat = torch.tensor([0.0, 0.0, 0.7 * noise, 0.0], device=form.device)
+    tensors, steps = replace(case.tensors, temperature=heat), replace(PLAIN, noise=noise)
     case = replace(case, logits=logits, tensors=tensors, usable_vocab=300)
-    steps = replace(PLAIN, noise=noise)
-    law = assert_same_laws(case, steps)
-    drawn, _ = sampling.sample_rows(*case.arguments(steps))
+    drawn, finite = form.ops.sample_rows(*case.arguments(steps))
+    assert drawn[[0, 1, 3], [0, 1, 0]].tolist() == [63, 75, 140] and finite.all()
+    law = assert_same_laws(form, case, steps)
     certain = torch.zeros_like(law).scatter_(-1, drawn[..., None], 1.0)
     greedy = [0, 1, 3]
     assert torch.equal(law[greedy], certain[greedy])
     assert (law[2].amax() < 1) == noise
-
-
-@pytest.mark.parametrize("steps", [Steps(*[False] * 5), PLAIN, replace(PLAIN, truncation=True)])
-def test_laws_of_rows_that_are_not_finite_say_so(steps: Steps, device: str) -> None:
-    case = random_case(5, 0, 100, 13, device)
-    logits = torch.where(case.logits.isinf(), 0.0, case.logits)
-    logits[0, 0, 57] = NAN
-    logits[1, 0, [3, 80]] = INFINITY
-    logits[2] = -INFINITY
-    logits[3, 0, 95:] = NAN
-    for temperature in (0.0, 0.8):
-        tensors = replace(case.tensors, temperature=torch.full_like(case.tensors.temperature, temperature))
-        law = assert_same_laws(replace(case, logits=logits, tensors=tensors, usable_vocab=90), steps)
-        assert law.isnan().all(-1).flatten().tolist() == [True, True, True, False, False]
-        assert not law[3:].isnan().any()
-
-
-@pytest.mark.parametrize("truncation", [False, True])
-def test_a_law_is_the_same_alone_and_among_others(truncation: bool, device: str) -> None:
-    case = random_case(3, 0, 200, 17, device)
-    steps = replace(EVERY_STEP, truncation=truncation)
-    law = laws_of(case, steps)
-    assert torch.equal(laws_of(case.only([2, 0, 1]), steps), law[[2, 0, 1]])
-    assert torch.equal(laws_of(case.only([1]), steps), law[1:2])
 
 
 def test_draws_of_a_drafters_own_stream(device: str) -> None:
@@ -319,7 +247,7 @@ def test_draws_of_a_drafters_own_stream(device: str) -> None:
     hot = replace(case.tensors, temperature=torch.full_like(case.tensors.temperature, 3.0))
     case, seen = replace(case, tensors=hot), []
     for stream in (0, row_stream(STREAM_DRAFT, 0), row_stream(STREAM_DRAFT, 1)):
-        for steps in (PLAIN, replace(PLAIN, truncation=True)):
+        for steps in (PLAIN, TRUNCATED):
             found, _ = sampling_triton.sample_rows(*case.arguments(steps), stream)
             assert torch.equal(found, sampling.sample_rows(*case.arguments(steps), stream)[0])
         seen.append(tuple(found.flatten().tolist()))
