@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from spd.kernels.linear.few_bits import TiledWeight, int8_rows, tiled
+from spd.kernels.linear.few_bits import GroupedWeight, TiledWeight, int8_rows, paired, tiled
 from spd.kernels.linear.skinny_config import LinearConfig
 from spd.kernels.linear.skinny_linear import AnyWeight
 from tests.kernels.forms import normal
@@ -16,17 +17,55 @@ from tests.kernels.forms import normal
 SMALL = LinearConfig(block_n=16, block_k=32, stages=2)
 
 
-def make_weight(n: int, k: int, device: str, columns: bool = False) -> TiledWeight:
-    """A random weight in int8 whose scales differ much from row to row."""
-    wide = normal(n, k, seed=n + k) * torch.exp2(torch.arange(n) % 5 - 2.0)[:, None]
+CODED = [
+    *(("int4", 96, 128, group, zeros) for group in (32, 64) for zeros in (False, True)),
+    ("int8", 96, 128, 64, True),
+    *((kind, 70, 224, 224, False) for kind in ("int4", "int8", "e2m1", "e4m3")),
+    *(("e2m1", 70, 96, group, False) for group in (16, 32)),
+    ("e2m1", 33, 48, 16, False),
+    ("int4", 100, 1040, 1040, True),
+    ("int8", 32, 256, 128, False),
+    ("e4m3", 40, 200, 128, False),  # the last group partial
+]
+"""Weights in codes: kind, width, depth, group, whether there are zeros."""
+
+
+def drawn(
+    kind: str, width: int, depth: int, group: int, zeros: bool, wide: bool = True, count: int = 0
+) -> GroupedWeight:
+    """A weight of every code, drawn from its sizes."""
+    made = torch.Generator().manual_seed(width * depth + group)
+    rows = width * max(1, count)
+    most = 16 if kind in ("int4", "e2m1") else 256
+    codes = torch.randint(0, most, (rows, depth), generator=made).to(torch.uint8)
+    if kind == "e4m3":
+        codes = torch.where(codes & 127 == 127, codes - 1, codes)
+    groups = math.ceil(depth / group)
+    scales = torch.rand(rows, groups, generator=made) * 0.02 + 0.001
+    zero = torch.randint(0, most, (rows, groups), generator=made).to(torch.uint8)
+    kept = paired(codes) if kind in ("int4", "e2m1") else codes
+    scales = scales if wide else scales.bfloat16()
+    whole = GroupedWeight(kind, kept, scales, zero if zeros else None, group)  # type: ignore[arg-type]
+    return whole.stacked(count) if count else whole
+
+
+def make_weight(n: int, k: int, device: str, kind: str = "int8", columns: bool = False) -> TiledWeight:
+    """A random weight in int8 whose scales differ much from row to row, or "kind group" of any codes."""
     factors = (1 + normal(k, seed=k).abs()).to(device) if columns else None
-    return tiled(replace(int8_rows(wide.to(device)), columns=factors))
+    if kind == "int8":
+        whole = int8_rows(normal(n, k, seed=n + k) * torch.exp2(torch.arange(n) % 5 - 2.0)[:, None])
+    else:
+        code, group = kind.split()
+        whole = drawn(code, n, k, int(group), code.startswith("int") and group != "128")
+    return tiled(replace(whole.each(lambda part: part.to(device)), columns=factors))
 
 
 def exact(weight: AnyWeight) -> Tensor:
     """The definition, value by value, in float64."""
     if isinstance(weight, Tensor):
         return weight.double()
+    if weight.group:
+        return weight.plain(torch.float64)
     wide = weight.codes.double() * weight.scales.double()
     return wide if weight.columns is None else wide * weight.columns.double()
 
@@ -54,7 +93,7 @@ class Operands:
             self.pair = draw(2 * n, k)
         else:
             self.weight, self.fed, self.pair = (
-                make_weight(size, k, device, columns)
+                make_weight(size, k, device, kind, columns)
                 for size, columns in ((n, False), (n, True), (2 * n, True))
             )
         self.weights = self.weight, self.fed, self.pair

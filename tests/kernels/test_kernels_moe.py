@@ -16,8 +16,9 @@ from torch import Tensor
 from spd.kernels.experts import moe
 from spd.kernels.linear.activation import SILU, Activation
 from spd.kernels.linear.few_bits import int8_rows, tiled
-from spd.kernels.linear.skinny_linear import AnyWeight, plain_weight
+from spd.kernels.linear.skinny_linear import plain_weight
 from tests.kernels.forms import ACTS, EVERY, ROUNDED, Form, acted, normal, thinned
+from tests.kernels.skinny_cases import drawn
 
 # -- routing -------------------------------------------------------------------------------------------
 
@@ -114,22 +115,24 @@ def test_ties_go_to_the_lowest_expert_and_nonsense_stays_in_range(form: Form, ru
 
 # -- experts -------------------------------------------------------------------------------------------
 
-Runner = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
-"""Experts of x [T, K], ids and weights [T, k] onto a stream: results by row."""
 
-
-def runner(form: Form, own: moe.ExpertWeights) -> Runner:
+def prepared(form: Form, own: moe.ExpertWeights) -> moe.ExpertWeights:
+    """As the form keeps weights."""
     if form.native:
         gate_up = form.ops.pack(own.gate_up, gated=own.act.gated)
-        own = own._replace(gate_up=gate_up, down=form.ops.pack(own.down))
-    return lambda x, ids, weights, stream: form.ops.experts(x, ids, weights, own, stream)[: 2 - form.native]
+        return own._replace(gate_up=gate_up, down=form.ops.pack(own.down))
+    laid = (each if isinstance(each, Tensor) else tiled(each) for each in (own.gate_up, own.down))
+    return own._replace(**dict(zip(("gate_up", "down"), laid, strict=True)))
 
 
-def stacked(kind: str, count: int, n: int, k: int, device: str, dtype: torch.dtype) -> AnyWeight:
+def stacked(kind: str, count: int, n: int, k: int, device: str, dtype: torch.dtype) -> Any:
+    """Plain, in int8 by rows, or "kind group" of any codes."""
     wide = normal(count, n, k, seed=n + k) / k**0.5
     if kind == "plain":
         return wide.to(device, dtype)
-    return tiled(int8_rows(wide.to(device)))
+    code, group = kind.split() if " " in kind else (kind, "0")
+    coded = drawn(code, n, k, int(group), code == "int4", count=count) if group != "0" else int8_rows(wide)
+    return coded.each(lambda part: part.to(device))
 
 
 def widened(own: moe.ExpertWeights, dtype: torch.dtype) -> moe.ExpertWeights:
@@ -164,13 +167,14 @@ SIZES = [
     (32, 96, 32, 7, 8),
 ]
 EXPERTS = [*(("plain", SILU, *sizes) for sizes in SIZES), *(("int8", SILU, *SIZES[i]) for i in (1, 3))]
+EXPERTS += [(f"{code} 32", SILU, 3, 64, 32, 9, 2) for code in ("int4", "e2m1", "int8")]
 EXPERTS += [("plain", act, *SIZES[1]) for act in ACTS[1:]] + [("int8", act, *SIZES[3]) for act in ACTS[1:]]
 """With biases where the activation is gpt-oss's."""
 
 
 @pytest.mark.parametrize(
     ("form", "kind", "act", "count", "k", "n", "rows", "per_token"),
-    thinned(EXPERTS, (0, 1, 3, 6, 9, 12, 14, 15), *EVERY[1:]),
+    thinned(EXPERTS, (0, 1, 3, 6, 8, 9, 12, 15, 17, 18), *EVERY[1:]),
     indirect=["form"],
     ids=str,
 )
@@ -178,8 +182,8 @@ def test_experts(
     form: Form, kind: str, act: Activation, count: int, k: int, n: int, rows: int, per_token: int
 ) -> None:
     """The weighed sum of what they make of their rows, onto the stream; a row's bits are its own."""
-    if form.native and (kind != "plain" or k % 8 or n % 8):
-        pytest.skip("the C kernels take weights of 16 bits in whole vectors")
+    if form.native and (k % 8 or n % 8):
+        pytest.skip("the C kernels take whole vectors")
     if form.name == "triton" and (rows * k > 4000 or count > 8):
         pytest.skip("the interpreter is slow")
     for dtype in form.types(count):
@@ -192,14 +196,18 @@ def test_experts(
         ids, weights = routed(rows, count, per_token, form.device)
         right = by_definition(x, ids, weights, widened(own, torch.float32))
         onto = right + stream.double()
-        run = runner(form, own)
+        kept, results = prepared(form, own), 2 - form.native  # C's has no squares
+
+        def run(*given: Tensor, kept: Any = kept, results: int = results) -> tuple[Tensor, ...]:
+            return form.ops.experts(*given[:3], kept, given[3])[:results]  # type: ignore[no-any-return]
+
         if form.native:  # what is inside is rounded before the second product
             allowed = 3 * ROUNDED * onto.abs().max()
         else:
             plain, _ = moe.experts(x, ids, weights, widened(own, dtype))
             allowed = 2 * (plain.double() - right).abs().max()
             allowed += 8 * torch.finfo(dtype).eps * (1 + right.abs().max())
-            made, none = form.ops.experts(x, ids, weights, own)
+            made, none = form.ops.experts(x, ids, weights, kept)
             assert none is None
             assert made.dtype == dtype and (made.double() - right).abs().max() <= allowed
         found = run(x, ids, weights, stream)

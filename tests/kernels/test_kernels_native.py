@@ -12,68 +12,94 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from spd.kernels.linear.few_bits import GroupedWeight, grouped_linear
 from spd.kernels.linear.norm_gate import rms_norm
 from spd.kernels.native import build, library
 from spd.kernels.native.build import NativeUnavailable, library_path
 from spd.kernels.native.library import FLOAT32, ROUNDED, AmxRefused, NativeLibrary, ending_of
 from tests.kernels.forms import ACTS, acted, assert_rounded, needs_compiled, noise
+from tests.kernels.skinny_cases import CODED, drawn
 
 pytestmark = needs_compiled
 
 SHAPES = [(1, 1), (16, 32), (33, 31), (100, 50), (64, 96), (130, 320), (512, 1040)]
+CODES: list[tuple[Any, ...]] = [(*case, wide) for case in CODED for wide in (True, False)]
 
 
-@pytest.mark.covers(1)
-@pytest.mark.parametrize(("width", "depth"), SHAPES)
-@pytest.mark.parametrize("rows", [1, 3, 16, 17, 32, 47, 70])
-def test_products(native: NativeLibrary, width: int, depth: int, rows: int) -> None:
+def weight_of(native: NativeLibrary, case: tuple[Any, ...], twice: bool = False) -> Tensor | GroupedWeight:
+    """A weight (N, K), or in codes (kind, N, K, ...); or one of 2 N rows."""
+    if isinstance(case[0], int):
+        return noise(case[0] << twice, case[1], seed=twice).to(native.dtype)
+    return drawn(case[0], case[1] << twice, *case[2:])
+
+
+def plain_of(weight: Tensor | GroupedWeight) -> Tensor:
+    return (weight.double() if isinstance(weight, Tensor) else weight.plain(torch.float64)).t()
+
+
+@pytest.mark.parametrize("case", [*SHAPES, *CODES], ids=str)
+def test_products(native: NativeLibrary, case: tuple[Any, ...]) -> None:
     """Every ending, with and without what may stand before and after."""
-    weight, x = noise(width, depth).to(native.dtype), noise(rows, depth).to(native.dtype)
-    bias, residual = noise(width).float(), noise(rows, width).to(native.dtype)
-    packed = native.pack(weight)
-    plain = x.double() @ weight.double().t()
-    scores = native.linear(x, packed, None, FLOAT32)
-    torch.testing.assert_close(scores.double(), plain, rtol=1e-5, atol=1e-4)
-    assert_rounded(native.linear(x, packed, None), plain)
-    assert_rounded(native.linear(x, packed, bias, residual=residual), plain + bias + residual.double())
-    scales, tolerance = noise(depth).float(), 1e-5 if native.dtype == torch.float32 else 0.02
-    normed = rms_norm(x, scales, 1e-6)
-    exact = normed.double() @ weight.double().t() + bias
-    torch.testing.assert_close(
-        native.linear(x, packed, bias, FLOAT32, norm=scales, epsilon=1e-6).double(),
-        exact,
-        rtol=tolerance,
-        atol=tolerance * float(exact.abs().max()),
-    )
-    double, biases = noise(2 * width, depth, seed=1).to(native.dtype), noise(2 * width, seed=1).float()
-    both, kept = x.double() @ double.double().t() + biases, {g: native.pack(double, gated=g) for g in (0, 1)}
-    for act in ACTS:
-        assert_rounded(native.linear(x, kept[act.gated], biases, ending_of(act)), acted(both, act))
-        assert native.linear(x * math.nan, kept[act.gated], biases, ending_of(act)).isnan().all()
+    weight, double = weight_of(native, case), weight_of(native, case, twice=True)
+    (width, depth), wide, wide_double = weight.shape, plain_of(weight), plain_of(double)
+    packed, kept = native.pack(weight), {g: native.pack(double, gated=g) for g in (False, True)}
+    bias, biases, scales = noise(width).float(), noise(2 * width, seed=1).float(), noise(depth).float()
+    for rows in (1, 3, 16, 17, 32, 47, 70) if isinstance(weight, Tensor) else (47,):
+        x, residual = (noise(rows, size).to(native.dtype) for size in (depth, width))
+        plain = x.double() @ wide
+        near, least = 1e-5, 1e-4 if isinstance(weight, Tensor) else 1e-5 * float(plain.abs().max())
+        scores = native.linear(x, packed, None, FLOAT32)
+        torch.testing.assert_close(scores.double(), plain, rtol=near, atol=least)
+        assert_rounded(native.linear(x, packed, None), plain)
+        assert_rounded(native.linear(x, packed, bias, residual=residual), plain + bias + residual.double())
+        if isinstance(weight, GroupedWeight):
+            assert_rounded(grouped_linear(x, weight, bias), plain + bias)
+        near = near if native.dtype == torch.float32 else 0.02
+        exact = rms_norm(x, scales, 1e-6).double() @ wide + bias
+        scores = native.linear(x, packed, bias, FLOAT32, norm=scales, epsilon=1e-6)
+        most = float(exact.abs().max())
+        torch.testing.assert_close(scores.double(), exact, rtol=near, atol=near * most)
+        x = x / 16  # sums of some size, of which activations' limits cut off some
+        both = x.double() @ wide_double + biases
+        for act in ACTS:
+            assert_rounded(native.linear(x, kept[act.gated], biases, ending_of(act)), acted(both, act))
+            assert native.linear(x * math.nan, kept[act.gated], biases, ending_of(act)).isnan().all()
 
 
-@pytest.mark.parametrize(("width", "depth"), [(100, 50), (96, 1040)])
-def test_rows_of_a_product_in_any_company(native: NativeLibrary, width: int, depth: int) -> None:
-    """The same bits for 1 to 70 rows, wherever a row stands and whatever stands beside it."""
-    x, weight, norm = noise(70, depth).to(native.dtype), noise(2 * width, depth), noise(depth).float()
-    for gated, ending in ((False, FLOAT32), (False, ROUNDED), (True, ending_of(ACTS[-1]))):
+@pytest.mark.parametrize("case", [(100, 50), (96, 1040), *CODED], ids=str)
+def test_rows_of_a_product_in_any_company(native: NativeLibrary, case: tuple[Any, ...]) -> None:
+    """The same bits for 1 to 300 rows, wherever a row stands, whatever beside it, by one thread or two."""
+    weight = weight_of(native, case, twice=True)
+    x, norm = noise(300, weight.shape[1]).to(native.dtype), noise(weight.shape[1]).float()
+    for gated, ending, scales in (
+        (False, FLOAT32, None),
+        (False, ROUNDED, norm),
+        (True, ending_of(ACTS[-1]), norm),
+    ):
         packed = native.pack(weight, gated=gated)
 
-        def product(rows: Tensor, packed=packed, ending=ending) -> Tensor:  # type: ignore[no-untyped-def]
-            return native.linear(rows, packed, None, ending, norm=norm, epsilon=1e-6)
+        def product(rows: Tensor, packed=packed, ending=ending, scales=scales) -> Tensor:  # type: ignore[no-untyped-def]
+            return native.linear(rows, packed, None, ending, norm=scales, epsilon=1e-6)
 
-        every = product(x)
-        for count in (1, 2, 5, 15, 16, 17, 31, 32, 33, 49, 69):
-            assert torch.equal(product(x[:count]), every[:count]), count
-            assert torch.equal(product(x[70 - count :]), every[70 - count :]), count
+        every, usual = product(x), native.threads
+        for count in (1, 2, 5, 15, 16, 17, 31, 32, 33, 49, 64, 69, 257):
+            for first in (0, 5, 300 - count):
+                own = slice(first, min(first + count, 300))
+                assert torch.equal(product(x[own]), every[own]), (count, first)
         wild = x.clone()
         wild[::2] = float("nan")
         assert torch.equal(product(wild)[1::2], every[1::2])
+        try:
+            native.threads = 1 + usual % 2
+            assert torch.equal(product(x), every)
+        finally:
+            native.threads = usual
 
 
 BUILD = "spd.kernels.native.build"

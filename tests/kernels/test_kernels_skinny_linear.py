@@ -25,7 +25,7 @@ from spd.kernels.linear import skinny_linear_triton as twin
 from spd.kernels.linear.activation import SILU
 from spd.kernels.linear.few_bits import int8_rows, tiled
 from spd.kernels.linear.skinny_config import LinearConfig, config_for, paired, with_tile, workspace_sizes
-from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm
+from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm, step_of
 from spd.kernels.linear.skinny_product_triton import row_begins
 from spd.kernels.sampling import sampling_triton
 from spd.kernels.sampling.sampling import SamplingTensors
@@ -39,49 +39,39 @@ EPSILON = 1e-5
 SPLIT = replace(SMALL, split_k=3)
 FORMS = pytest.mark.parametrize("config", [SMALL, SPLIT], ids=["whole", "split"])
 SHAPES = [
-    (1, 16, 1),
-    (40, 72, 5),
-    (33, 130, 17),
-    (96, 96, 16),
-    (71, 64, 3),
-    (1, 1, 1),
-    (2, 3, 2),
-    (35, 67, 1),
+    *((1, 16, 1), (40, 72, 5), (33, 130, 17), (96, 96, 16), (71, 64, 3), (1, 1, 1), (2, 3, 2), (35, 67, 1)),
 ]
 """(N, K, T): one row and column, odd sizes and others that no block divides, and sizes that all do."""
-
-
 EIGHT_BIT_SHAPES = [(16, 16, 1), (160, 140, 5), (1, 1, 1), (34, 131, 1)]
 """Less than a block of scales, partial last blocks both ways, one row and column, odd sizes."""
-EVERY_CASE = [("plain", *shape, config) for shape in SHAPES for config in (SMALL, SPLIT, None)]
-EVERY_CASE += [
-    (kind, *shape, config) for kind in ("int8",) for shape in EIGHT_BIT_SHAPES for config in (SPLIT, None)
+CODED = [
+    *(("int4 64", 70, 256, 17), ("int4 128", 34, 320, 17), ("int4 136", 40, 136, 17)),
+    *(("int8 64", 32, 128, 17), ("e2m1 16", 48, 80, 17), ("e2m1 32", 33, 160, 17), ("e4m3 128", 40, 200, 17)),
 ]
+"""Every kind and group, with halves of a step beyond K, parts of K, and a last group that is partial."""
+EVERY_CASE: list[Any] = [(("plain", *shape), config) for shape in SHAPES for config in (SMALL, SPLIT, None)]
+EVERY_CASE += [(("int8", *shape), config) for shape in EIGHT_BIT_SHAPES for config in (SPLIT, None)]
 GATED = [act for act in ACTS if act.gated]
 FEW_CASES = [*EVERY_CASE[:24:4], *EVERY_CASE[24::5]]
 """Of plain weights every second shape and every config; of each kind of eight bits two shapes."""
 CASES = [pytest.param(*case, slice(None), marks=pytest.mark.slow) for case in EVERY_CASE]
 CASES += [pytest.param(*case, slice(i % 2, i % 2 + 1)) for i, case in enumerate(FEW_CASES)]
+CASES += [pytest.param(case, (SPLIT, None)[i % 2], slice(None)) for i, case in enumerate(CODED)]
 
 
-@pytest.mark.parametrize(("kind", "n", "k", "rows", "config", "types"), CASES)
+@pytest.mark.parametrize(("shape", "config", "types"), CASES, ids=str)
 def test_products(
-    kind: str,
-    n: int,
-    k: int,
-    rows: int,
-    config: LinearConfig | None,
-    types: slice,
-    device: str,
-    dtypes: tuple[torch.dtype, ...],
+    shape: Any, config: LinearConfig | None, types: slice, device: str, dtypes: tuple[torch.dtype, ...]
 ) -> None:
     """Against float64; torch's form itself is right in float32."""
+    kind, n, k, rows = shape
     for dtype in dtypes[types]:
         o = Operands(n, k, rows, dtype, device, kind=kind)
+        own = config and replace(config, block_k=step_of(o.weight) or config.block_k)
         x, residual, (weight, fed, pair) = o.x.double(), o.residual.double(), map(exact, o.weights)
         normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON)
-        biases = [(None, None), (o.bias, o.pair_bias)] if kind == "plain" else [(None, None)]
-        if device == "cpu" and len(biases) > 1:  # the interpreter is slow
+        biases = [(None, None), (o.bias, o.pair_bias)]
+        if device == "cpu":  # the interpreter is slow
             del biases[dtype == torch.float32]
         for bias, pair_bias in biases:
             shift, pair_shift = (0.0 if b is None else b.double() for b in (bias, pair_bias))
@@ -99,7 +89,7 @@ def test_products(
                 table.append(("linear", (o.x, o.weight, bias), {}, x @ weight.T + shift))
             size = 1 + (x.abs() @ weight.abs().T).max().item() / k**0.5
             for name, given, more, right in table:
-                found = getattr(twin, name)(*given, **more, config=config)
+                found = getattr(twin, name)(*given, **more, config=own)
                 if name == "head_logits" and kind != "plain":
                     given = (o.x.float(), o.weight)
                 plain = getattr(reference, name)(*given, **more)
@@ -109,9 +99,9 @@ def test_products(
                     assert squares.dtype == torch.float32 and squares.shape[0] == rows
                     sums = found.float().square().sum(1)
                     torch.testing.assert_close(squares.sum(1), sums, rtol=1e-5, atol=1e-6)
-                own = kind == "plain" or name == "norm_gate_up"
+                usual = kind == "plain" or name == "norm_gate_up"
                 slack = 2 if kind == "plain" and device == "cpu" else 4  # a GPU approximates exp, too
-                near(found, right, plain.to(found.dtype), slack, None if own else size)
+                near(found, right, plain.to(found.dtype), slack, None if usual else size)
                 if dtype == torch.float32:
                     torch.testing.assert_close(plain.double(), right, rtol=1e-4, atol=1e-4 * size)
 
@@ -122,11 +112,7 @@ def test_products(
 def test_rows(h: int, parts: int, rows: int, device: str, dtypes: tuple[torch.dtype, ...]) -> None:
     """Embeddings, and norms before and behind a block."""
     for dtype in (*dtypes, torch.bfloat16):
-        o = (
-            Operands(h, h, rows, dtype, device, parts)
-            if h < 1000
-            else Operands(11, h, rows, dtype, device, parts)
-        )
+        o = Operands(h if h < 1000 else 11, h, rows, dtype, device, parts)
         ids = torch.tensor([10, 0, 10, 3, 3][:rows], device=device) % len(o.weight)
         x, squares = rows_twin.embed(ids, o.weight)
         assert torch.equal(x, o.weight[ids])
@@ -215,14 +201,14 @@ def operations(
         given = (weight, bias, workspace)
         return lambda x, _: form(x, *given, Norm(squares_of(x, 3), EPSILON), config=config)
 
-    bias, pair_bias = (o.bias, o.pair_bias) if isinstance(o.weight, Tensor) else (None, None)
+    bias, pair_bias = o.bias, o.pair_bias
     found: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
         "normed linear": lambda x, _: normed(twin.linear, o.fed, bias)(x, _)[:1],
         "norm_gate_up": lambda x, _: (normed(twin.norm_gate_up, o.pair, pair_bias)(x, _),),
         "linear": lambda x, r: twin.linear(x, o.weight, bias, workspace, residual=r, config=config),
         "head_logits": lambda x, _: (twin.head_logits(x, o.weight, config=config),),
     }
-    if bias is not None:
+    if isinstance(o.weight, Tensor):
         found |= {
             "plain linear": lambda x, _: twin.linear(x, o.weight, bias, workspace, config=config)[:1],
             "rms_norm_rows": lambda x, _: (rows_twin.rms_norm_rows(x, squares_of(x, 3), o.scale, EPSILON),),
@@ -234,18 +220,16 @@ def operations(
 
 @pytest.mark.covers(1)
 @FORMS
-@pytest.mark.parametrize("kind", ["plain", "int8"])
+@pytest.mark.parametrize("kind", ["plain", "int8", "e2m1 32", "int4 64"])
 def test_a_rows_bits_do_not_depend_on_its_place_and_neighbours(
     kind: str, config: LinearConfig, device: str, dtypes: tuple[torch.dtype, ...]
 ) -> None:
     """Nor on how many rows there are."""
     tried, places = (range(1, 17), range(17)) if device == "cuda" else ((1, 16), (6,))
     for dtype in dtypes if device == "cuda" else dtypes[-1:]:
-        o = (
-            Operands(24, 80, 17, dtype, device, kind=kind)
-            if kind == "plain"
-            else Operands(48, 140, 17, dtype, device, kind=kind)
-        )
+        n, k = (24, 80) if kind == "plain" else (48, 140 if kind == "int8" else 320)
+        o = Operands(n, k, 17, dtype, device, kind=kind)
+        config = replace(config, block_k=step_of(o.weight) or config.block_k)
         for name, run in operations(o, config, 17).items():
             every = run(o.x, o.residual)
             for rows in tried:
