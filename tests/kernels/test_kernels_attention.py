@@ -422,6 +422,19 @@ def test_more_rows_than_a_tile(form: Form, count: int) -> None:
         check(form, cache, [Window(start, count)], count)
 
 
+@every_form
+def test_one_key_takes_all_the_weight(form: Form) -> None:
+    """A score far above the rest in an early chunk: later chunks weigh nothing, and nothing overflows."""
+    cache = make_cache(form, form.dtypes[0], 1, 300, 1, 1, 16, 64)
+    query = torch.ones(1, 2, 1, 16, device=form.device, dtype=form.dtypes[0])
+    for one, others in ((400.0, None), (0.0, -400.0)):
+        if others is not None:
+            cache.keys.fill_(others)
+        cache.keys[0, 3] = one
+        out = attend(form, cache, [Window(298, 2)], query)
+        assert torch.equal(out[0], cache.values[0, 3].expand(2, 1, 16))
+
+
 # -- Triton's ------------------------------------------------------------------------------------------
 
 
@@ -484,19 +497,6 @@ def test_at_the_real_chunk_sizes(form: Form) -> None:
     check(form, cache, [Window(125, 5), Window(4093, 5), Window(4604, 5), Window(5119, 3)], 5)
 
 
-@every_form
-def test_one_key_takes_all_the_weight(form: Form) -> None:
-    """A score far above the rest in an early chunk: later chunks weigh nothing, and nothing overflows."""
-    cache = make_cache(form, form.dtypes[0], 1, 300, 1, 1, 16, 64)
-    query = torch.ones(1, 2, 1, 16, device=form.device, dtype=form.dtypes[0])
-    for one, others in ((400.0, None), (0.0, -400.0)):
-        if others is not None:
-            cache.keys.fill_(others)
-        cache.keys[0, 3] = one
-        out = attend(form, cache, [Window(298, 2)], query)
-        assert torch.equal(out[0], cache.values[0, 3].expand(2, 1, 16))
-
-
 @pytest.mark.parametrize("facts", [*DEVICES.values(), Device()], ids=lambda facts: str(facts.capability))
 def test_tiles_fit_every_devices_shared_memory(facts: Device) -> None:
     """Kernels hold the rows of a tile and its stages of keys and values at once."""
@@ -512,54 +512,38 @@ def test_tiles_fit_every_devices_shared_memory(facts: Device) -> None:
 
 
 @torch_form
-def test_attention_does_not_see_past_its_bound(form: Form) -> None:
-    """One block or two, pages consecutive or not: the same bits; hidden blocks may hold anything finite."""
-    pool, query = torch.randn(40, 64, 2, 16), torch.randn(1, 4, 4, 16)
-    positions, valid = torch.arange(100, 104)[None], torch.ones(1, 4, dtype=torch.bool)
-    consecutive = torch.arange(2, 18)[None]
-    scattered, moved = consecutive.flip(1), pool.clone()
-    moved[scattered[0]] = pool[consecutive[0]]
-
-    def run(pages: Tensor, table: Tensor, bound: int, first: int | None) -> Tensor:
-        windows = Windows(positions, valid, table, [bound], [first])
-        plan = form.ops.plan_attention(windows, AttentionHeads(4, 2, 16), 64, torch.float32)
-        return form.ops.paged_attention(query, (pages, pages), plan, Scores(0.25))
-
-    base = run(pool, consecutive, 104, 2)
-    for pages, table, bound, first in (
-        (pool, consecutive, 512, 2),
-        (pool, consecutive, 513, 2),
-        (pool, consecutive, 104, None),
-        (moved, scattered, 104, None),
-    ):
-        assert torch.equal(base, run(pages, table, bound, first))
-
-
-@torch_form
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("sliding", [None, 700, 40])
-def test_blocks_left_behind_change_no_bit(
+def test_which_blocks_are_read_changes_no_bit(
     form: Form, sliding: int | None, softcap: float | None, dtype: torch.dtype
 ) -> None:
-    """Against the definition; and the same bits in fours, and where blocks left behind are read."""
+    """Against the definition; the same bits in fours, by any bound, from pages that follow each other or not.
+
+    Also where blocks that were left behind are read.
+    """
     start = 2 * KV_BLOCK + 36
     cache = make_cache(form, dtype, 1, 2048, 2, 2, 16, 64).like(sliding, softcap)
     query, positions = random_query(cache, 1, 32), torch.arange(start, start + 32)[None]
     pools, table = cache.paged(form, [Window(0, 2048)], [0])
+    in_order = [torch.cat((pool[:2], pool[table[0]])) for pool in pools], torch.arange(2, 34)[None]
 
-    def run(first: int, rows: int, bound: int, *, read_all: bool = False) -> Tensor:
+    def run(first: int, rows: int, bound: int, *places: Any, read_all: bool = False) -> Tensor:
+        pages, page_table, begin = places or (pools, table, None)
         part, valid = positions[:, first : first + rows], torch.ones(1, rows, dtype=torch.bool)
-        windows = Windows(part, valid, table, [bound], [None])
+        windows = Windows(part, valid, page_table, [bound], [begin])
         plan = form.ops.plan_attention(windows, cache.heads, 64, dtype)
         assert isinstance(plan, MaskPlan)
         if read_all:
             bias = causal_bias(part[0], bound, 2, dtype, 0, sliding)
             plan = replace(plan, masks={sliding: (SlotMask(bias),)})
-        return form.ops.paged_attention(query[:, first : first + rows], pools, plan, cache.scores)[0]
+        return form.ops.paged_attention(query[:, first : first + rows], pages, plan, cache.scores)[0]
 
-    together = run(0, 32, 1536)
+    together = run(0, 32, start + 32)
     assert torch.equal(together, run(0, 32, 1536, read_all=True))
+    for bound in (1536, 1537, 2048):
+        for places in ((), (*in_order, None), (*in_order, 2)):
+            assert torch.equal(run(0, 32, bound, *places), together)
     for first in range(0, 32, 4):
         assert torch.equal(run(first, 4, 1536 if first % 8 else 2048), together[first : first + 4])
     assert_right(form, cache, together, [(0, start + i, query[0, i]) for i in range(32)])
