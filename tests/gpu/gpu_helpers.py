@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from spd.formats.demo import demo_draft_folder, demo_folder
+from spd.formats.demo import demo_draft_folder, demo_eagle3_folder, demo_folder
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime import Engine, SamplingParams
 from tests.helpers import Run, make_engine, run_all
@@ -80,14 +80,21 @@ def story(runs: Sequence[Run]) -> list[dict[str, Any]]:
     ]
 
 
+def plain_runs(model: Path, work: Work, **wishes: Any) -> list[Run]:
+    """Every request eager, in step, one at a time, nothing speculated."""
+    with gpu_engine(model, graphs=False, **wishes) as engine:
+        return run_work(engine, work, 0)
+
+
 def likely_stop(model: Path, prompt: tuple[int, ...], **wishes: Any) -> int:
     """A token in the middle of the greedy text after a prompt."""
     with gpu_engine(model, **wishes) as engine:
         return run_work(engine, [(prompt, SamplingParams(max_tokens=12, ignore_eos=True))])[0].tokens[8]
 
 
-def method_wishes(method: str, draft: Path | None = None) -> dict[str, Any]:
-    """Wishes for a method; the demo's own draft unless another is given."""
-    if method == "draft":
-        return {"spec": "draft", "draft_model": draft or demo_draft_folder()}
-    return {"spec": "ngram", "ngram_min": 2} if method == "ngram" else {"spec": "off"}
+def method_wishes(method: str, k: int, draft: Path | None = None, shortest: int = 2) -> dict[str, Any]:
+    """Wishes for a method with k drafts; the demo's own draft model unless another is given."""
+    models = {"draft": draft or demo_draft_folder(), "eagle3": demo_eagle3_folder()}
+    found = {"spec": method, "draft_model": models.get(method), "draft_max": None if method == "off" else k}
+    found["ngram_min"] = shortest if "ngram" in method else None
+    return {name: value for name, value in found.items() if value is not None}

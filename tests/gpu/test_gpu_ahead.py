@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from spd.formats.demo import demo_folder
@@ -21,9 +19,7 @@ GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 @pytest.mark.parametrize("method", ["off", "ngram", "draft"])
 def test_first_requests_capture_nothing(method: str, params: SamplingParams) -> None:
     """Four at once, then one alone; tables that only some requests need are there when it is captured."""
-    wishes: dict[str, Any] = {"dtype": "bfloat16", "slots": 4, "lag": 1, **method_wishes(method)}
-    if method != "off":
-        wishes["draft_max"] = 3
+    wishes = {"dtype": "bfloat16", "slots": 4, "lag": 1, **method_wishes(method, 3)}
     work = [(prompt, params) for prompt in demo_prompts()[:4]]
     with gpu_engine(demo_folder(), graphs=False, **wishes) as engine:
         told = [run_work(engine, some) for some in (work, work[:1])]
@@ -41,7 +37,7 @@ def test_first_requests_capture_nothing(method: str, params: SamplingParams) -> 
 
 def test_what_adaptive_lengths_try_first_is_captured() -> None:
     """Of a request alone, with the target as drafter: its rounds are over before any time is judged."""
-    wishes = {**method_wishes("draft", demo_folder()), "draft_max": 3, "adaptive": True}
+    wishes = {**method_wishes("draft", 3, demo_folder()), "adaptive": True}
     with gpu_engine(demo_folder(), dtype="bfloat16", lag=1, **wishes) as engine:
         captured = engine._device.captured
         assert captured is not None and engine.capture_ahead([GREEDY]) == 9

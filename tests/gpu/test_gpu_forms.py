@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spd.formats.demo import demo_eagle3_folder, demo_folder
+from spd.formats.demo import demo_folder
 from spd.runtime import SamplingParams
 from tests.gpu.gpu_helpers import Work, demo_prompts, gpu_engine, method_wishes, run_work, story
 from tests.gpu.test_gpu_rounds import check_case, spoke
@@ -32,13 +32,7 @@ class Form:
 
     def wishes(self, method: str, k: int) -> dict[str, Any]:
         """For an engine of this form that speculates so, or not at all."""
-        heads: dict[str, dict[str, Any]] = {
-            "mtp": {"spec": "mtp"},
-            "eagle3": {"spec": "eagle3", "draft_model": demo_eagle3_folder()},
-            "mtp+ngram": {"spec": "mtp+ngram", "ngram_min": 2},
-        }
-        speculation = heads.get(method) or method_wishes(method)
-        return {**form_wishes(self.weights), **speculation, **({} if method == "off" else {"draft_max": k})}
+        return {**form_wishes(self.weights), **method_wishes(method, k)}
 
     def check(self, method: str, k: int) -> None:
         """One text and one story of acceptance, captured and eager, at every lag."""

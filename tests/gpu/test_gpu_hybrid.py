@@ -10,7 +10,17 @@ import torch
 
 from spd.kernels.dispatch import load_kernels
 from spd.runtime import Request, SamplingParams
-from tests.gpu.gpu_helpers import DEVICE, Work, every_kind, gpu_engine, likely_stop, run_work, story
+from tests.gpu.gpu_helpers import (
+    DEVICE,
+    Work,
+    every_kind,
+    gpu_engine,
+    likely_stop,
+    method_wishes,
+    plain_runs,
+    run_work,
+    story,
+)
 from tests.gpu.test_gpu_rounds import check_case, spoke
 from tests.helpers import Run, outputs, random_prompts, run_requests
 from tests.kernels.test_kernels_recurrent import Prompt, Shape, check_chunks, check_passes, check_windows
@@ -61,16 +71,10 @@ def work(hybrid: Path) -> Work:
 
 @pytest.fixture(scope="module")
 def plain(hybrid: Path, work: Work) -> list[Run]:
-    """Eager, in step, one at a time, nothing speculated."""
-    with gpu_engine(hybrid, graphs=False, **WISHES) as engine:
-        return run_work(engine, work, 0)
+    return plain_runs(hybrid, work, **WISHES)
 
 
-METHODS: dict[str, dict[str, Any]] = {
-    "mtp": {"spec": "mtp"},
-    "ngram": {"spec": "ngram", "ngram_min": 1},
-    "mtp+ngram": {"spec": "mtp+ngram", "ngram_min": 1},
-}
+METHODS = ("mtp", "ngram", "mtp+ngram")
 
 
 @pytest.mark.parametrize("k", [1, 4, 8])
@@ -78,7 +82,7 @@ METHODS: dict[str, dict[str, Any]] = {
 def test_captured_and_eager_are_the_same_at_every_lag(
     hybrid: Path, work: Work, plain: list[Run], method: str, k: int
 ) -> None:
-    runs = check_case(hybrid, work, plain, {**WISHES, **METHODS[method], "draft_max": k})
+    runs = check_case(hybrid, work, plain, {**WISHES, **method_wishes(method, k, shortest=1)})
     if "mtp" in method:
         spoke(runs)
 
@@ -86,13 +90,12 @@ def test_captured_and_eager_are_the_same_at_every_lag(
 @pytest.mark.parametrize("method", ["off", *METHODS, "draft"])
 def test_in_a_batch(hybrid: Path, tmp_path: Path, work: Work, plain: list[Run], method: str) -> None:
     """Sixteen slots: every request twice, beside all the others; also by a recurrent draft model."""
-    asked = METHODS.get(method, {})
+    draft = None
     if method == "draft":
         sizes = {"num_hidden_layers": 2, "full_attention_interval": 2, "max_position_embeddings": 1024}
         draft = write_tiny_hybrid(tmp_path, agreeing=True, dtype="bfloat16", **sizes)
-        asked = {"spec": "draft", "draft_model": draft}
-    length = {} if method == "off" else {"draft_max": 4}
-    runs = check_case(hybrid, work * 2, plain * 2, {**WISHES, **asked, **length, "slots": 16})
+    asked = method_wishes(method, 4, draft, shortest=1)
+    runs = check_case(hybrid, work * 2, plain * 2, {**WISHES, **asked, "slots": 16})
     half = len(work)
     assert story(runs[:half]) == story(runs[half:])
 

@@ -17,6 +17,7 @@ from tests.gpu.gpu_helpers import (
     gpu_engine,
     likely_stop,
     method_wishes,
+    plain_runs,
     run_work,
     story,
 )
@@ -69,9 +70,7 @@ def demo_work() -> Work:
 
 @pytest.fixture(scope="module")
 def demo_plain(demo_work: Work) -> list[Run]:
-    """Eager, in step, one at a time, nothing speculated."""
-    with gpu_engine(demo_folder(), dtype="bfloat16", graphs=False) as engine:
-        return run_work(engine, demo_work, 0)
+    return plain_runs(demo_folder(), demo_work, dtype="bfloat16")
 
 
 def test_the_work_sees_something(demo_plain: list[Run]) -> None:
@@ -85,14 +84,14 @@ def test_plain_rounds(demo_work: Work, demo_plain: list[Run]) -> None:
 
 @pytest.mark.parametrize(("method", "k"), CASES)
 def test_alone(demo_work: Work, demo_plain: list[Run], method: str, k: int) -> None:
-    wishes = {"dtype": "bfloat16", "draft_max": k, **method_wishes(method)}
+    wishes = {"dtype": "bfloat16", **method_wishes(method, k)}
     spoke(check_case(demo_folder(), demo_work, demo_plain, wishes))
 
 
 @pytest.mark.parametrize(("method", "k"), [("off", 0), ("ngram", 4), ("draft", 4)])
 def test_in_a_batch(demo_work: Work, demo_plain: list[Run], method: str, k: int) -> None:
     """Sixteen slots: every request twice, beside all the others."""
-    wishes = {"dtype": "bfloat16", "slots": 16, **method_wishes(method), **({"draft_max": k} if k else {})}
+    wishes = {"dtype": "bfloat16", "slots": 16, **method_wishes(method, k)}
     runs = check_case(demo_folder(), demo_work * 2, demo_plain * 2, wishes, eager=(0, 1, 2))
     half = len(demo_work)
     assert story(runs[:half]) == story(runs[half:])
@@ -101,7 +100,7 @@ def test_in_a_batch(demo_work: Work, demo_plain: list[Run], method: str, k: int)
 
 
 def test_neighbours_do_not_change_acceptance(demo_work: Work) -> None:
-    wishes = {"dtype": "bfloat16", "draft_max": 4, **method_wishes("draft")}
+    wishes = {"dtype": "bfloat16", **method_wishes("draft", 4)}
     told = []
     for slots in (1, 3, 16):
         with gpu_engine(demo_folder(), slots=slots, **wishes) as engine:
@@ -113,7 +112,7 @@ def test_lengths_that_change(demo_work: Work, demo_plain: list[Run]) -> None:
     """Graphs of several lengths in turn, and drafts brought up outside of them."""
     told = []
     for graphs, lag in ((False, 0), (True, 0), (True, 2)):
-        wishes = {"dtype": "bfloat16", "draft_max": 4, "graphs": graphs, **method_wishes("draft")}
+        wishes = {"dtype": "bfloat16", "graphs": graphs, **method_wishes("draft", 4)}
         with gpu_engine(demo_folder(), **wishes) as engine:
             lengths = iter([4, 0, 1, 1, 0, 0, 4, 2, 0] * 100)
             engine._draft_length.choose = lambda lengths=lengths: next(lengths)  # type: ignore[method-assign]
@@ -124,7 +123,7 @@ def test_lengths_that_change(demo_work: Work, demo_plain: list[Run]) -> None:
 
 
 def test_adapting_changes_nothing(demo_work: Work, demo_plain: list[Run]) -> None:
-    wishes = {"dtype": "bfloat16", "draft_max": 6, "adaptive": True, **method_wishes("draft")}
+    wishes = {"dtype": "bfloat16", "adaptive": True, **method_wishes("draft", 6)}
     with gpu_engine(demo_folder(), slots=4, **wishes) as engine:
         assert outputs(run_work(engine, demo_work[:4], 2)) == outputs(demo_plain[:4])
 
@@ -138,10 +137,9 @@ def test_float32(tiny: Callable[..., Path]) -> None:
     prompts = [*random_prompts(2, 20, 256), *random_prompts(2, 75, 256, seed=1)]
     wishes: dict[str, Any] = {"dtype": "float32", "ctx": 256}
     work = every_kind(prompts, likely_stop(target, prompts[2], **wishes))
-    with gpu_engine(target, graphs=False, **wishes) as engine:
-        plain = run_work(engine, work, 0)
+    plain = plain_runs(target, work, **wishes)
     for slots, method, k in ((1, "draft", 4), (16, "draft", 4), (1, "ngram", 1)):
-        case = {**wishes, "slots": slots, "draft_max": k, **method_wishes(method, draft)}
+        case = {**wishes, "slots": slots, **method_wishes(method, k, draft)}
         runs = check_case(target, work, plain, case)
         if method == "draft":
             spoke(runs)
@@ -152,7 +150,7 @@ def test_a_shared_prefix() -> None:
     prompt = demo_prompts()[3]
     params = SamplingParams(max_tokens=40, temperature=0.8, seed=5, ignore_eos=True)
     works = [[(p, params)] for p in (prompt, (*prompt, 9, 8, 7), prompt[:500], prompt)]
-    for wishes in ({}, {"draft_max": 4, **method_wishes("draft")}):
+    for wishes in ({}, method_wishes("draft", 4)):
         with gpu_engine(demo_folder(), dtype="bfloat16", prefix_sharing=True, **wishes) as engine:
             shared = [run_work(engine, work, 1)[0] for work in works]
         with gpu_engine(demo_folder(), dtype="bfloat16", **wishes) as engine:

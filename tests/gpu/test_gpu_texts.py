@@ -9,7 +9,7 @@ from spd.errors import ResourceError
 from spd.formats.demo import demo_folder
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime import SamplingParams
-from tests.gpu.gpu_helpers import Work, demo_prompts, gpu_engine, run_work
+from tests.gpu.gpu_helpers import Work, demo_prompts, gpu_engine, method_wishes, plain_runs, run_work
 from tests.helpers import outputs, run_one
 
 PROMPT = "def read_lines(path):"
@@ -34,7 +34,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(dtype: str, k: int, slot
         (prompt, SamplingParams(max_tokens=30, temperature=0.8 * (i % 2), seed=i, ignore_eos=True))
         for i, prompt in enumerate(demo_prompts())
     ]
-    wishes = {"dtype": dtype, "spec": "draft", "draft_model": demo_folder(), "draft_max": k}
+    wishes = {"dtype": dtype, **method_wishes("draft", k, demo_folder())}
     with gpu_engine(demo_folder(), slots=slots, **wishes) as engine:
         for run in run_work(engine, work, 1):
             assert run.metrics.draft_n_accepted == run.metrics.draft_n > 0
@@ -71,5 +71,4 @@ def test_memory_that_runs_out_is_a_refusal_and_not_the_end() -> None:
         engine.step()  # hands out the end of the request that broke off
         assert not engine.has_work
         again = run_work(engine, work, 1)
-    with gpu_engine(demo_folder(), dtype="bfloat16", slots=2, graphs=False) as engine:
-        assert outputs(run_work(engine, work, 0)) == outputs(again)
+    assert outputs(plain_runs(demo_folder(), work, dtype="bfloat16", slots=2)) == outputs(again)
