@@ -10,9 +10,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from spd.kernels.sampling import sampling, sampling_triton, truncation_triton
+from spd.kernels.sampling import sampling, sampling_triton
 from spd.kernels.sampling.draft_verify import STREAM_DRAFT, row_stream
-from spd.kernels.sampling.sampling import truncate
 from tests.kernels.forms import COMPILED, Form
 from tests.kernels.sampling_cases import (
     EVERY_STEP,
@@ -123,19 +122,6 @@ def test_a_row_is_the_same_alone_and_among_others(
                 assert torch.equal(found, right[some])
 
 
-@pytest.mark.parametrize("form", COMPILED, indirect=True)
-@pytest.mark.parametrize("name", EXTREMES)
-def test_truncation_at_its_edges(form: Form, name: str) -> None:
-    """Many draws of the C kernel, in which a token too many, or too few, would be seen."""
-    logits, top_k, top_p = EXTREMES[name]
-    case = random_case(1, 0, len(logits), 5, "cpu")
-    rows = torch.tensor(logits).expand(1, 400, -1).contiguous()
-    cuts = {"top_k": torch.tensor([top_k]), "top_p": torch.tensor([top_p]), "min_p": torch.zeros(1)}
-    tensors = replace(case.tensors, temperature=torch.ones(1), **cuts)
-    many = Case(rows, case.draft, torch.arange(400)[None], tensors, len(logits))
-    assert_drawn_alike(form, many, TRUNCATED)
-
-
 # -- the program -------------------------------------------------------------------------------------
 
 
@@ -150,49 +136,6 @@ def test_nothing_that_varies_chooses_the_program() -> None:
         else:  # in the interpreter
             free = set(kernel.kwargs["do_not_specialize"] or ())
         assert free == varying & set(kernel.arg_names), name
-
-
-def kept_by_kernels(processed: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Which of processed [rows, V] the thresholds keep, one slot a row."""
-    keys = order_keys(processed)
-    ones = torch.ones_like(top_p)
-    tensors = random_case(len(processed), 0, 3, 0, str(processed.device)).tensors
-    tensors = replace(tensors, temperature=ones, top_k=top_k, top_p=top_p)
-    highest = torch.stack((keys.amax(dim=-1), keys[:, 0]), dim=-1).int()
-    found = truncation_triton.find_thresholds(processed, highest, 1, tensors).long()
-    assert torch.equal(found[:, 2], keys.amax(dim=-1))
-    ids = torch.arange(processed.shape[1], device=processed.device)
-    return (keys > found[:, :1]) | ((keys == found[:, :1]) & (ids <= found[:, 1:2]))
-
-
-def order_keys(values: Tensor) -> Tensor:
-    bits = values.view(torch.int32).long()
-    keys = torch.where(bits < 0, -(bits & 0x7FFFFFFF) - 1, bits)
-    return torch.where(values == 0, 0, torch.where(values.isnan(), 2**31 - 1, keys))
-
-
-def assert_same_kept(processed: Tensor, top_k: Tensor, top_p: Tensor) -> None:
-    """The reference's -inf says what is not kept; -1e38 stands in for a -inf of the row's own."""
-    marked = torch.where(processed == -INFINITY, -1e38, processed)
-    expected = truncate(marked[:, None], top_k, top_p, torch.zeros_like(top_p))[:, 0] != -INFINITY
-    assert torch.equal(kept_by_kernels(processed, top_k, top_p), expected)
-
-
-def test_truncation_keeps_what_the_reference_keeps(device: str, small_blocks: None) -> None:
-    """Both cuts, each alone, and neither, over several blocks and chunks, with and without ties."""
-    rows = 12 if device == "cpu" else 1200
-    g = torch.Generator().manual_seed(3)
-    processed = 3 * torch.randn(rows, 200, generator=g)
-    processed[1::2] = (2 * processed[1::2]).round() / 2
-    top_k = torch.tensor([0, 7, 60, 7, 199, 200]).repeat(rows)[:rows]
-    top_p = torch.tensor([0.9, 1.0, 0.6, 0.3, 0.995, 0.05, 0.8]).repeat(rows)[:rows]
-    assert_same_kept(processed.to(device), top_k.to(device), top_p.to(device))
-
-
-@pytest.mark.parametrize("name", EXTREMES)
-def test_thresholds_at_their_edges(name: str, device: str, small_blocks: None) -> None:
-    logits, top_k, top_p = EXTREMES[name]
-    assert_same_kept(*(torch.tensor([each], device=device) for each in (logits, top_k, top_p)))
 
 
 def assert_same_laws(form: Form, case: Case, steps: Steps) -> Tensor:
@@ -210,11 +153,30 @@ plain_forms = pytest.mark.parametrize("form", ["torch", "triton"], indirect=True
 
 
 @plain_forms
-@pytest.mark.parametrize(("vocab", "coarse"), [(1, False), (2, True), (3, False), (17, True), (1000, False)])
-def test_every_step_has_the_samplings_law(form: Form, vocab: int, coarse: bool) -> None:
-    case = random_case(number(form, 3), 1, vocab, vocab, form.device, coarse)
+@pytest.mark.parametrize("coarse", [False, True], ids=["fine", "ties"])
+@pytest.mark.parametrize("vocab", [1, 2, 3, 17, 300])
+def test_every_step_has_the_samplings_law(form: Form, vocab: int, coarse: bool, small_blocks: None) -> None:
+    """Which tokens a truncation leaves is seen in the law: by both cuts, each alone, and neither."""
+    case = random_case(number(form, 6), 1, vocab, vocab, form.device, coarse)
+    assert_same_laws(form, case, TRUNCATED)
     sums = assert_same_laws(form, case, EVERY_STEP).sum(-1).nan_to_num(1)  # few tokens may all be hidden
     torch.testing.assert_close(sums, torch.ones_like(sums), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["triton", *COMPILED], indirect=True)
+@pytest.mark.parametrize("name", EXTREMES)
+def test_truncation_at_its_edges(form: Form, name: str, small_blocks: None) -> None:
+    """Many draws, in which a token too many, or too few, would be seen; of Triton's the law shows it."""
+    logits, top_k, top_p = EXTREMES[name]
+    case, count = random_case(1, 0, len(logits), 5, form.device), 400 if form.native else 2
+    rows, places = torch.tensor(logits).expand(1, count, -1).contiguous(), torch.arange(count)[None]
+    cuts = {"top_k": [top_k], "top_p": [top_p], "min_p": [0.0], "temperature": [1.0]}
+    tensors = {name: torch.tensor(value, device=form.device) for name, value in cuts.items()}
+    held = (rows.to(form.device), case.draft, places.to(form.device), replace(case.tensors, **tensors))
+    many = Case(*held, len(logits))
+    assert_drawn_alike(form, many, TRUNCATED)
+    if not form.native:
+        assert_same_laws(form, many, TRUNCATED)
 
 
 @plain_forms
