@@ -132,9 +132,9 @@ def attention() -> Launches:
 
     def attend(dtype: torch.dtype, heads: AttentionHeads, softcap: float | None, sinks: bool = False) -> None:
         sink = of(F32, heads.num_heads) if sinks else None
-        plan, scores = (
-            OPS.plan_attention(windows, heads, 64, dtype),
+        scores, plan = (
             Scores(0.1, heads.sliding[0], softcap, sink),
+            OPS.plan_attention(windows, heads, 64, dtype),
         )
         pool = of(dtype, 99, 64, heads.num_kv_heads, heads.head_dim)
         query = of(dtype, 16, 5, heads.num_heads, heads.head_dim)
@@ -176,12 +176,10 @@ def experts() -> Launches:
     def layer(
         count: int, hidden: int, inner: int, groups: int, kept: int, kind: Kind = None, act: Activation = SILU
     ) -> None:
-        x = of(BF16, 32, hidden)
-        parts = OPS.router_logits(x, of(F32, count, hidden))
-        correction = None if kind is None else of(F32, count)
-        corrected = kind is not None
+        x, corrected = of(BF16, 32, hidden), kind is not None
         rule = RouterConfig(8, corrected, corrected, True, 1.0, groups, kept, 2)
-        chosen = OPS.route(parts, correction, rule)
+        parts = OPS.router_logits(x, of(F32, count, hidden))
+        chosen = OPS.route(parts, of(F32, count) if corrected else None, rule)
         gate_up = weight_of(BF16, kind, count, (1 + act.gated) * inner, hidden)
         own = ExpertWeights(gate_up, weight_of(BF16, kind, count, hidden, inner), act)
         if act.kind == "swiglu":
@@ -193,14 +191,10 @@ def experts() -> Launches:
     for code in CODED:
         found[f"30b_{code}"] = partial(layer, 128, 2048, 768, 1, 1, kind=code)
     swiglu, limited = Activation("swiglu", 7.0, 1.702), Activation("silu", 7.0)
-    others = {
-        "oss": (32, 2880, 2880, swiglu),
-        "gemma": (128, 2816, 704, GELU),
-        "step": (288, 4096, 1280, limited),
-    }
-    others["nemotron"] = (128, 2688, 1856, RELU2)
-    for name, (count, hidden, inner, act) in others.items():
-        found[name] = partial(layer, count, hidden, inner, 1, 1, act=act)
+    others = {"oss": (32, 2880, 2880, swiglu), "gemma": (128, 2816, 704, GELU)}
+    others |= {"step": (288, 4096, 1280, limited), "nemotron": (128, 2688, 1856, RELU2)}
+    for name, (*sizes, act) in others.items():
+        found[name] = partial(layer, *sizes, 1, 1, act=act)
     found["oss_e2m1"] = partial(layer, 32, 2880, 2880, 1, 1, kind="e2m1 32", act=swiglu)
     found["nemotron_int4"] = partial(layer, 128, 2688, 1856, 1, 1, kind="int4 32", act=RELU2)
     return found
@@ -278,43 +272,28 @@ def rounds() -> Launches:
 def recurrent() -> Launches:
     """As Qwen3.5's 9B keeps states (32 value heads, 16 key heads of 128), and in odd sizes."""
     found: Launches = {}
+    rows = Segments(of(I64, 5, 4), of(I64, 16))
 
-    def layer(dtype: torch.dtype, heads: int, key_heads: int, width: int, size: int) -> None:
-        rows, depth, channels = Segments(of(I64, 5, 4), of(I64, 16)), 54, 2 * key_heads * width + heads * size
-        inputs, gates = of(dtype, 20, channels + heads * size), of(dtype, 20, 2 * heads)
-        mixed = inputs[:, :channels]
-        OPS.short_conv(mixed, of(F32, 4, channels), None, of(dtype, 16, depth, channels), rows)
-        alone = (
-            of(dtype, 20, channels),
-            of(F32, 3, channels),
-            of(F32, channels),
-            of(dtype, 16, 54, channels),
-        )
-        OPS.short_conv(*alone, rows, silu=False)
-        memory = DeltaMemory(
-            of(F32, 16, heads, width, size),
-            of(F32, 16, depth, key_heads, width),
-            of(F32, 16, depth, heads, size),
-            of(F32, 16, depth, heads, 2),
-        )
-        read = (of(F32, 20, channels), gates, Rule(of(F32, heads), of(F32, heads)), memory, rows)
-        OPS.delta_rule(*read)
-        OPS.delta_chunks(*read)
+    def read(mixed: Tensor, gates: Tensor, sizes: tuple[int, ...], corrects: bool) -> None:
+        heads, key_heads, width, size = sizes
+        rings = ((key_heads, width), (heads, size), (heads, 2))
+        memory = DeltaMemory(of(F32, 16, heads, width, size), *(of(F32, 16, 54, *ring) for ring in rings))
+        for operation in (OPS.delta_rule, OPS.delta_chunks):
+            operation(mixed, gates, Rule(of(F32, heads), of(F32, heads), corrects), memory, rows)
+
+    def layer(dtype: torch.dtype, *sizes: int) -> None:
+        heads, key_heads, width, size = sizes
+        channels = 2 * key_heads * width + heads * size
+        inputs, ring = of(dtype, 20, channels + heads * size), of(dtype, 16, 54, channels)
+        mixed, bias = inputs[:, :channels], of(F32, channels)
+        OPS.short_conv(mixed, of(F32, 4, channels), None, ring, rows)
+        OPS.short_conv(of(dtype, 20, channels), of(F32, 3, channels), bias, ring, rows, silu=False)
+        read(of(F32, 20, channels), of(dtype, 20, 2 * heads), sizes, True)
         OPS.gated_norm(of(F32, 20, heads, size), inputs[:, channels:], of(F32, size), 1e-6)
 
     def scan(dtype: torch.dtype) -> None:
         """As Granite 4.0 H Tiny: 48 heads of 64 in one group, whose states are 128 wide."""
-        heads, width, size, rows = 48, 128, 64, Segments(of(I64, 5, 4), of(I64, 16))
-        memory = DeltaMemory(
-            of(F32, 16, heads, width, size),
-            of(F32, 16, 54, 1, width),
-            of(F32, 16, 54, heads, size),
-            of(F32, 16, 54, heads, 2),
-        )
-        rule = Rule(of(F32, heads), of(F32, heads), False)
-        read = (of(F32, 20, 2 * width + heads * size), of(dtype, 20, heads), rule, memory, rows)
-        OPS.delta_rule(*read)
-        OPS.delta_chunks(*read)
+        read(of(F32, 20, 2 * 128 + 48 * 64), of(dtype, 20, 48), (48, 1, 128, 64), False)
         OPS.gated_norm(of(F32, 20, 1, 3072), of(dtype, 20, 3072), of(F32, 1, 3072), 1e-6, True)
 
     for dtype in (BF16, F16):

@@ -73,21 +73,20 @@ def test_products(native: NativeLibrary, case: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("case", [(100, 50), (96, 1040), *CODED], ids=str)
-def test_rows_of_a_product_in_any_company(native: NativeLibrary, case: tuple[Any, ...]) -> None:
+def test_rows_of_a_product_in_any_company(
+    native: NativeLibrary, case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same bits for 1 to 300 rows, wherever a row stands, whatever beside it, by one thread or two."""
     weight = weight_of(native, case, twice=True)
     x, norm = noise(300, weight.shape[1]).to(native.dtype), noise(weight.shape[1]).float()
-    for gated, ending, scales in (
-        (False, FLOAT32, None),
-        (False, ROUNDED, norm),
-        (True, ending_of(ACTS[-1]), norm),
-    ):
+    endings = (False, FLOAT32, None), (False, ROUNDED, norm), (True, ending_of(ACTS[-1]), norm)
+    for gated, ending, scales in endings:
         packed = native.pack(weight, gated=gated)
 
         def product(rows: Tensor, packed=packed, ending=ending, scales=scales) -> Tensor:  # type: ignore[no-untyped-def]
             return native.linear(rows, packed, None, ending, norm=scales, epsilon=1e-6)
 
-        every, usual = product(x), native.threads
+        every = product(x)
         for count in (1, 2, 5, 15, 16, 17, 31, 32, 33, 49, 64, 69, 257):
             for first in (0, 5, 300 - count):
                 own = slice(first, min(first + count, 300))
@@ -95,11 +94,9 @@ def test_rows_of_a_product_in_any_company(native: NativeLibrary, case: tuple[Any
         wild = x.clone()
         wild[::2] = float("nan")
         assert torch.equal(product(wild)[1::2], every[1::2])
-        try:
-            native.threads = 1 + usual % 2
+        with monkeypatch.context() as patched:
+            patched.setattr(native, "threads", 1 + native.threads % 2)
             assert torch.equal(product(x), every)
-        finally:
-            native.threads = usual
 
 
 BUILD = "spd.kernels.native.build"
@@ -292,53 +289,44 @@ WIDTH, DEPTH = 2080, 512
 """Enough work for several threads, in blocks that no number of them divides."""
 
 
-def test_products_by_any_number_of_threads(native: NativeLibrary) -> None:
+def test_products_by_any_number_of_threads(native: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hundreds of calls in a row, by 1 to 9 threads: every item once, in any order."""
-    x, packed, usual = noise(33, DEPTH).to(native.dtype), native.pack(noise(WIDTH, DEPTH)), native.threads
-    native.threads = 1
+    x, packed = noise(33, DEPTH).to(native.dtype), native.pack(noise(WIDTH, DEPTH))
+    monkeypatch.setattr(native, "threads", 1)
     alone = {rows: native.linear(x[:rows], packed, None, FLOAT32) for rows in (1, 4, 33)}
-    try:
-        for call in range(300):
-            native.threads = 1 + call % 9
-            rows = (1, 4, 33)[call // 9 % 3]
-            assert torch.equal(native.linear(x[:rows], packed, None, FLOAT32), alone[rows])
-            assert torch.equal(native.pack(noise(WIDTH, DEPTH)).tiles, packed.tiles) if call < 9 else True
-    finally:
-        native.threads = usual
+    for call in range(300):
+        monkeypatch.setattr(native, "threads", 1 + call % 9)
+        rows = (1, 4, 33)[call // 9 % 3]
+        assert torch.equal(native.linear(x[:rows], packed, None, FLOAT32), alone[rows])
+        assert call >= 9 or torch.equal(native.pack(noise(WIDTH, DEPTH)).tiles, packed.tiles)
 
 
-def test_two_callers_at_once(native: NativeLibrary) -> None:
+def test_two_callers_at_once(native: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     """One has the pool, the other works alone."""
-    x, weight, usual = noise(64, 4096).to(native.dtype), torch.randn(64, 4096), native.threads
+    x, weight = noise(64, 4096).to(native.dtype), torch.randn(64, 4096)
     alone = native.router_logits(x, weight)
-    native.threads = 3
-    try:
-        with ThreadPoolExecutor(2) as callers:
-            made = callers.map(lambda _: native.router_logits(x, weight), range(200))
-            assert all(torch.equal(each, alone) for each in made)
-    finally:
-        native.threads = usual
+    monkeypatch.setattr(native, "threads", 3)
+    with ThreadPoolExecutor(2) as callers:
+        made = callers.map(lambda _: native.router_logits(x, weight), range(200))
+        assert all(torch.equal(each, alone) for each in made)
 
 
 @pytest.mark.covers(count=2)
-def test_a_forked_child_computes(native: NativeLibrary) -> None:
+def test_a_forked_child_computes(native: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has none of its parent's threads, even where they were at work."""
-    x, packed, usual = noise(4, DEPTH).to(native.dtype), native.pack(noise(WIDTH, DEPTH)), native.threads
-    native.threads = 3
-    try:
-        made = native.linear(x, packed, None)
-        with ThreadPoolExecutor(1) as caller:
-            many = noise(2000, DEPTH).to(native.dtype)
-            busy = caller.submit(lambda: [native.linear(many, packed, None) for _ in range(30)])
-            for _ in range(5):
-                child = os.fork()
-                if child == 0:
-                    signal.alarm(30)
-                    os._exit(0 if torch.equal(native.linear(x, packed, None), made) else 1)
-                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-            busy.result()
-    finally:
-        native.threads = usual
+    x, packed = noise(4, DEPTH).to(native.dtype), native.pack(noise(WIDTH, DEPTH))
+    monkeypatch.setattr(native, "threads", 3)
+    made = native.linear(x, packed, None)
+    with ThreadPoolExecutor(1) as caller:
+        many = noise(2000, DEPTH).to(native.dtype)
+        busy = caller.submit(lambda: [native.linear(many, packed, None) for _ in range(30)])
+        for _ in range(5):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(30)
+                os._exit(0 if torch.equal(native.linear(x, packed, None), made) else 1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        busy.result()
 
 
 def test_large_weights_lie_in_large_pages(native: NativeLibrary) -> None:

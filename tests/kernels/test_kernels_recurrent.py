@@ -7,7 +7,6 @@ Outputs, states and what the rings keep of committed tokens must be the same bit
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,36 +182,27 @@ def naive(x: Tensor, layer: Layer) -> Tensor:
     before = torch.cat((x.new_zeros(s.taps - 1, s.channels), x[:, : s.channels]))
     mixed = sum(before[t : t + len(x)] * layer.weight[t].double() for t in range(s.taps))
     mixed = mixed * mixed.sigmoid()
-    query, key, value = mixed.split([s.key_heads * s.width] * 2 + [s.heads * s.size], -1)
-    query, key = (
-        (a / (a.square().sum(-1, keepdim=True) + 1e-6).sqrt() if s.corrects else a).repeat_interleave(
-            s.heads // s.key_heads, 1
-        )
-        for a in (query.view(-1, s.key_heads, s.width), key.view(-1, s.key_heads, s.width))
-    )
-    value, (gate, raw) = (
-        value.view(-1, s.heads, s.size),
-        x[:, s.channels :].split([s.heads * s.size, s.gates], -1),
-    )
-    correct, step = raw[:, : s.heads].sigmoid(), raw[:, -s.heads :]
-    step = torch.nn.functional.softplus(step + layer.rule.bias.double())
+    *both, value = mixed.split([s.key_heads * s.width] * 2 + [s.heads * s.size], -1)
+    query, key = (a.view(-1, s.key_heads, s.width) for a in both)
+    if s.corrects:
+        query, key = (a / (a.square().sum(-1, keepdim=True) + 1e-6).sqrt() for a in (query, key))
+    query, key = (a.repeat_interleave(s.heads // s.key_heads, 1) for a in (query, key))
+    gate, raw = x[:, s.channels :].split([s.heads * s.size, s.gates], -1)
+    value, step = value.view(-1, s.heads, s.size), raw[:, -s.heads :] + layer.rule.bias.double()
+    step = torch.nn.functional.softplus(step)
     decay = (-layer.rule.rate.double().exp() * step).exp()
-    correct = correct if s.corrects else step
+    correct = raw[:, : s.heads].sigmoid() if s.corrects else step
     state, out = x.new_zeros(s.heads, s.width, s.size), []
     for t in range(len(x)):
         state = state * decay[t, :, None, None]
         error = value[t] - torch.einsum("hij,hi->hj", state, key[t]) * s.corrects
         state = state + torch.einsum("hi,hj->hij", key[t], error * correct[t][:, None])
         out.append(torch.einsum("hij,hi->hj", state, query[t]) * (s.width**-0.5 if s.corrects else 1))
-    normed = torch.stack(out)
+    normed, opened = torch.stack(out), (gate * gate.sigmoid()).view(len(x), s.heads, s.size)
     if not s.corrects:  # Mamba-2 gates before the norm, which is a group's
-        normed = normed * gate.view(normed.shape) * gate.view(normed.shape).sigmoid()
-        normed = normed.view(len(x), *layer.norm.shape)
-        normed = normed / (normed.square().mean(-1, keepdim=True) + 1e-6).sqrt() * layer.norm.double()
-        return normed.flatten(1)
+        normed = (normed * opened).view(len(x), *layer.norm.shape)
     normed = normed / (normed.square().mean(-1, keepdim=True) + 1e-6).sqrt() * layer.norm.double()
-    gate = gate.reshape(normed.shape)
-    return (normed * gate * gate.sigmoid()).flatten(1)
+    return (normed * opened if s.corrects else normed).flatten(1)
 
 
 @ALL_SHAPES
@@ -265,10 +255,8 @@ def test_a_round_reads_and_writes_each_state_once(k: int, monkeypatch: pytest.Mo
 
     shape = Shape(2, 1, 5, 40, depth=20)  # in two blocks of columns, of which one is not full
     layer = Layer(shape, load_kernels("triton"), torch.float32, 4)
-    state, seen = (
-        layer.memory.state,
-        {kind: torch.zeros(layer.memory.state.numel()) for kind in ("load", "store")},
-    )
+    state = layer.memory.state
+    seen = {kind: torch.zeros(state.numel()) for kind in ("load", "store")}
 
     def watch(kind: str) -> None:
         original = getattr(InterpreterBuilder, f"create_masked_{kind}")
@@ -290,8 +278,7 @@ def test_a_round_reads_and_writes_each_state_once(k: int, monkeypatch: pytest.Mo
     layer.run(x, (0, 0, k + 1, 12, 12), (1, k + 1, 0, 3, 3), (2, k + 1, k + 1, 0, 0))
     reads, writes = (seen[kind].view(4, -1) for kind in ("load", "store"))
     assert (reads[0] == 1).all() and not reads[1:].any()
-    assert (writes[0] == 1).all() and not writes[1].any() and not writes[3].any()
-    assert (writes[2] == 1).all()
+    assert (writes[[0, 2]] == 1).all() and not writes[[1, 3]].any()
 
 
 # -- whole chunks of a prompt ----------------------------------------------------------------------
@@ -327,9 +314,8 @@ class Prompt:
             keys += 1
         if regime == "mixed":
             layer.rule.rate.add_(2)
-            gates[:, -shape.heads :] += torch.where(torch.arange(rows, device=device) % 7 == 0, 4.0, -8.0)[
-                :, None
-            ]
+            forgets = torch.arange(rows, device=device)[:, None] % 7 == 0
+            gates[:, -shape.heads :] += torch.where(forgets, 4.0, -8.0)
         return cls(layer, mixed, gates)
 
     def run(self, operation: str, *cuts: int, slot: int = 1) -> tuple[Tensor, Tensor]:
@@ -372,40 +358,14 @@ def test_how_many_chunks_a_call_holds_changes_no_bit(shape: Shape, form: str, de
     other = Prompt.of(shape, CHUNK + 3, "slow", form, device)
     layer = Prompt.of(shape, 1, form=form, device=device).layer
     wanted, behind = other.run("delta_chunks")
-    runs = [
-        (2, 1, len(other.mixed), 0, len(other.mixed)),
-        (1, len(other.mixed) + 1, 0, 7, 7),
-        (0, len(other.mixed) + 2, 40, 0, 40),
-    ]
+    count = len(other.mixed)
+    runs = (2, 1, count, 0, count), (1, count + 1, 0, 7, 7), (0, count + 2, 40, 0, 40)
     mixed, gates = (
         torch.cat((b[:1], a, b[:1], b[:40]))
         for a, b in ((other.mixed, prompt.mixed), (other.gates, prompt.gates))
     )
     given = (mixed, gates, layer.rule, layer.memory, layer.rows(*runs))
     made = layer.kernels.delta_chunks(*given)
-    assert torch.equal(made[1 : len(wanted) + 1], wanted) and torch.equal(layer.memory.state[2], behind)
-    assert torch.equal(made[-40:-8], whole[:32]) and not made[0].any() and not made[len(wanted) + 1].any()
+    assert torch.equal(made[1 : count + 1], wanted) and torch.equal(layer.memory.state[2], behind)
+    assert torch.equal(made[-40:-8], whole[:32]) and not made[0].any() and not made[count + 1].any()
     assert layer.memory.state[1].isnan().all() and all(ring.isnan().all() for ring in layer.memory[1:])
-
-
-FAULTS: dict[str, Callable[[Layer], None]] = {
-    "a state of the slot's former owner is read": lambda layer: layer.applied.fill_(1),
-    "a committed token is applied never": lambda layer: layer.applied.add_(1),
-    "a committed token is applied twice": lambda layer: layer.applied.sub_(1),
-    "the convolution's history is another's": lambda layer: layer.ring.copy_(layer.ring.roll(1, 1)),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_seen(fault: str) -> None:
-    """So the comparisons above can fail: what follows differs where positions are applied wrongly."""
-    shape = SHAPES[0]
-    layer, single = (Layer(shape, load_kernels("torch"), torch.float32, 1) for _ in range(2))
-    x = layer.inputs(12)
-    wanted, _ = walked(single, x)
-    begin = 0 if "former owner" in fault else 6
-    if begin:
-        layer.run(x[:6], (0, 0, 6, 0, 4))
-    FAULTS[fault](layer)
-    made = layer.run(x[begin:], (0, 0, 12 - begin, begin, begin))
-    assert not torch.equal(made, wanted[begin:])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,7 +17,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu_suite import noise_triton
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.launch import Device, device_facts
 from spd.kernels.linear import rows as rows_reference
@@ -355,53 +356,46 @@ def test_tiles_as_wide_as_the_gpu_answers_give_the_same_bits(n: int, k: int, kin
         (3, 64, 9, 500),
     ],
 )
-def test_sample_is_the_draw_from_the_stored_logits(
+def test_sample_is_the_full_samplers_draw(
     vocab: int, k: int, usable: int, every: int, device: str, dtypes: tuple[torch.dtype, ...]
 ) -> None:
     """Rows of temperature 0 among others, in one tile of tokens and in two.
 
     A head that knows some of `every` ids draws as if the logits of the others were minus infinity.
     """
-    for dtype in dtypes:
-        for slots, window in ((1, 1), (5, 1), (5, 4)):
-            o, keys = sample_operands(slots, window, device, dtype, vocab, k)
-            logits, known = twin.head_logits(o.x, o.weight, config=SMALL), ()
-            draw = Draw(*keys, usable)
-            if every:
-                generator = torch.Generator().manual_seed(vocab)
-                ids = torch.randperm(every, generator=generator)[:vocab].sort().values
-                ids[0] = min(int(ids[0]), usable - 1)
-                known = (ids.to(device),)
-                logits = torch.full((slots * window, every), float("-inf"), device=device)
-                logits[:, known[0]] = twin.head_logits(o.x, o.weight, config=SMALL)
-            token, finite = twin.head_sample(o.x, o.weight, draw, *known, config=SMALL)
-            logits = logits[:, :usable].view(slots, window, usable)
-            seed, first, step, heat = keys
-            positions = first[:, None] + step + torch.arange(window, device=device)
-            noise = noise_triton.gumbel(seed[:, None].expand(slots, window), positions, 0, usable)
-            heat = heat.view(-1, 1, 1)
-            assert slots == 1 or bool((heat > 0).any())
-            score = torch.where(heat > 0, logits / heat + noise, logits)
-            assert token.dtype == torch.int64 and torch.equal(token, score.argmax(-1).flatten())
-            assert finite.dtype == torch.bool and finite.all()
-            plain, plain_finite = reference.head_sample(o.x, o.weight, draw, *known)
-            assert torch.equal(plain_finite, finite)
-            if dtype == torch.float32:
-                assert torch.equal(plain, token)
+    for dtype, (slots, window) in itertools.product(dtypes, ((1, 1), (5, 1), (5, 4))):
+        o, keys = sample_operands(slots, window, device, dtype, vocab, k)
+        known = None
+        if every:
+            known = (
+                torch.randperm(every, generator=torch.Generator().manual_seed(vocab))[:vocab].sort().values
+            )
+            known[0] = min(int(known[0]), usable - 1)
+        assert drawn(o.x, o.weight, Draw(*keys, usable), known, every)[1].all()
 
 
-def test_sample_is_the_full_samplers_draw(device: str) -> None:
-    o, keys = sample_operands(5, 2, device, torch.float16)
-    seed, first, step, heat = keys
-    one, none = torch.ones(5, device=device), torch.zeros(5, dtype=torch.int64, device=device)
+def drawn(
+    x: Tensor, weight: Tensor, draw: Draw, known: Tensor | None = None, every: int = 0
+) -> tuple[Tensor, Tensor]:
+    """The head's tokens and flags, which are those that the full sampler gives by the head's own logits."""
+    logits, ids = twin.head_logits(x, weight, config=SMALL), ()
+    if known is not None:
+        ids = (known.to(x.device),)
+        logits = logits.new_full((len(x), every), -math.inf).index_copy_(1, *ids, logits)
+    token, finite = twin.head_sample(x, weight, draw, *ids, config=SMALL)
+    slots, zeros = len(draw.seed), torch.zeros_like(draw.temperature)
+    none, logits = torch.zeros_like(draw.seed), logits.view(slots, -1, logits.shape[-1])
+    numbers = (draw.temperature, zeros + 1, zeros, zeros + 1, zeros, zeros, none, draw.seed)
     history = (None, None, None, none[:, None], none, None)
-    numbers = (heat, one, 0 * one, one, 0 * one, 0 * one, none, seed)
-    tensors = SamplingTensors(*numbers, *history, True, False, 70)
-    logits = twin.head_logits(o.x, o.weight).view(5, 2, -1)
-    positions = first[:, None] + step + torch.arange(2, device=device)
-    drawn = sampling_triton.sample_rows(logits, none[:, None], positions, tensors)
-    for full, fused in zip(drawn, twin.head_sample(o.x, o.weight, Draw(*keys, 70)), strict=True):
+    tensors = SamplingTensors(*numbers, *history, True, False, draw.usable_vocab)
+    rows = torch.arange(logits.shape[1], device=x.device)
+    given = (none[:, None].expand(slots, len(rows) - 1), draw.first[:, None] + draw.step + rows, tensors)
+    for full, fused in zip(sampling_triton.sample_rows(logits, *given), (token, finite), strict=True):
         assert torch.equal(full.flatten(), fused)
+    plain, plain_finite = reference.head_sample(x, weight, draw, *ids)
+    assert torch.equal(plain_finite, finite)
+    assert x.dtype != torch.float32 or torch.equal(plain[finite], token[finite])
+    return token, finite
 
 
 def test_ties_go_to_the_lowest_id_across_tiles(device: str) -> None:
@@ -409,7 +403,7 @@ def test_ties_go_to_the_lowest_id_across_tiles(device: str) -> None:
     o.weight[:] = o.weight[5]
     x = o.x * (o.x @ o.weight[5]).sign().unsqueeze(1)
     o.weight[:3] = -o.weight[:3]
-    token, finite = twin.head_sample(x, o.weight, Draw(seed, first, step, 0 * heat, 77), config=SMALL)
+    token, finite = drawn(x, o.weight, Draw(seed, first, step, 0 * heat, 77))
     assert token.tolist() == [3] * 4 and finite.all()
 
 
@@ -418,16 +412,13 @@ def test_rows_without_finite_logits_are_told(device: str) -> None:
     o, (seed, first, step, heat) = sample_operands(6, 1, device, torch.float32)
     weight, x = torch.zeros_like(o.weight), torch.zeros_like(o.x)
     weight[:, 0] = 1.0
-    weight[40] = 0.0
-    weight[40, 1] = 1.0
-    weight[70, 2] = float("nan")
-    x[0, 0], x[1, 1], x[2, 1] = 1.0, float("nan"), float("inf")
-    x[3, 0], x[4, 0], x[4, 1] = float("-inf"), 1.0, -1e30
-    x[5, 0] = 1.0
+    weight[40, :2] = torch.tensor([0.0, 1.0], device=device)
+    weight[70, 2] = math.nan
+    x[[0, 3, 4, 5], 0] = torch.tensor([1.0, -math.inf, 1.0, 1.0], device=device)
+    x[[1, 2, 4], 1] = torch.tensor([math.nan, math.inf, -1e30], device=device)
     for temperature in (0.0, 0.7):
         keys = (seed, first, step, torch.full_like(heat, temperature))
-        token, finite = twin.head_sample(x, weight, Draw(*keys, 61), config=SMALL)
+        token, finite = drawn(x, weight, Draw(*keys, 61))
         assert finite.tolist() == [True, False, False, False, True, True]
-        assert torch.equal(finite, reference.head_sample(x, weight, Draw(*keys, 61))[1])
         assert token.min() >= 0 and token.max() < 61
-        assert not twin.head_sample(x, weight, Draw(*keys, 77), config=SMALL)[1].any()
+        assert not drawn(x, weight, Draw(*keys, 77))[1].any()
