@@ -8,15 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.peers.protocol import (
-    Chunk,
-    ChunkClock,
-    Generation,
-    PassResult,
-    Speculation,
-    WorkerOptions,
-    serve,
-)
+from benchmarks.peers import protocol
 
 MODE = sys.argv.pop(1)
 
@@ -24,7 +16,7 @@ MODE = sys.argv.pop(1)
 class FakeEngine:
     """Speaks the protocol; MODE says how it misbehaves."""
 
-    def __init__(self, options: WorkerOptions) -> None:
+    def __init__(self, options: protocol.WorkerOptions) -> None:
         print("an engine's own chatter", flush=True)
         self.threads = options.threads
 
@@ -32,12 +24,12 @@ class FakeEngine:
         """Return one made-up version."""
         return {"fake": "1.0", "cpus": str(len(os.sched_getaffinity(0)))}
 
-    def generate(self, prompt_ids: Sequence[int], tokens: int, **extra: Any) -> Generation:
+    def generate(self, prompt_ids: Sequence[int], tokens: int, **extra: Any) -> protocol.Generation:
         """Give two tokens a step and one at last, 5 ms a step."""
         if MODE == "dies" and tokens > 16:
             os._exit(3)
         print("chatter again", flush=True)
-        clock = ChunkClock()
+        clock = protocol.ChunkClock()
         start = sum(prompt_ids)
         clock.add([start])
         while len(clock.token_ids) < tokens - (MODE == "short" and tokens > 16):
@@ -52,16 +44,17 @@ class FakeEngine:
 
     def run(
         self, prompts: Sequence[Sequence[int]], tokens: int, concurrency: int, arrivals: list[float] | None
-    ) -> PassResult:
+    ) -> protocol.PassResult:
         """All requests at once, in two steps of 5 ms."""
         assert arrivals is None or len(arrivals) == len(prompts)
         requests = []
         for prompt in prompts:
             ids = [sum(prompt) + i for i in range(tokens)]
-            requests.append(Generation(ids, [Chunk(0.005, 1), Chunk(0.01, tokens - 1)], {}))
+            chunks = [protocol.Chunk(0.005, 1), protocol.Chunk(0.01, tokens - 1)]
+            requests.append(protocol.Generation(ids, chunks, {}))
         time.sleep(0.01)
-        return PassResult(0.01, requests, Speculation(100, 200, 75, (50, 25)))
+        return protocol.PassResult(0.01, requests, protocol.Speculation(100, 200, 75, (50, 25)))
 
 
 if __name__ == "__main__":
-    raise SystemExit(serve(FakeEngine))
+    raise SystemExit(protocol.serve(FakeEngine))

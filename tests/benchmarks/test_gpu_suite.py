@@ -49,11 +49,7 @@ STATIC = {"a": {"ratios": {"spd plain / transformers static compiled": {"median"
     ],
 )
 def test_the_exit_status_says_what_was_missed_and_what_was_left_out(
-    probes: dict[str, Any],
-    status: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    probes: dict[str, Any], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(command, "gpu_is_there", lambda: True)
     monkeypatch.setattr(command, "run_suite", lambda *given, **more: {"probes": probes})
@@ -128,14 +124,10 @@ TINY = shapes.Shape("tiny", hidden=8, layers=3, heads=4, kv_heads=2, intermediat
 @pytest.mark.parametrize(
     ("shape", "parameters"),
     [
-        (shapes.QWEN3_06B, 596_049_920),
-        (shapes.QWEN3_17B, 1_720_574_976),
-        (shapes.QWEN3_4B, 4_022_468_096),
-        (shapes.QWEN3_8B, 8_190_735_360),
-        (shapes.QWEN3_32B, 32_762_123_264),
-        (shapes.LLAMA_8B, 8_030_261_248),
-        (shapes.EAGLE_SIZE, shapes.EAGLE_SIZE.parameters()),
-        (shapes.EAGLE3_8B, shapes.EAGLE3_8B.parameters()),
+        *((shapes.QWEN3_06B, 596_049_920), (shapes.QWEN3_17B, 1_720_574_976)),
+        *((shapes.QWEN3_4B, 4_022_468_096), (shapes.QWEN3_8B, 8_190_735_360)),
+        *((shapes.QWEN3_32B, 32_762_123_264), (shapes.LLAMA_8B, 8_030_261_248)),
+        *((shape, shape.parameters()) for shape in (shapes.EAGLE_SIZE, shapes.EAGLE3_8B)),
     ],
 )
 def test_shapes_have_the_published_parameters_and_are_read_so(

@@ -10,17 +10,7 @@ import torch
 
 from spd.kernels.dispatch import load_kernels
 from spd.runtime import Request, SamplingParams
-from tests.gpu.gpu_helpers import (
-    DEVICE,
-    Work,
-    every_kind,
-    gpu_engine,
-    likely_stop,
-    method_wishes,
-    plain_runs,
-    run_work,
-    story,
-)
+from tests.gpu import gpu_helpers as lane
 from tests.gpu.test_gpu_rounds import check_case, spoke
 from tests.helpers import Run, outputs, random_prompts, run_requests
 from tests.kernels.test_kernels_recurrent import Prompt, Shape, check_chunks, check_passes, check_windows
@@ -34,19 +24,19 @@ SHAPES = pytest.mark.parametrize("shape", [*PUBLISHED, Shape(3, 1, 24, 40)], ids
 @SHAPES
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_rows_are_single_steps_however_passes_cut_them(shape: Shape, dtype: torch.dtype) -> None:
-    check_windows(load_kernels("triton"), dtype, shape, 60, DEVICE)
-    check_passes(load_kernels("triton"), dtype, shape, DEVICE)
+    check_windows(load_kernels("triton"), dtype, shape, 60, lane.DEVICE)
+    check_passes(load_kernels("triton"), dtype, shape, lane.DEVICE)
 
 
 @SHAPES
 @pytest.mark.parametrize("regime", ["usual", "slow", "mixed"])
 def test_chunks_are_the_recurrence_up_to_rounding(shape: Shape, regime: str) -> None:
-    check_chunks(shape, 600, regime, "triton", DEVICE)
+    check_chunks(shape, 600, regime, "triton", lane.DEVICE)
 
 
 @SHAPES
 def test_how_many_chunks_a_call_holds_changes_no_bit(shape: Shape) -> None:
-    prompt = Prompt.of(shape, 512, form="triton", device=DEVICE)
+    prompt = Prompt.of(shape, 512, form="triton", device=lane.DEVICE)
     whole, state = prompt.run("delta_chunks")
     for cuts in ((256,), (64, 128, 448)):
         made, final = prompt.run("delta_chunks", *cuts, slot=0)
@@ -63,15 +53,15 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def work(hybrid: Path) -> Work:
+def work(hybrid: Path) -> lane.Work:
     """Prompts of no whole chunk, of one and of two."""
     prompts = [random_prompts(1, n, 256, seed=n)[0] for n in (5, 75, 300, 600)]
-    return every_kind(prompts, likely_stop(hybrid, prompts[1], **WISHES))
+    return lane.every_kind(prompts, lane.likely_stop(hybrid, prompts[1], **WISHES))
 
 
 @pytest.fixture(scope="module")
-def plain(hybrid: Path, work: Work) -> list[Run]:
-    return plain_runs(hybrid, work, **WISHES)
+def plain(hybrid: Path, work: lane.Work) -> list[Run]:
+    return lane.plain_runs(hybrid, work, **WISHES)
 
 
 METHODS = ("mtp", "ngram", "mtp+ngram")
@@ -80,34 +70,34 @@ METHODS = ("mtp", "ngram", "mtp+ngram")
 @pytest.mark.parametrize("k", [1, 4, 8])
 @pytest.mark.parametrize("method", METHODS)
 def test_captured_and_eager_are_the_same_at_every_lag(
-    hybrid: Path, work: Work, plain: list[Run], method: str, k: int
+    hybrid: Path, work: lane.Work, plain: list[Run], method: str, k: int
 ) -> None:
-    runs = check_case(hybrid, work, plain, {**WISHES, **method_wishes(method, k, shortest=1)})
+    runs = check_case(hybrid, work, plain, {**WISHES, **lane.method_wishes(method, k, shortest=1)})
     if "mtp" in method:
         spoke(runs)
 
 
 @pytest.mark.parametrize("method", ["off", *METHODS, "draft"])
-def test_in_a_batch(hybrid: Path, tmp_path: Path, work: Work, plain: list[Run], method: str) -> None:
+def test_in_a_batch(hybrid: Path, tmp_path: Path, work: lane.Work, plain: list[Run], method: str) -> None:
     """Sixteen slots: every request twice, beside all the others; also by a recurrent draft model."""
     draft = None
     if method == "draft":
         sizes = {"num_hidden_layers": 2, "full_attention_interval": 2, "max_position_embeddings": 1024}
         draft = write_tiny_hybrid(tmp_path, agreeing=True, dtype="bfloat16", **sizes)
-    asked = method_wishes(method, 4, draft, shortest=1)
+    asked = lane.method_wishes(method, 4, draft, shortest=1)
     runs = check_case(hybrid, work * 2, plain * 2, {**WISHES, **asked, "slots": 16})
     half = len(work)
-    assert story(runs[:half]) == story(runs[half:])
+    assert lane.story(runs[:half]) == lane.story(runs[half:])
 
 
-def test_pages_that_run_short(hybrid: Path, work: Work) -> None:
+def test_pages_that_run_short(hybrid: Path, work: lane.Work) -> None:
     """A request that gives way is written again by the programs that wrote it."""
     params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.8, seed=1)
-    long: Work = [(prompt, params) for prompt, _ in work[:4]]
+    long: lane.Work = [(prompt, params) for prompt, _ in work[:4]]
     told = []
     for wishes in ({}, {"slots": 4, "cache_pages": 18, "spec": "mtp", "draft_max": 4}):
-        with gpu_engine(hybrid, **WISHES, **wishes) as engine:
-            told.append(outputs(run_work(engine, long, 1)))
+        with lane.gpu_engine(hybrid, **WISHES, **wishes) as engine:
+            told.append(outputs(lane.run_work(engine, long, 1)))
     assert told[0] == told[1]
 
 
@@ -121,7 +111,7 @@ def test_a_next_turn_goes_on_from_a_checkpoint(hybrid: Path, spec: str, lag: int
         told = []
         for sharing in (True, False):
             wishes = {**WISHES, **drafted, "spec": spec, "prefix_sharing": sharing, "lag": lag}
-            with gpu_engine(hybrid, **wishes) as engine:
+            with lane.gpu_engine(hybrid, **wishes) as engine:
                 prompt = random_prompts(1, length, 256, seed=length)[0]
                 first = run_requests(engine, [Request("first", prompt, params)])[0]
                 spans = (("prompt", length), ("generated", 20), ("prompt", 3))

@@ -10,17 +10,7 @@ import pytest
 
 from spd.formats.demo import demo_folder
 from spd.runtime import SamplingParams
-from tests.gpu.gpu_helpers import (
-    Work,
-    demo_prompts,
-    every_kind,
-    gpu_engine,
-    likely_stop,
-    method_wishes,
-    plain_runs,
-    run_work,
-    story,
-)
+from tests.gpu import gpu_helpers as lane
 from tests.helpers import Damped, Run, outputs, random_prompts
 
 CASES = [(method, k) for method in ("ngram", "draft") for k in (1, 4)]
@@ -32,7 +22,7 @@ def same_logprobs(runs: list[Run], others: list[Run]) -> None:
 
 
 def check_case(
-    model: Path, work: Work, plain: list[Run], wishes: dict[str, Any], eager: tuple[int, ...] = (0, 2)
+    model: Path, work: lane.Work, plain: list[Run], wishes: dict[str, Any], eager: tuple[int, ...] = (0, 2)
 ) -> list[Run]:
     """Eager and captured runs, in step and behind, against the plain text and against each other.
 
@@ -40,14 +30,14 @@ def check_case(
     """
     told: list[dict[str, Any]] | None = None
     for graphs, lags in ((False, eager), (True, (0, 1, 2))):
-        with gpu_engine(model, graphs=graphs, **wishes) as engine:
+        with lane.gpu_engine(model, graphs=graphs, **wishes) as engine:
             assert engine.plan.shape.kernels == "triton" and engine.plan.shape.graphs is graphs
             for lag in lags:
-                runs = run_work(engine, work, lag)
+                runs = lane.run_work(engine, work, lag)
                 assert outputs(runs) == outputs(plain), (graphs, lag)
                 same_logprobs(runs, plain)
-                told = told or story(runs)
-                assert story(runs) == told, (graphs, lag)
+                told = told or lane.story(runs)
+                assert lane.story(runs) == told, (graphs, lag)
             if graphs:
                 captured = engine._device.captured
                 assert captured is not None and captured.captured
@@ -63,14 +53,14 @@ def spoke(runs: list[Run]) -> None:
 
 
 @pytest.fixture(scope="module")
-def demo_work() -> Work:
-    prompts = demo_prompts()
-    return every_kind(prompts, likely_stop(demo_folder(), prompts[2], dtype="bfloat16"))
+def demo_work() -> lane.Work:
+    prompts = lane.demo_prompts()
+    return lane.every_kind(prompts, lane.likely_stop(demo_folder(), prompts[2], dtype="bfloat16"))
 
 
 @pytest.fixture(scope="module")
-def demo_plain(demo_work: Work) -> list[Run]:
-    return plain_runs(demo_folder(), demo_work, dtype="bfloat16")
+def demo_plain(demo_work: lane.Work) -> list[Run]:
+    return lane.plain_runs(demo_folder(), demo_work, dtype="bfloat16")
 
 
 def test_the_work_sees_something(demo_plain: list[Run]) -> None:
@@ -78,54 +68,54 @@ def test_the_work_sees_something(demo_plain: list[Run]) -> None:
     assert len({tuple(run.tokens) for run in demo_plain}) == len(demo_plain)
 
 
-def test_plain_rounds(demo_work: Work, demo_plain: list[Run]) -> None:
+def test_plain_rounds(demo_work: lane.Work, demo_plain: list[Run]) -> None:
     check_case(demo_folder(), demo_work, demo_plain, {"dtype": "bfloat16"})
 
 
 @pytest.mark.parametrize(("method", "k"), CASES)
-def test_alone(demo_work: Work, demo_plain: list[Run], method: str, k: int) -> None:
-    wishes = {"dtype": "bfloat16", **method_wishes(method, k)}
+def test_alone(demo_work: lane.Work, demo_plain: list[Run], method: str, k: int) -> None:
+    wishes = {"dtype": "bfloat16", **lane.method_wishes(method, k)}
     spoke(check_case(demo_folder(), demo_work, demo_plain, wishes))
 
 
 @pytest.mark.parametrize(("method", "k"), [("off", 0), ("ngram", 4), ("draft", 4)])
-def test_in_a_batch(demo_work: Work, demo_plain: list[Run], method: str, k: int) -> None:
+def test_in_a_batch(demo_work: lane.Work, demo_plain: list[Run], method: str, k: int) -> None:
     """Sixteen slots: every request twice, beside all the others."""
-    wishes = {"dtype": "bfloat16", "slots": 16, **method_wishes(method, k)}
+    wishes = {"dtype": "bfloat16", "slots": 16, **lane.method_wishes(method, k)}
     runs = check_case(demo_folder(), demo_work * 2, demo_plain * 2, wishes, eager=(0, 1, 2))
     half = len(demo_work)
-    assert story(runs[:half]) == story(runs[half:])
+    assert lane.story(runs[:half]) == lane.story(runs[half:])
     if k:
         spoke(runs)
 
 
-def test_neighbours_do_not_change_acceptance(demo_work: Work) -> None:
-    wishes = {"dtype": "bfloat16", **method_wishes("draft", 4)}
+def test_neighbours_do_not_change_acceptance(demo_work: lane.Work) -> None:
+    wishes = {"dtype": "bfloat16", **lane.method_wishes("draft", 4)}
     told = []
     for slots in (1, 3, 16):
-        with gpu_engine(demo_folder(), slots=slots, **wishes) as engine:
-            told.append(story(run_work(engine, demo_work, 1)))
+        with lane.gpu_engine(demo_folder(), slots=slots, **wishes) as engine:
+            told.append(lane.story(lane.run_work(engine, demo_work, 1)))
     assert told[0] == told[1] == told[2]
 
 
-def test_lengths_that_change(demo_work: Work, demo_plain: list[Run]) -> None:
+def test_lengths_that_change(demo_work: lane.Work, demo_plain: list[Run]) -> None:
     """Graphs of several lengths in turn, and drafts brought up outside of them."""
     told = []
     for graphs, lag in ((False, 0), (True, 0), (True, 2)):
-        wishes = {"dtype": "bfloat16", "graphs": graphs, **method_wishes("draft", 4)}
-        with gpu_engine(demo_folder(), **wishes) as engine:
+        wishes = {"dtype": "bfloat16", "graphs": graphs, **lane.method_wishes("draft", 4)}
+        with lane.gpu_engine(demo_folder(), **wishes) as engine:
             lengths = iter([4, 0, 1, 1, 0, 0, 4, 2, 0] * 100)
             engine._draft_length.choose = lambda lengths=lengths: next(lengths)  # type: ignore[method-assign]
-            runs = run_work(engine, demo_work[:2], lag)
+            runs = lane.run_work(engine, demo_work[:2], lag)
         assert outputs(runs) == outputs(demo_plain[:2]), (graphs, lag)
-        told.append(story(runs))
+        told.append(lane.story(runs))
     assert told[0] == told[1]
 
 
-def test_adapting_changes_nothing(demo_work: Work, demo_plain: list[Run]) -> None:
-    wishes = {"dtype": "bfloat16", "adaptive": True, **method_wishes("draft", 6)}
-    with gpu_engine(demo_folder(), slots=4, **wishes) as engine:
-        assert outputs(run_work(engine, demo_work[:4], 2)) == outputs(demo_plain[:4])
+def test_adapting_changes_nothing(demo_work: lane.Work, demo_plain: list[Run]) -> None:
+    wishes = {"dtype": "bfloat16", "adaptive": True, **lane.method_wishes("draft", 6)}
+    with lane.gpu_engine(demo_folder(), slots=4, **wishes) as engine:
+        assert outputs(lane.run_work(engine, demo_work[:4], 2)) == outputs(demo_plain[:4])
 
 
 damped = Damped(loud=2)
@@ -136,10 +126,10 @@ def test_float32(tiny: Callable[..., Path]) -> None:
     draft = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
     prompts = [*random_prompts(2, 20, 256), *random_prompts(2, 75, 256, seed=1)]
     wishes: dict[str, Any] = {"dtype": "float32", "ctx": 256}
-    work = every_kind(prompts, likely_stop(target, prompts[2], **wishes))
-    plain = plain_runs(target, work, **wishes)
+    work = lane.every_kind(prompts, lane.likely_stop(target, prompts[2], **wishes))
+    plain = lane.plain_runs(target, work, **wishes)
     for slots, method, k in ((1, "draft", 4), (16, "draft", 4), (1, "ngram", 1)):
-        case = {**wishes, "slots": slots, **method_wishes(method, k, draft)}
+        case = {**wishes, "slots": slots, **lane.method_wishes(method, k, draft)}
         runs = check_case(target, work, plain, case)
         if method == "draft":
             spoke(runs)
@@ -147,13 +137,13 @@ def test_float32(tiny: Callable[..., Path]) -> None:
 
 def test_a_shared_prefix() -> None:
     """What a page of another request holds is what would have been computed."""
-    prompt = demo_prompts()[3]
+    prompt = lane.demo_prompts()[3]
     params = SamplingParams(max_tokens=40, temperature=0.8, seed=5, ignore_eos=True)
     works = [[(p, params)] for p in (prompt, (*prompt, 9, 8, 7), prompt[:500], prompt)]
-    for wishes in ({}, method_wishes("draft", 4)):
-        with gpu_engine(demo_folder(), dtype="bfloat16", prefix_sharing=True, **wishes) as engine:
-            shared = [run_work(engine, work, 1)[0] for work in works]
-        with gpu_engine(demo_folder(), dtype="bfloat16", **wishes) as engine:
-            fresh = [run_work(engine, work, 1)[0] for work in works]
+    for wishes in ({}, lane.method_wishes("draft", 4)):
+        with lane.gpu_engine(demo_folder(), dtype="bfloat16", prefix_sharing=True, **wishes) as engine:
+            shared = [lane.run_work(engine, work, 1)[0] for work in works]
+        with lane.gpu_engine(demo_folder(), dtype="bfloat16", **wishes) as engine:
+            fresh = [lane.run_work(engine, work, 1)[0] for work in works]
         assert outputs(shared) == outputs(fresh)
         assert [run.metrics.cached_tokens > 0 for run in shared] == [False, True, True, True]

@@ -124,7 +124,7 @@ def number(form: Form, few: int) -> int:
     return 10 * few if form.name != "triton" else few if form.device == "cpu" else 100 * few
 
 
-def assert_drawn_alike(form: Form, case: Case, steps: Steps) -> Tensor:
+def drawn_alike(form: Form, case: Case, steps: Steps) -> Tensor:
     """A form's draw is the reference's tokens and flags, but where noise decides by a last bit."""
     sampled, finite = form.ops.sample_rows(*case.arguments(steps))
     expected, expected_finite = sampling.sample_rows(*case.arguments(steps))

@@ -11,15 +11,8 @@ import torch
 from torch import Tensor
 
 from spd.kernels.attention import attention_chunks
-from spd.kernels.attention.paged_attention import (
-    KV_BLOCK,
-    AttentionHeads,
-    MaskPlan,
-    Scores,
-    SlotMask,
-    Windows,
-    causal_bias,
-)
+from spd.kernels.attention import paged_attention as plain
+from spd.kernels.attention.paged_attention import AttentionHeads, Scores, Windows
 from spd.kernels.launch import Device, power_of_two
 from tests.helpers import few_programs
 from tests.kernels.compile_ahead import DEVICES
@@ -69,14 +62,14 @@ class Cache:
     def like(
         self,
         sliding: int | None = None,
-        softcap: float | None = None,
+        cap: float | None = None,
         first_key: int = 0,
         sinks: bool = False,
     ) -> Cache:
         """The same in a layer that slides or caps, or has sinks; the plan is one for plain layers too."""
         heads = replace(self.heads, sliding=(None, sliding), first_key=first_key)
         low = torch.linspace(-3, 4, heads.num_heads, device=self.keys.device)
-        return replace(self, heads=heads, softcap=softcap, sinks=low if sinks else None)
+        return replace(self, heads=heads, softcap=cap, sinks=low if sinks else None)
 
     def paged(
         self,
@@ -85,14 +78,13 @@ class Cache:
         slots: Sequence[int],
         seed: int = 0,
         spare: int = 0,
-        dead: float = NAN,
     ) -> tuple[list[Tensor], Tensor]:
         """Pools and a table for windows on the given slots.
 
-        Pages that no slot has hold NaN; what lies beyond a window is `dead`, which kernels of Triton alone
-        never read.
+        Pages that no slot has hold NaN; what lies beyond a window is NaN for Triton's kernels
+        alone, which never read it.
         """
-        dead = dead if form.name == "triton" else 0.0
+        dead = NAN if form.name == "triton" else 0.0
         capacity = -(-self.keys.shape[1] // self.page) + spare
         order = torch.randperm(capacity * len(slots) + 3, generator=torch.Generator().manual_seed(seed))
         table = order[: capacity * len(slots)].view(len(slots), capacity).to(self.keys.device)
@@ -155,13 +147,12 @@ def attend(
     cache: Cache,
     windows: Sequence[Window],
     query: Tensor,
-    slots: Sequence[int] | None = None,
-    seed: int = 0,
-    spare: int = 0,
+    slots: Any = None,
+    **scattered: int,
 ) -> Tensor:
     """The form's result for query [S, Q, H, D]; rows beyond a window are invalid and repeat its last."""
     slots = list(range(len(windows))) if slots is None else slots
-    pools, table = cache.paged(form, windows, slots, seed, spare)
+    pools, table = cache.paged(form, windows, slots, **scattered)
     width = query.shape[1]
     positions = torch.tensor([[w.start + min(i, max(w.rows - 1, 0)) for i in range(width)] for w in windows])
     valid = torch.tensor([[i < w.rows for i in range(width)] for w in windows])
@@ -235,15 +226,8 @@ alike = pytest.mark.parametrize("form", ["triton", *COMPILED], indirect=True)
 triton = pytest.mark.parametrize("form", ["triton"], indirect=True)
 torch_form = pytest.mark.parametrize("form", ["torch"], indirect=True)
 KINDS: list[dict[str, Any]] = [
-    {"sliding": 1},
-    {"sliding": 17},
-    {"sliding": 33, "softcap": 3.0},
-    {"sliding": 100},
-    {"softcap": 3.0},
-    {"first_key": 1},
-    {"first_key": 3},
-    {"sinks": True},
-    {"sliding": 17, "softcap": 3.0, "sinks": True},
+    *({"sliding": 1}, {"sliding": 17}, {"sliding": 33, "cap": 3.0}, {"sliding": 100}, {"cap": 3.0}),
+    *({"first_key": 1}, {"first_key": 3}, {"sinks": True}, {"sliding": 17, "cap": 3.0, "sinks": True}),
 ]
 """Layers that slide, cap and have sinks, and models in whose caches the first positions hold nothing."""
 
@@ -290,15 +274,9 @@ def test_layers_that_slide_and_cap(form: Form, kind: dict[str, Any]) -> None:
 
 
 PROMPTS = [
-    (1, 0, (2, 2), 16, 64),
-    (130, 0, (3, 1), 16, 64),
-    (5, 63, (4, 2), 80, 64),
-    (33, 64, (7, 1), 96, 32),
-    (70, 190, (2, 1), 32, 16),
-    (140, 65, (4, 1), 16, 128),
-    (20, 520, (4, 2), 16, 64),
-    (3, 5, (3, 3), 33, 7),
-    (9, 70, (2, 1), 512, 64),
+    *((1, 0, (2, 2), 16, 64), (130, 0, (3, 1), 16, 64), (5, 63, (4, 2), 80, 64), (33, 64, (7, 1), 96, 32)),
+    *((70, 190, (2, 1), 32, 16), (140, 65, (4, 1), 16, 128), (20, 520, (4, 2), 16, 64)),
+    *((3, 5, (3, 3), 33, 7), (9, 70, (2, 1), 512, 64)),
 ]
 
 
@@ -337,8 +315,8 @@ def test_latents_by_their_definition(form: Form, heads: int, rank: int, turned: 
 
 ROWS: list[tuple[int, dict[str, Any]]] = [
     *((start, {}) for start in (0, 28, 122, 188)),
-    (188, {"sliding": 62, "softcap": 2.0}),
-    (60, {"sliding": 30, "softcap": 2.0, "sinks": True}),
+    (188, {"sliding": 62, "cap": 2.0}),
+    (60, {"sliding": 30, "cap": 2.0, "sinks": True}),
     *((start, {"latent": True}) for start in (28, 122, 188)),
 ]
 
@@ -385,9 +363,7 @@ def test_a_row_alone_is_the_row_among_others(
 
 
 @alike
-@pytest.mark.parametrize(
-    "kind", [{}, {"sliding": 30, "softcap": 2.0, "sinks": True}, {"latent": True}], ids=str
-)
+@pytest.mark.parametrize("kind", [{}, {"sliding": 30, "cap": 2.0, "sinks": True}, {"latent": True}], ids=str)
 def test_a_row_of_a_prompt_alone_is_the_row_in_its_chunk(form: Form, kind: dict[str, Any]) -> None:
     """In a chunk of its own, and as the last row of a shorter one; in any tile, masked or not."""
     interpreted = form.name == "triton" and form.device == "cpu"
@@ -522,7 +498,7 @@ def test_which_blocks_are_read_changes_no_bit(
 
     Also where blocks that were left behind are read.
     """
-    start = 2 * KV_BLOCK + 36
+    start = 2 * plain.KV_BLOCK + 36
     cache = make_cache(form, dtype, 1, 2048, 2, 2, 16, 64).like(sliding, softcap)
     query, positions = random_query(cache, 1, 32), torch.arange(start, start + 32)[None]
     pools, table = cache.paged(form, [Window(0, 2048)], [0])
@@ -533,10 +509,10 @@ def test_which_blocks_are_read_changes_no_bit(
         part, valid = positions[:, first : first + rows], torch.ones(1, rows, dtype=torch.bool)
         windows = Windows(part, valid, page_table, [bound], [begin])
         plan = form.ops.plan_attention(windows, cache.heads, 64, dtype)
-        assert isinstance(plan, MaskPlan)
+        assert isinstance(plan, plain.MaskPlan)
         if read_all:
-            bias = causal_bias(part[0], bound, 2, dtype, 0, sliding)
-            plan = replace(plan, masks={sliding: (SlotMask(bias),)})
+            bias = plain.causal_bias(part[0], bound, 2, dtype, 0, sliding)
+            plan = replace(plan, masks={sliding: (plain.SlotMask(bias),)})
         return form.ops.paged_attention(query[:, first : first + rows], pages, plan, cache.scores)[0]
 
     together = run(0, 32, start + 32)

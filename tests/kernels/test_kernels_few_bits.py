@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from spd.kernels.linear import few_bits
-from spd.kernels.linear.few_bits import (
-    CodeKind,
-    GroupedWeight,
-    decoded,
-    grouped_linear,
-    int8_rows,
-    paired,
-    tiled,
-    unpaired,
-)
 from spd.kernels.native.library import FLOAT32, NativeLibrary
 from tests.kernels.forms import needs_compiled, noise, normal
 from tests.kernels.skinny_cases import CODED, drawn
@@ -28,25 +19,25 @@ KINDS = ("int4", "int8", "e2m1", "e4m3")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_code_is_a_bfloat16(kind: str) -> None:
     codes = torch.arange(16 if kind in ("int4", "e2m1") else 256).to(torch.uint8)
-    made = decoded(kind, codes)  # type: ignore[arg-type]
+    made = few_bits.decoded(kind, codes)  # type: ignore[arg-type]
     made = made[made.isfinite()]
     assert torch.equal(made, made.bfloat16().float()) and made.unique().numel() >= len(codes) - 3
     if kind in ("int4", "e2m1"):
-        assert torch.equal(unpaired(paired(codes)), codes)
+        assert torch.equal(few_bits.unpaired(few_bits.paired(codes)), codes)
 
 
 @pytest.mark.parametrize("case", [("int4", 70, 256, 64, True), *CODED], ids=str)
 def test_tiles_hold_the_same_numbers(case: tuple) -> None:
     kept = drawn(*case)
-    assert torch.equal(tiled(kept).plain(torch.float32), kept.plain(torch.float32))
+    assert torch.equal(few_bits.tiled(kept).plain(torch.float32), kept.plain(torch.float32))
 
 
 def test_codes_are_laid_out_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = drawn("int4", 40, 96, 32, False, count=3)
-    whole, made = tiled(kept), []
+    whole, made, honest = few_bits.tiled(kept), [], few_bits.unpaired
     monkeypatch.setattr(few_bits, "STRIP", 700)
-    monkeypatch.setattr(few_bits, "unpaired", lambda codes: made.append(codes.shape[0]) or unpaired(codes))
-    assert torch.equal(tiled(kept).codes, whole.codes) and max(made) == 7 and sum(made) == 120
+    monkeypatch.setattr(few_bits, "unpaired", lambda codes: made.append(codes.shape[0]) or honest(codes))
+    assert torch.equal(few_bits.tiled(kept).codes, whole.codes) and max(made) == 7 and sum(made) == 120
 
 
 @needs_compiled
@@ -71,22 +62,22 @@ def test_rows_of_any_size(native: NativeLibrary, kind: str) -> None:
 @needs_compiled
 @pytest.mark.parametrize(("kind", "code"), [("int4", 0), ("int4", 15), ("e2m1", 7), ("e2m1", 15)])
 @pytest.mark.parametrize("group", [16, 32, 64])
-def test_largest_sums_are_exact(native: NativeLibrary, kind: CodeKind, code: int, group: int) -> None:
+def test_largest_sums_are_exact(native: NativeLibrary, kind: Any, code: int, group: int) -> None:
     """Equal codes and equal numbers, whose digits are the largest that there are."""
     codes = torch.full((32, 64), code | code << 4, dtype=torch.uint8)
-    weight = GroupedWeight(kind, codes, torch.ones(32, 128 // group).bfloat16(), None, group)
+    weight = few_bits.GroupedWeight(kind, codes, torch.ones(32, 128 // group).bfloat16(), None, group)
     x = torch.tensor([[1 + 2**-6], [-1 - 2**-6], [255 / 128]]).expand(3, 128).to(native.dtype)
     found = native.linear(x, native.pack(weight), None, FLOAT32)
-    assert torch.equal(found, grouped_linear(x.float(), weight))
+    assert torch.equal(found, few_bits.grouped_linear(x.float(), weight))
 
 
 def test_int8_is_within_half_a_step() -> None:
     wide = normal(33, 70, seed=4) * torch.exp2(torch.arange(33) - 16.0)[:, None]
     wide[5] = 0
-    made = int8_rows(wide)
+    made = few_bits.int8_rows(wide)
     assert ((made.plain(torch.float32) - wide).abs() <= 0.5001 * made.scales).all()
-    numbers = tiled(made).codes.int()
+    numbers = few_bits.tiled(made).codes.int()
     assert numbers.abs().amax(1).tolist() == [127] * 5 + [0] + [127] * 27
     assert made.scales[5] == 1 and not numbers[5].any()
-    half = int8_rows(torch.tensor([[127.0, 0.5, 1.5, -2.5]]))
+    half = few_bits.int8_rows(torch.tensor([[127.0, 0.5, 1.5, -2.5]]))
     assert half.codes.tolist() == [[255, 128, 130, 126]]

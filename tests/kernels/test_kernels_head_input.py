@@ -53,11 +53,8 @@ def test_pairs_equal_their_definition(
             assert torch.equal(kept[row], state)
             lonely, ring = table.new_full(table.shape, math.nan), states.new_full(states.shape, math.nan)[:1]
             lonely[tokens[row]], ring[0, (position - 1) % depth] = table[tokens[row]], state
-            alone = SimpleNamespace(
-                positions=rows.positions[row : row + 1],
-                width=1,
-                states=SimpleNamespace(rings=ring, depth=depth),
-            )
+            one, own = rows.positions[row : row + 1], SimpleNamespace(rings=ring, depth=depth)
+            alone = SimpleNamespace(positions=one, width=1, states=own)
             assert torch.equal(op.head_input(tokens[row : row + 1], lonely, alone, norm)[0][0], out[row])
             state = state.double()
             halves = [

@@ -159,12 +159,8 @@ def routed(rows: int, count: int, per_token: int, device: str) -> tuple[Tensor, 
 
 
 SIZES = [
-    (5, 48, 32, 1, 2),
-    (4, 144, 80, 23, 3),
-    (2, 1, 1, 1, 1),
-    (3, 33, 7, 3, 2),
-    (6, 256, 64, 70, 3),
-    (32, 96, 32, 7, 8),
+    *((5, 48, 32, 1, 2), (4, 144, 80, 23, 3), (2, 1, 1, 1, 1), (3, 33, 7, 3, 2)),
+    *((6, 256, 64, 70, 3), (32, 96, 32, 7, 8)),
 ]
 EXPERTS = [*(("plain", SILU, *sizes) for sizes in SIZES), *(("int8", SILU, *SIZES[i]) for i in (1, 3))]
 EXPERTS += [(f"{code} 32", SILU, 3, 64, 32, 9, 2) for code in ("int4", "e2m1", "int8")]

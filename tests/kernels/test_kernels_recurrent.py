@@ -56,14 +56,7 @@ class Layer:
     """What a layer keeps of some slots, and a pass over it in one form of the kernels."""
 
     def __init__(
-        self,
-        shape: Shape,
-        kernels: Any,
-        dtype: torch.dtype,
-        slots: int,
-        *,
-        bias: bool = False,
-        device: str = "cpu",
+        self, shape: Shape, ops: Any, dtype: torch.dtype, slots: int, bias: bool = False, device: str = "cpu"
     ) -> None:
         s = self.shape = shape
         generator = torch.Generator().manual_seed(7)
@@ -74,19 +67,16 @@ class Layer:
         def nothing(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.full((slots, *sizes), float("nan"), dtype=dtype, device=device)
 
-        self.kernels, self.dtype, self.device = kernels, dtype, device
+        self.kernels, self.dtype, self.device = ops, dtype, device
         self.weight, self.norm = draw(s.taps, s.channels), draw(s.size)
         if not s.corrects:
             self.norm = draw(s.key_heads, s.heads // s.key_heads * s.size)
         self.bias = draw(s.channels) if bias else None
         self.rule = Rule(draw(s.heads), draw(s.heads), s.corrects)
         self.ring = nothing(s.depth, s.channels, dtype=dtype)
-        self.memory = DeltaMemory(
-            nothing(s.heads, s.width, s.size),
-            nothing(s.depth, s.key_heads, s.width),
-            nothing(s.depth, s.heads, s.size),
-            nothing(s.depth, s.heads, 2),
-        )
+        rings = ((s.key_heads, s.width), (s.heads, s.size), (s.heads, 2))
+        kept = (nothing(s.depth, *ring) for ring in rings)
+        self.memory = DeltaMemory(nothing(s.heads, s.width, s.size), *kept)
         self.applied = torch.zeros(slots, dtype=torch.long, device=device)
 
     def inputs(self, rows: int, seed: int = 0) -> Tensor:

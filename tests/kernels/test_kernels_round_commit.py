@@ -15,9 +15,10 @@ from tests.kernels.forms import round_state
 
 STEM = "round.commit"
 MAX_LEN, VOCAB, DEPTH, SPARE = 24, 6, 3, 2
+State = dict[str, torch.Tensor]
 
 
-def make_state(seed: int, slots: int, k: int, device: str, stops: int = 5) -> dict[str, torch.Tensor]:
+def make_state(seed: int, slots: int, k: int, device: str, stops: int = 5) -> State:
     """Whole state tensors of SPARE more slots than are run; the tokens are few, so that drafts are right."""
     rng = random.Random(seed)
     rows, max_k = slots + SPARE, k + 2
@@ -28,11 +29,10 @@ def make_state(seed: int, slots: int, k: int, device: str, stops: int = 5) -> di
 
     sampled, draft = integers(rows, max_k + 1), integers(rows, max_k)
     length = torch.tensor([rng.randint(1, MAX_LEN - 1) for _ in range(rows)])
+    stop_ids = torch.full((rows, stops), -1)
     for s in range(rows):
         right = rng.choice((0, k, rng.randint(0, k)))
         draft[s, :right] = sampled[s, :right]
-    stop_ids = torch.full((rows, stops), -1)
-    for s in range(rows):
         for j in range(rng.choice((0, 1, stops)) if k < 12 else rng.choice((0, 0, 1))):
             stop_ids[s, j] = rng.choice((rng.randrange(VOCAB), VOCAB + 3))
     doubt = 0.3 / (k + 1)
@@ -57,7 +57,7 @@ def make_state(seed: int, slots: int, k: int, device: str, stops: int = 5) -> di
     return {name: tensor.to(device) for name, tensor in state.items()}
 
 
-def expect(state: dict[str, torch.Tensor], slots: int, k: int, given: list[int] | None = None) -> set[str]:
+def expect(state: State, slots: int, k: int, given: list[int] | None = None) -> set[str]:
     """Do to the state, in plain Python, what the commit should; returns what was met."""
     met = set()
     place = int(state["counter"]) % DEPTH
@@ -99,12 +99,7 @@ def expect(state: dict[str, torch.Tensor], slots: int, k: int, given: list[int] 
 
 
 def check(
-    op: Any,
-    state: dict[str, torch.Tensor],
-    slots: int,
-    k: int,
-    given: list[int] | None = None,
-    counted: bool = True,
+    op: Any, state: State, slots: int, k: int, given: list[int] | None = None, counted: bool = True
 ) -> set[str]:
     """Hold a commit of the first slots, whose acceptance may be given, against its definition."""
     expected = {name: tensor.cpu().clone() for name, tensor in state.items()}

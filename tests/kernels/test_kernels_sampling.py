@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf, nan
+from typing import Any
 
 import pytest
 import torch
@@ -13,18 +15,7 @@ pytest.importorskip("triton")
 from spd.kernels.sampling import sampling, sampling_triton
 from spd.kernels.sampling.draft_verify import STREAM_DRAFT, row_stream
 from tests.kernels.forms import COMPILED, Form
-from tests.kernels.sampling_cases import (
-    EVERY_STEP,
-    EXTREMES,
-    INFINITY,
-    NAN,
-    PLAIN,
-    Case,
-    Steps,
-    assert_drawn_alike,
-    number,
-    random_case,
-)
+from tests.kernels.sampling_cases import EVERY_STEP, EXTREMES, PLAIN, Steps, drawn_alike, number, random_case
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of inf - inf
 
@@ -39,17 +30,17 @@ TRUNCATED = replace(PLAIN, truncation=True)
 @pytest.mark.parametrize("coarse", [False, True], ids=["fine", "ties"])
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_every_step_draws_the_references_tokens(form: Form, vocab: int, coarse: bool) -> None:
-    assert_drawn_alike(form, random_case(number(form, 8), 1, vocab, vocab, form.device, coarse), EVERY_STEP)
+    drawn_alike(form, random_case(number(form, 8), 1, vocab, vocab, form.device, coarse), EVERY_STEP)
     for steps in (EVERY_STEP, TRUNCATED, PLAIN, GREEDY) if form.native else ():
         for k in (0, 3):
-            assert_drawn_alike(form, random_case(60, k, vocab, vocab + k, form.device, coarse), steps)
+            drawn_alike(form, random_case(60, k, vocab, vocab + k, form.device, coarse), steps)
 
 
 @pytest.mark.parametrize("k", range(6))
 def test_windows_see_their_drafts(form: Form, k: int) -> None:
     """Penalties count every earlier draft, also when one is repeated; so does the minimum length."""
     case = random_case(number(form, 12 // (k + 1)), k, 131, k, form.device)
-    assert_drawn_alike(form, case, replace(EVERY_STEP, truncation=False))
+    drawn_alike(form, case, replace(EVERY_STEP, truncation=False))
     strong = replace(
         case.tensors,
         temperature=torch.zeros_like(case.tensors.temperature),
@@ -57,7 +48,7 @@ def test_windows_see_their_drafts(form: Form, k: int) -> None:
         generated=torch.zeros_like(case.tensors.generated),  # type: ignore[arg-type]
     )
     flat = replace(case, logits=torch.zeros_like(case.logits), tensors=strong, usable_vocab=131)
-    assert_drawn_alike(form, flat, replace(GREEDY, penalties=True))
+    drawn_alike(form, flat, replace(GREEDY, penalties=True))
 
 
 @pytest.mark.parametrize("name", ["noise", "penalties", "bias", "min_length", "grammar"])
@@ -65,7 +56,7 @@ def test_windows_see_their_drafts(form: Form, k: int) -> None:
 def test_steps_are_taken_one_by_one(form: Form, name: str, present: bool) -> None:
     steps = GREEDY if present else replace(EVERY_STEP, truncation=False)
     case = random_case(number(form, 4), 2, 300, 5, form.device)
-    assert_drawn_alike(form, case, replace(steps, **{name: present}))
+    drawn_alike(form, case, replace(steps, **{name: present}))
 
 
 @pytest.mark.parametrize("steps", [GREEDY, PLAIN, TRUNCATED])
@@ -76,11 +67,11 @@ def test_rows_that_are_not_finite_say_so(form: Form, steps: Steps) -> None:
     """
     case = random_case(7, 0, 100, 13, form.device)
     logits = torch.where(case.logits.isinf(), 0.0, case.logits)
-    logits[0, 0, 57] = NAN
-    logits[1, 0, [3, 80]] = INFINITY
-    logits[2] = -INFINITY
-    logits[3, 0, 95:] = NAN
-    logits[4, 0, [20, 70]] = -torch.tensor([NAN, NAN], device=form.device)
+    logits[0, 0, 57] = nan
+    logits[1, 0, [3, 80]] = inf
+    logits[2] = -inf
+    logits[3, 0, 95:] = nan
+    logits[4, 0, [20, 70]] = -torch.tensor([nan, nan], device=form.device)
     logits[5, 0, 44:46] = torch.tensor([3e38, 3.1e38], device=form.device)
     tensors = replace(
         case.tensors,
@@ -90,7 +81,7 @@ def test_rows_that_are_not_finite_say_so(form: Form, steps: Steps) -> None:
         top_p=torch.tensor([0.5, 0.5, 0.5, 1.0, 1.0, 1.0, 0.9], device=form.device),
     )
     broken = replace(case, logits=logits, tensors=tensors, usable_vocab=90)
-    sampled = assert_drawn_alike(form, broken, steps).flatten()
+    sampled = drawn_alike(form, broken, steps).flatten()
     assert sampled[[0, 1, 2, 4, 5]].tolist() == [57, 3, 0, 20, 44 if steps.noise else 45]
     right = [False, False, False, True, False, not steps.noise, True]
     assert form.ops.sample_rows(*broken.arguments(steps))[1].flatten().tolist() == right
@@ -109,7 +100,7 @@ def test_a_row_is_the_same_alone_and_among_others(
     steps = replace(EVERY_STEP, truncation=truncation)
     interpreted = form.name == "triton" and form.device == "cpu"
 
-    def made(case: Case) -> list[Tensor]:
+    def made(case: Any) -> list[Tensor]:
         law = [] if form.native else [form.ops.row_laws(case.logits, case.draft, case.with_steps(steps))]
         return [*form.ops.sample_rows(*case.arguments(steps)), *law]
 
@@ -138,7 +129,7 @@ def test_nothing_that_varies_chooses_the_program() -> None:
         assert free == varying & set(kernel.arg_names), name
 
 
-def assert_same_laws(form: Form, case: Case, steps: Steps) -> Tensor:
+def assert_same_laws(form: Form, case: Any, steps: Steps) -> Tensor:
     """Zeros and NaN in the same places, else equal to float32's accuracy."""
     logits, given = case.logits.clone(), (case.logits, case.draft, case.with_steps(steps))
     found, expected = form.ops.row_laws(*given), sampling.row_laws(*given)
@@ -172,9 +163,9 @@ def test_truncation_at_its_edges(form: Form, name: str, small_blocks: None) -> N
     rows, places = torch.tensor(logits).expand(1, count, -1).contiguous(), torch.arange(count)[None]
     cuts = {"top_k": [top_k], "top_p": [top_p], "min_p": [0.0], "temperature": [1.0]}
     tensors = {name: torch.tensor(value, device=form.device) for name, value in cuts.items()}
-    held = (rows.to(form.device), case.draft, places.to(form.device), replace(case.tensors, **tensors))
-    many = Case(*held, len(logits))
-    assert_drawn_alike(form, many, TRUNCATED)
+    many = replace(case, logits=rows.to(form.device), positions=places.to(form.device))
+    many = replace(many, tensors=replace(case.tensors, **tensors), usable_vocab=len(logits))
+    drawn_alike(form, many, TRUNCATED)
     if not form.native:
         assert_same_laws(form, many, TRUNCATED)
 
