@@ -59,16 +59,11 @@ def test_the_exit_status_says_what_was_missed_and_what_was_left_out(
 
 
 def test_a_probe_that_fails_dies_or_hangs_loses_neither_others_nor_what_it_had_found(tmp_path: Path) -> None:
-    probes = [
-        Probe("fails", f"{HERE}:grow_and_fail", 60),
-        Probe("dies", f"{HERE}:die", 60),
-        Probe("is long", f"{HERE}:grow_forever", 12),
-        Probe("works", f"{HERE}:say:hello", 60),
-        Probe("is late", f"{HERE}:say:late", 60),
-    ]
+    functions = {"fails": "grow_and_fail", "dies": "die", "is long": "grow_forever"}
+    functions |= {"works": "say:hello", "is late": "say:late"}
+    probes = [Probe(name, f"{HERE}:{f}", 12 if name == "is long" else 60) for name, f in functions.items()]
     report = run_suite(tmp_path, probes[:4], 200, lambda line: None)["probes"]
-    ends = ["failed", "died", "cut short", "ok"]
-    assert [report[probe.name]["status"] for probe in probes[:4]] == ends
+    assert [one["status"] for one in report.values()] == ["failed", "died", "cut short", "ok"]
     assert report["fails"]["result"] == {"found": [1]} and report["works"]["result"] == {"word": "hello"}
     assert len(report["is long"]["result"]["found"]) > 2
     assert set(report["is long"]["result"]["found"]) == {0.33333}
@@ -175,8 +170,6 @@ def test_gain_of_a_perfect_and_of_a_published_round() -> None:
 
 def test_interval_of_the_median() -> None:
     # By the binomial table: ranks 10 and 21 of 30 hold the median with probability 0.957, 11 and 20 with 0.9.
-    assert median_interval([float(i) for i in range(30, 0, -1)]) == (10, 21)
-    assert median_interval([float(i) for i in range(1, 11)]) == (2, 9)
-    assert median_interval([float(i) for i in range(1, 7)]) == (1, 6)
-    assert median_interval([1.0] * 5) is None and median_interval([]) is None
+    for count, interval in ((30, (10, 21)), (10, (2, 9)), (6, (1, 6)), (5, None), (0, None)):
+        assert median_interval([float(i) for i in range(count, 0, -1)]) == interval
     assert median_interval([float(i) for i in range(1, 31)], confidence=0.9) == (11, 20)

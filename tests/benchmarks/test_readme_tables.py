@@ -20,7 +20,7 @@ ROW = {
     **{"temperature": 0.8, "tokens_per_second": SPREAD, "speed_up": SPREAD, "acceptance_length": 2.2222},
     **{"drafted_per_position": [10, 10, 8, 4], "accepted_per_position": [5, 4, 2, 1]},
 }
-PLAIN = {**ROW, "method": "plain", "draft_max": 0, "speed_up": None, "acceptance_length": 1.0}
+DEMO = [{**ROW, "method": "plain", "draft_max": 0, "speed_up": None, "acceptance_length": 1.0}, ROW]
 PAIRS = [{"k": k, "error": error} for k, error in ((1, 0.0123), (2, -0.101), (3, 0.2))]
 CHOICE = {"chosen_k": 2, "best_k": 3, "chosen_over_best": 0.987}
 CHECK = {"model": "medium", "method": "draft", "pairs": PAIRS, **CHOICE}
@@ -30,8 +30,6 @@ LENGTHS = [
 ]
 KERNELS = {"paged_attention 1 slots 32768": {"rows": {"1": [12.3, 0.5964, 4.5]}}}
 SUITE = {"probes": {"kernel_table": {"status": "ok", "result": {"cases": KERNELS}}}}
-
-
 MEASUREMENTS = PAGES[1]
 
 
@@ -57,29 +55,17 @@ def test_another_result_is_another_table(tmp_path: Path, monkeypatch: pytest.Mon
     assert readme_tables.main(["--write"]) == 0 and readme_tables.main([]) == 0
 
 
-SHOWN: list[tuple[str, str, dict[str, Any], str]] = [
-    ("acceptance", "acceptance", {"rows": LENGTHS}, "| draft | 0.5 | rejection | 5.43 |"),
-    (
-        *("bench_demo", "bench_demo", {"rows": [PLAIN, ROW]}),
-        "| n-gram, k = 4 | 10234 | 10234.50 × ± 12.3% | 2.22 | 50 40 25 25 |",
-    ),
-    (
-        *("explain_check", "explain_check", {"cases": [CHECK]}),
-        "| medium, draft | +1% -10% +20% | 2 (0.99) | 3 |",
-    ),
-    (
-        "gpu_gates",
-        "gpu_suite",
-        SUITE,
-        "| decode attention, of the read rate | at least 0.8 | 0.596, missed |",
-    ),
-]
+SHOWN: dict[str, tuple[dict[str, Any], str]] = {
+    "acceptance": ({"rows": LENGTHS}, "| draft | 0.5 | rejection | 5.43 |"),
+    "bench_demo": ({"rows": DEMO}, "| n-gram, k = 4 | 10234 | 10234.50 × ± 12.3% | 2.22 | 50 40 25 25 |"),
+    "explain_check": ({"cases": [CHECK]}, "| medium, draft | +1% -10% +20% | 2 (0.99) | 3 |"),
+    "gpu_gates": (SUITE, "| decode attention, of the read rate | at least 0.8 | 0.596, missed |"),
+}
 
 
-@pytest.mark.parametrize(("table", "file", "result", "row"), SHOWN, ids=[one[0] for one in SHOWN])
-def test_figures_are_shown_as_they_were_measured(
-    table: str, file: str, result: dict[str, Any], row: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("table", SHOWN)
+def test_figures_are_shown_as_they_were_measured(table: str, tmp_path: Path) -> None:
+    (result, row), file = SHOWN[table], "gpu_suite" if table == "gpu_gates" else table
     (tmp_path / f"{file}.json").write_text(json.dumps(result))
     lines = TABLES[table].text(tmp_path).splitlines()
     assert any(row in line for line in lines) and max(map(len, lines)) <= 80, lines
@@ -96,15 +82,9 @@ def record(request: str, number: int, position: int, accepted: int, k: int = 2, 
 def test_rounds_without_room_and_first_rounds_are_left_out() -> None:
     params = SamplingParams(max_tokens=8)
     lines = [Timeline(request=Request(name, (1, 2, 3), params), arrived=0.0) for name in ("a", "b")]
-    rounds = [
-        record("a", 0, 3, 0),
-        record("a", 1, 4, 2),
-        record("b", 1, 4, 0),
-        record("b", 2, 5, 1),
-        record("a", 2, 7, 2),
-        record("a", 3, 9, 0),  # 11 is the limit: 9 + 3 does not fit
-        record("b", 3, 8, 1),
-    ]
+    told = [("a", 0, 3, 0), ("a", 1, 4, 2), ("b", 1, 4, 0), ("b", 2, 5, 1), ("a", 2, 7, 2)]
+    told += [("a", 3, 9, 0), ("b", 3, 8, 1)]  # 11 is the limit: 9 + 3 does not fit
+    rounds = [record(*one) for one in told]
     counted = acceptance.counted_rounds(Pass(lines, rounds, 1.0), 2)
     assert [(r.request, r.round) for r in counted] == [("a", 1), ("a", 2), ("b", 1), ("b", 2), ("b", 3)]
     row = acceptance.row_of(counted)
@@ -127,17 +107,13 @@ def test_acceptance_of_a_self_draft_is_k_plus_one(tmp_path: Path) -> None:
 
 
 def test_the_best_fixed_k_is_the_fastest() -> None:
-    def row(method: str, k: int, values: list[float], adaptive: bool = False) -> dict[str, Any]:
+    def row(method: str, k: int, factor: float, adaptive: bool = False) -> dict[str, Any]:
+        values = [factor * number for number in range(10, 17)]
         found = {"method": method, "draft_max": k, "adaptive": adaptive, "concurrency": 4, "rounds": 10}
         return {**found, "tokens_per_second": {"values": values}, "drafted_per_position": [6, 3] if k else []}
 
-    values = [float(number) for number in range(10, 17)]
-    rows = [
-        row("plain", 0, values),
-        row("mtp", 1, [1.5 * value for value in values]),
-        row("mtp", 2, [1.2 * value for value in values]),
-        row("mtp", 2, [1.44 * value for value in values], adaptive=True),
-    ]
+    told = (("plain", 0, 1.0), ("mtp", 1, 1.5), ("mtp", 2, 1.2), ("mtp", 2, 1.44, True))
+    rows = [row(*one) for one in told]
     case = auto_k.case_of(rows)
     assert case["best_k"] == 1 and case["auto_over_best"]["median"] == pytest.approx(0.96)
     assert case["auto_over_plain"]["interval"] == pytest.approx((1.44, 1.44))

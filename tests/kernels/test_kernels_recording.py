@@ -113,10 +113,6 @@ def test_what_depends_on_values_is_not_recorded(library: NativeLibrary, pool: Te
 
 def test_a_pool_that_is_too_small(library: NativeLibrary) -> None:
     machine = Machine(library)
-    for size, fits in ((1 << 10, False), (1 << 16, True)):
-        small = torch.empty(size, dtype=torch.uint8)
-        if fits:
-            record(machine.program, library, small)
-        else:
-            with pytest.raises(NotRecordable, match="pool"):
-                record(machine.program, library, small)
+    record(machine.program, library, torch.empty(1 << 16, dtype=torch.uint8))
+    with pytest.raises(NotRecordable, match="pool"):
+        record(machine.program, library, torch.empty(1 << 10, dtype=torch.uint8))

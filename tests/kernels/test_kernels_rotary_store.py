@@ -34,16 +34,15 @@ class Inputs:
     rank: int | None = None
 
     def cast(self, dtype: torch.dtype) -> Inputs:
-        cos, sin, positions, slots = vars(self.turning).values()
+        cos, sin, *places = vars(self.turning).values()
         weight = None if self.weight is None else self.weight.to(dtype)
-        turning = RotatedRows(cos.to(dtype), sin.to(dtype), positions, slots)
+        turning = RotatedRows(cos.to(dtype), sin.to(dtype), *places)
         return replace(self, wide=self.wide.to(dtype), turning=turning, weight=weight)
 
     def of(self, rows: slice) -> Inputs:
-        cos, sin, positions, slots = vars(self.turning).values()
-        return replace(
-            self, wide=self.wide[rows], turning=RotatedRows(cos, sin, positions[rows], slots[rows])
-        )
+        cos, sin, *places = vars(self.turning).values()
+        turning = RotatedRows(cos, sin, *(each[rows] for each in places))
+        return replace(self, wide=self.wide[rows], turning=turning)
 
     def run(self, form: Form | None) -> list[Tensor]:
         """The query, and the pools' places [places, numbers]; by the definition without a form."""
@@ -102,9 +101,7 @@ def make(
     order = torch.Generator().manual_seed(rows)
     positions, slots = (torch.randperm(n, generator=order)[:rows] for n in (TABLE, PAGES * PAGE))
     turning = RotatedRows(cos, sin, positions.to(form.device), slots.to(form.device))
-    width = (heads[0] + 2 * heads[1]) * size
-    if rank:
-        width = 3 + heads[0] * (7 + size) + rank + size
+    width = 3 + heads[0] * (7 + size) + rank + size if rank else (heads[0] + 2 * heads[1]) * size
     shape = (rank,) if rank else (sum(heads), size)
     weight = (normal(*shape, seed=6).abs() + 0.5).to(form.device) if normed else None
     return Inputs(normal(rows, width, seed=5).to(form.device), turning, weight, *heads, size, rank)
@@ -112,20 +109,11 @@ def make(
 
 CASES: list[tuple[int, tuple[int, int], int, bool, int | None]] = [
     # rows, heads of queries and of keys, size that is rotated, whether heads are normed, rank of latents
-    (1, (4, 2), 16, True, None),
-    (5, (3, 1), 80, True, None),
-    (3, (7, 7), 96, False, None),
-    (5, (2, 2), 24, True, None),
-    (5, (4, 2), 64, False, None),
-    (4, (6, 2), 6, True, None),
-    (1, (1, 1), 2, True, None),
-    (2, (3, 3), 2, False, None),
-    (1, (3, 1), 34, True, None),
-    (6, (5, 1), 8, True, 24),
-    (9, (4, 1), 32, True, 128),
-    (9, (3, 1), 8, True, 40),
-    (5, (1, 1), 2, True, 1),
-    (3, (3, 1), 6, True, 33),
+    *((1, (4, 2), 16, True, None), (5, (3, 1), 80, True, None), (3, (7, 7), 96, False, None)),
+    *((5, (2, 2), 24, True, None), (5, (4, 2), 64, False, None), (4, (6, 2), 6, True, None)),
+    *((1, (1, 1), 2, True, None), (2, (3, 3), 2, False, None), (1, (3, 1), 34, True, None)),
+    *((6, (5, 1), 8, True, 24), (9, (4, 1), 32, True, 128), (9, (3, 1), 8, True, 40)),
+    *((5, (1, 1), 2, True, 1), (3, (3, 1), 6, True, 33)),
 ]
 
 
@@ -153,12 +141,9 @@ def test_against_its_definition(
         others[inputs.turning.kv_slots] = False
         assert all((pool[others] == UNTOUCHED).all() for pool in found[1:])
         for i in {0, rows - 1} if form.name != "torch" else ():
-            query, *pools = inputs.of(slice(i, i + 1)).run(form)
-            place = int(inputs.turning.kv_slots[i])
-            assert torch.equal(query[0], found[0][i])
-            assert all(
-                torch.equal(one[place], pool[place]) for one, pool in zip(pools, found[1:], strict=True)
-            )
+            alone, place = inputs.of(slice(i, i + 1)).run(form), int(inputs.turning.kv_slots[i])
+            assert torch.equal(alone[0][0], found[0][i])
+            assert all(torch.equal(alone[p][place], found[p][place]) for p in range(1, len(found)))
 
 
 @pytest.mark.parametrize("form", EVERY[:2], indirect=True)
