@@ -60,11 +60,7 @@ class Cache:
         return Scores(scale, self.heads.sliding[-1], self.softcap, self.sinks)
 
     def like(
-        self,
-        sliding: int | None = None,
-        cap: float | None = None,
-        first_key: int = 0,
-        sinks: bool = False,
+        self, sliding: int | None = None, cap: float | None = None, first_key: int = 0, sinks: bool = False
     ) -> Cache:
         """The same in a layer that slides or caps, or has sinks; the plan is one for plain layers too."""
         heads = replace(self.heads, sliding=(None, sliding), first_key=first_key)
@@ -72,17 +68,11 @@ class Cache:
         return replace(self, heads=heads, softcap=cap, sinks=low if sinks else None)
 
     def paged(
-        self,
-        form: Form,
-        windows: Sequence[Window],
-        slots: Sequence[int],
-        seed: int = 0,
-        spare: int = 0,
+        self, form: Form, windows: Sequence[Window], slots: Sequence[int], seed: int = 0, spare: int = 0
     ) -> tuple[list[Tensor], Tensor]:
         """Pools and a table for windows on the given slots.
 
-        Pages that no slot has hold NaN; what lies beyond a window is NaN for Triton's kernels
-        alone, which never read it.
+        Pages that no slot has hold NaN; so does what lies beyond a window for Triton, which never reads it.
         """
         dead = NAN if form.name == "triton" else 0.0
         capacity = -(-self.keys.shape[1] // self.page) + spare
@@ -103,13 +93,9 @@ class Cache:
     def straight(self, slot: int, position: int, query: Tensor) -> Tensor:
         """One row's definition, query [H, D], in query's dtype."""
         heads, groups = self.heads, self.heads.num_heads // self.heads.num_kv_heads
-        seen = slice(
-            max(0, min(heads.first_key, position), position + 1 - (heads.sliding[-1] or position + 1)),
-            position + 1,
-        )
-        keys, values = (
-            t[slot, seen].to(query.dtype).repeat_interleave(groups, 1) for t in (self.keys, self.values)
-        )
+        first = max(min(heads.first_key, position), position + 1 - (heads.sliding[-1] or position + 1))
+        seen = (each[slot, first : position + 1].to(query.dtype) for each in (self.keys, self.values))
+        keys, values = (each.repeat_interleave(groups, 1) for each in seen)
         scores = torch.einsum("hd,thd->ht", query, keys) * self.scores.scale
         if self.softcap is not None:
             scores = self.softcap * (scores / self.softcap).tanh()
@@ -143,12 +129,7 @@ def random_query(cache: Cache, *rows: int) -> Tensor:
 
 
 def attend(
-    form: Form,
-    cache: Cache,
-    windows: Sequence[Window],
-    query: Tensor,
-    slots: Any = None,
-    **scattered: int,
+    form: Form, cache: Cache, windows: Sequence[Window], query: Tensor, slots: Any = None, **scattered: int
 ) -> Tensor:
     """The form's result for query [S, Q, H, D]; rows beyond a window are invalid and repeat its last."""
     slots = list(range(len(windows))) if slots is None else slots

@@ -40,7 +40,7 @@ EPSILON = 1e-5
 SPLIT = replace(SMALL, split_k=3)
 FORMS = pytest.mark.parametrize("config", [SMALL, SPLIT], ids=["whole", "split"])
 SHAPES = [
-    *((1, 16, 1), (40, 72, 5), (33, 130, 17), (96, 96, 16), (71, 64, 3), (1, 1, 1), (2, 3, 2), (35, 67, 1)),
+    *((1, 16, 1), (40, 72, 5), (33, 130, 17), (96, 96, 16), (71, 64, 3), (1, 1, 1), (2, 3, 2), (35, 67, 1))
 ]
 """(N, K, T): one row and column, odd sizes and others that no block divides, and sizes that all do."""
 EIGHT_BIT_SHAPES = [(16, 16, 1), (160, 140, 5), (1, 1, 1), (34, 131, 1)]
