@@ -68,28 +68,21 @@ def test_the_forms_are_not_one(forms: dict[str, Form]) -> None:
     assert len({str(outputs(form.plain)) for form in forms.values()}) == 3
 
 
+CASES = [
+    *(("bfloat16", method) for method in ("mtp", "eagle3")),  # others are in test_gpu_rounds
+    *((weights, method) for weights in ("int8", "fp8") for method in METHODS),
+]
+
+
 @pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize(
-    ("weights", "method"),
-    [
-        *(("bfloat16", method) for method in ("mtp", "eagle3")),  # others are in test_gpu_rounds
-        *((weights, method) for weights in ("int8", "fp8") for method in METHODS),
-    ],
-)
+@pytest.mark.parametrize(("weights", "method"), CASES)
 def test_the_same_captured_and_eager_at_every_lag(
     forms: dict[str, Form], weights: str, method: str, k: int
 ) -> None:
     forms[weights].check(method, k)
 
 
-@pytest.mark.parametrize(
-    ("weights", "method"),
-    [
-        ("bfloat16", "mtp"),
-        ("bfloat16", "eagle3"),
-        *((weights, method) for weights in ("int8", "fp8") for method in ("off", *METHODS)),
-    ],
-)
+@pytest.mark.parametrize(("weights", "method"), [*CASES, ("int8", "off"), ("fp8", "off")])
 def test_in_a_batch(forms: dict[str, Form], weights: str, method: str) -> None:
     """Sixteen slots: every request three times, beside all the others."""
     form = forms[weights]

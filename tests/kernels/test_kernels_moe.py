@@ -118,11 +118,13 @@ def test_ties_go_to_the_lowest_expert_and_nonsense_stays_in_range(form: Form, ru
 
 def prepared(form: Form, own: moe.ExpertWeights) -> moe.ExpertWeights:
     """As the form keeps weights."""
-    if form.native:
-        gate_up = form.ops.pack(own.gate_up, gated=own.act.gated)
-        return own._replace(gate_up=gate_up, down=form.ops.pack(own.down))
-    laid = (each if isinstance(each, Tensor) else tiled(each) for each in (own.gate_up, own.down))
-    return own._replace(**dict(zip(("gate_up", "down"), laid, strict=True)))
+
+    def kept(weight: Any, gated: bool = False) -> Any:
+        if form.native:
+            return form.ops.pack(weight, gated=gated)
+        return weight if isinstance(weight, Tensor) else tiled(weight)
+
+    return own._replace(gate_up=kept(own.gate_up, own.act.gated), down=kept(own.down))
 
 
 def stacked(kind: str, count: int, n: int, k: int, device: str, dtype: torch.dtype) -> Any:

@@ -19,7 +19,6 @@ from tests.kernels.sampling_cases import EVERY_STEP, EXTREMES, PLAIN, Steps, dra
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of inf - inf
 
-VOCABULARIES = [1, 2, 3, 17, 1000, 5003]
 GREEDY = Steps(*[False] * 5)
 TRUNCATED = replace(PLAIN, truncation=True)
 
@@ -28,7 +27,7 @@ TRUNCATED = replace(PLAIN, truncation=True)
 
 
 @pytest.mark.parametrize("coarse", [False, True], ids=["fine", "ties"])
-@pytest.mark.parametrize("vocab", VOCABULARIES)
+@pytest.mark.parametrize("vocab", [1, 2, 3, 17, 1000, 5003])
 def test_every_step_draws_the_references_tokens(form: Form, vocab: int, coarse: bool) -> None:
     drawn_alike(form, random_case(number(form, 8), 1, vocab, vocab, form.device, coarse), EVERY_STEP)
     for steps in (EVERY_STEP, TRUNCATED, PLAIN, GREEDY) if form.native else ():
@@ -41,12 +40,8 @@ def test_windows_see_their_drafts(form: Form, k: int) -> None:
     """Penalties count every earlier draft, also when one is repeated; so does the minimum length."""
     case = random_case(number(form, 12 // (k + 1)), k, 131, k, form.device)
     drawn_alike(form, case, replace(EVERY_STEP, truncation=False))
-    strong = replace(
-        case.tensors,
-        temperature=torch.zeros_like(case.tensors.temperature),
-        frequency_penalty=torch.full_like(case.tensors.temperature, -3.0),
-        generated=torch.zeros_like(case.tensors.generated),  # type: ignore[arg-type]
-    )
+    zeros, held = torch.zeros_like(case.tensors.temperature), case.tensors.generated
+    strong = replace(case.tensors, temperature=zeros, frequency_penalty=zeros - 3, generated=0 * held)  # type: ignore[operator]
     flat = replace(case, logits=torch.zeros_like(case.logits), tensors=strong, usable_vocab=131)
     drawn_alike(form, flat, replace(GREEDY, penalties=True))
 
