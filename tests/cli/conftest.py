@@ -272,9 +272,7 @@ Run = Callable[..., Ran]
 
 
 @pytest.fixture
-def spd_run(
-    monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
-) -> Iterator[Run]:
+def spd_run(monkeypatch, capfdbinary, tmp_path) -> Iterator[Run]:
     """`spd_run("generate", "Hi", stdin=b"...")` runs the command line here; no stdin is a terminal."""
     from spd.cli.app import main
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -66,9 +65,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("words", [("demo",), ("-m", "demo")])
-def test_nothing_measured_is_a_failure(
-    words: tuple[str, ...], spd_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_measured_is_a_failure(words, spd_run, monkeypatch) -> None:
     monkeypatch.setattr(Sweep, "run", lambda self: None)
     ran = spd_run("bench", *words)
     assert ran.code == 6 and ran.text == "nothing was measured\n" and "nothing was measured" in ran.err

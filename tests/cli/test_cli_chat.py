@@ -54,9 +54,7 @@ def test_lines_in_text_out_and_everything_saved(talk: Callable, saved: Callable,
     assert script.engine.closed
 
 
-def test_a_chat_goes_on_where_it_ended(
-    spd_run: Callable, talk: Callable, saved: Callable, script: Any
-) -> None:
+def test_a_chat_goes_on_where_it_ended(spd_run, talk, saved, script) -> None:
     """With its own model, system message and seed; one that is not to be saved stays as it was."""
     talk("Hi", argv=["--seed", "5", "-s", "be terse"])
     first = script.request.prompt_ids
@@ -74,9 +72,7 @@ def test_a_message_that_was_never_answered_is_not_lost(talk: Callable, saved: Ca
     assert len(saved()) == 1  # taken back: a person would find it in the editor
 
 
-def test_a_message_is_not_lost_with_the_terminal(
-    talk: Callable, saved: Callable, script: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_message_is_not_lost_with_the_terminal(talk, saved, script, monkeypatch) -> None:
     """A terminal that has gone takes no reply, and does not show the message coming back to be sent again."""
 
     def gone(descriptor: int, data: bytes) -> None:
@@ -100,16 +96,7 @@ def test_a_message_is_not_lost_with_the_terminal(
         (["/help"], [], [], "\n".join(Commands.names())),
     ],
 )
-def test_a_transcript(
-    lines: list[str],
-    argv: list[str],
-    messages: list[str],
-    said: str,
-    talk: Callable,
-    saved: Callable,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_transcript(lines, argv, messages, said, talk, saved, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a.txt", "a b.txt"):
         Path(name).write_text("text")
@@ -170,9 +157,7 @@ def test_figures(talk: Callable) -> None:
     assert "draft acceptance rate      0.25\n" in ran.err
 
 
-def test_another_speculation_or_model_leaves_the_drafter_behind_and_finds_it_again(
-    talk: Callable, script: Any, model: Path, tmp_path: Path
-) -> None:
+def test_another_speculation_or_model_leaves_the_drafter_behind(talk, script, model, tmp_path) -> None:
     other = shutil.copytree(model, tmp_path / "other")
     lines = ("/spec ngram 3", "/spec draft", "/spec off", f"/model {other}", "/spec auto", f"/model {model}")
     ran = talk(*lines, argv=["--draft-model", model])
@@ -224,9 +209,7 @@ def test_commands_refuse_in_words(line: str, words: str, talk: Callable) -> None
     assert ran.code in (2, 3, 4) and words in ran.err and "fix:" in ran.err, ran
 
 
-def test_a_damaged_session_and_a_model_without_a_template_are_refused(
-    talk: Callable, tmp_path: Path, model: Path, script: Any
-) -> None:
+def test_a_damaged_session_and_a_model_without_a_template_are_refused(talk, tmp_path, model, script) -> None:
     talk("Hi")
     (tmp_path / "state" / "spd" / "sessions" / "t.jsonl").write_text("{")
     refused(talk("Again"), 4, "t.jsonl: line 1")

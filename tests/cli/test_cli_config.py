@@ -41,9 +41,7 @@ def params(script: Any) -> Any:
     return script.request.params
 
 
-def test_what_is_typed_wins_then_the_environment_then_the_file(
-    own: Write, spd_run: Callable, model: Path, script: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_typed_wins_then_environment_then_file(own, spd_run, model, script, monkeypatch) -> None:
     rest = 'stop = ["a", "b"]\nadaptive = false\ntop-p = 0.3\n[generate]\ntop-p = 0.7\n'
     own(f'model = "{model}"\ntemperature = 0.25\nctx = "64"\n{rest}')
     assert spd_run("generate", "Hi").code == 0
@@ -57,8 +55,8 @@ def test_what_is_typed_wins_then_the_environment_then_the_file(
     assert spd_run("inspect", "demo", "--json").json["target"]["model"] == "demo"
 
 
-def test_a_named_file_stands_for_the_persons_and_a_verbose_run_says_so(
-    own: Write, home: Path, spd_run: Callable, model: Path, script: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_named_file_stands_for_the_persons_and_v_says_so(
+    own, home, spd_run, model, script, monkeypatch
 ) -> None:
     own("temperature = 0.25\ntop-p = 0.7\n")
     named = home / "other.toml"
@@ -93,9 +91,7 @@ def test_a_named_file_stands_for_the_persons_and_a_verbose_run_says_so(
         ('"a\\nb" = 1', "no command has an option --a\\nb"),
     ],
 )
-def test_refused_with_file_and_key(
-    text: str, words: str, own: Write, spd_run: Callable, model: Path, script: Any
-) -> None:
+def test_refused_with_file_and_key(text, words, own, spd_run, model, script) -> None:
     path = own(text + "\n")
     refused(spd_run("generate", "-m", model, "Hi"), 2, str(path), words)
     assert script.engines == []
@@ -118,9 +114,7 @@ def test_flags_need_a_command(spd_run: Callable) -> None:
         refused(spd_run(flag), 2, "no such option", "spd --help")
 
 
-def test_keys_of_other_commands_are_left_to_them(
-    own: Write, home: Path, spd_run: Callable, model: Path, script: Any
-) -> None:
+def test_keys_of_other_commands_are_left_to_them(own, home, spd_run, model, script) -> None:
     own('seed = 5\nmarkdown = "off"\n[chat]\nsystem = "be terse"\n')
     assert spd_run("generate", "-m", model, "Hi").code == 0 and params(script).seed == 5
     assert spd_run("chat", model, "-c", "s", stdin=b"Hi\n").code == 0
@@ -129,9 +123,7 @@ def test_keys_of_other_commands_are_left_to_them(
     assert spd_run("completions", "bash").code == 0
 
 
-def test_a_saved_chat_goes_before_files_and_environment(
-    own: Write, home: Path, spd_run: Callable, script: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_saved_chat_goes_before_files_and_environment(own, home, spd_run, script, monkeypatch) -> None:
     """What is typed, then what the chat was saved with, then SPD_MODEL, then the file."""
     saved = home / "state" / "spd" / "sessions" / "s.jsonl"
     chat = ["chat", "-c", "s"]
@@ -153,9 +145,7 @@ def test_a_saved_chat_goes_before_files_and_environment(
     assert spd_run("chat", "-c", "new", stdin=b"Hi\n").code == 3, "nothing is saved under this name"
 
 
-def test_a_saved_chat_without_a_system_message_has_none(
-    own: Write, home: Path, spd_run: Callable, model: Path, script: Any
-) -> None:
+def test_a_saved_chat_without_a_system_message_has_none(own, home, spd_run, model, script) -> None:
     assert spd_run("chat", model, "-c", "s", stdin=b"Hi\n").code == 0
     first = script.request.prompt_ids
     (home / "system.txt").write_text("be terse")
@@ -165,9 +155,7 @@ def test_a_saved_chat_without_a_system_message_has_none(
         assert script.request.prompt_ids[: len(first)] == first
 
 
-def test_a_clash_says_which_file_it_is_with(
-    own: Write, spd_run: Callable, model: Path, script: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clash_says_which_file_it_is_with(own, spd_run, model, script, monkeypatch) -> None:
     path = own("draft-max = 3\n")
     told = spd_run("generate", "-m", model, "--spec", "off", "Hi")
     refused(told, 2, "are about drafts, and --spec off asks for none", f"  {path} sets draft-max")

@@ -107,9 +107,7 @@ def test_what_hangs_on_a_failure_is_not_asked(spd_run: Callable, monkeypatch: py
         (True, None, "not the same text"),
     ],
 )
-def test_other_text_is_a_failure(
-    monkeypatch: pytest.MonkeyPatch, drafts: bool | None, kernels: bool | None, said: str
-) -> None:
+def test_other_text_is_a_failure(monkeypatch, drafts, kernels, said) -> None:
     """Drafts must change nothing, another kernel set no more than near-ties: whether a difference is one."""
 
     def forged(reference: EngineConfig, candidate: EngineConfig, asked: Any) -> Replay:
@@ -124,9 +122,7 @@ def test_other_text_is_a_failure(
 
 
 @pytest.mark.parametrize("found", ["AVX2", "AVX512", "AVX512-BF16", "AMX", "NEON", None])
-def test_the_instructions_are_named_and_what_better_ones_give(
-    found: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_instructions_are_named_and_what_better_ones_give(found, monkeypatch) -> None:
     monkeypatch.setattr(build, "instructions", lambda dtype="bfloat16": found)
     monkeypatch.setattr(build, "find_compiler", lambda: ("gcc",))
     line = diagnostics.processor().line

@@ -36,9 +36,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     )
 
 
-def test_auto_takes_the_head_that_is_given_and_the_text_is_plain(
-    spd_run: Run, pair: Pair, tmp_path: Path
-) -> None:
+def test_auto_takes_the_head_that_is_given_and_the_text_is_plain(spd_run, pair, tmp_path) -> None:
     target, head = pair
     words = ("generate", *QUICK, "-m", target, "--temperature", 0.8, "--json", "abc abc abc")
     plain = spd_run(*words, "--spec", "off").json
@@ -109,9 +107,7 @@ def test_a_bench_of_the_head(spd_run: Run, pair: Pair, tmp_path: Path) -> None:
         (("-m", "TARGET", "--mtp", "HEAD"), 4, "no folder with an MTP head"),
     ],
 )
-def test_words_that_do_not_fit(
-    spd_run: Run, pair: Pair, words: tuple[str, ...], code: int, said: str
-) -> None:
+def test_words_that_do_not_fit(spd_run, pair, words, code, said) -> None:
     places = {"TARGET": pair[0], "HEAD": pair[1]}
     refused(spd_run("generate", *(places.get(word, word) for word in words), "Hi"), code, said)
 
@@ -165,18 +161,14 @@ WRONG: list[tuple[Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize(("change", "said"), WRONG, ids=[said for _, said in WRONG])
-def test_heads_that_are_wrong(
-    spd_run: Run, pair: Pair, tmp_path: Path, change: Callable[[Path], None], said: str
-) -> None:
+def test_heads_that_are_wrong(spd_run, pair, tmp_path, change, said) -> None:
     folder = shutil.copytree(pair[1], tmp_path / "head")
     change(folder)
     words = ("generate", "-m", pair[0], "--spec", "eagle3", "--draft-model", folder, "--raw", "Hi")
     refused(spd_run(*words), 4, said)
 
 
-def test_a_refusal_for_memory_names_options_that_exist(
-    spd_run: Run, pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_for_memory_names_options_that_exist(spd_run, pair, monkeypatch) -> None:
     monkeypatch.setattr(machine, "free_memory", lambda device: 2**21)
     target, head = pair
     ran = spd_run("generate", "-m", target, "--draft-model", head, "--ctx", 512, "Hi")

@@ -34,9 +34,7 @@ SAID: list[tuple[str, str | tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("options", "said"), SAID)
-def test_text_and_one_newline_on_stdout_the_rest_on_stderr(
-    options: str, said: str | tuple[str, ...], spd_run: Callable, model: Path, script
-) -> None:
+def test_text_and_one_newline_on_stdout_the_rest_on_stderr(options, said, spd_run, model, script) -> None:
     ran = spd_run("generate", "-m", model, "Hi", *options.split())
     assert (ran.code, ran.text) == (0, "Hello wörld!\n") and script.engine.closed
     assert ran.err == said if isinstance(said, str) else all(words in ran.err for words in said)
@@ -57,16 +55,12 @@ def test_text_and_one_newline_on_stdout_the_rest_on_stderr(
         (["\x1b[31m\x00"], "\x1b[31m\x00\n"),
     ],
 )
-def test_exactly_one_newline_is_added_where_none_is(
-    pieces: list[str], out: str, spd_run: Callable, model: Path, script
-) -> None:
+def test_exactly_one_newline_is_added_where_none_is(pieces, out, spd_run, model, script) -> None:
     script.pieces = pieces
     assert spd_run("generate", "-m", model, "Hi").text == out
 
 
-def test_each_event_is_out_before_the_next_step(
-    spd_run: Callable, model: Path, script, tmp_path: Path
-) -> None:
+def test_each_event_is_out_before_the_next_step(spd_run, model, script, tmp_path) -> None:
     seen = []
     script.on_step = lambda step: seen.append((tmp_path / "out").read_text() if step else "")
     assert spd_run("generate", "-m", model, "Hi", "-o", tmp_path / "out").out == b""
@@ -158,9 +152,7 @@ def test_a_model_that_fails_while_generating(spd_run: Callable, model: Path, scr
         (OSError(5, "Input/output error"), 1, "error: unexpected OSError"),
     ],
 )
-def test_errors_while_generating_keep_what_was_printed(
-    error: Exception, code: int, words: str, spd_run: Callable, model: Path, script
-) -> None:
+def test_errors_while_generating_keep_what_was_printed(error, code, words, spd_run, model, script) -> None:
     script.fail = error
     ran = spd_run("generate", "-m", model, "Hi")
     assert (ran.code, ran.text) == (code, "Hello\n")
@@ -186,9 +178,7 @@ def test_rules_that_keep_only_the_law_say_so(spd_run: Callable, model: Path, scr
     assert script.engine.config.adaptive is True
 
 
-def test_no_escape_bytes_off_terminal(
-    spd_run: Callable, model: Path, script, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_escape_bytes_off_terminal(spd_run, model, script, monkeypatch) -> None:
     ran = spd_run("generate", "-m", model, "Hi", "--stats", "-v", "-n", "500")
     assert b"\x1b" not in ran.out and "\x1b" not in ran.err
     coloured = spd_run("generate", "-m", model, "Hi", "--color", "always", "-n", "500")
@@ -199,18 +189,14 @@ def test_no_escape_bytes_off_terminal(
 
 
 @pytest.mark.parametrize(("option", "left"), [("-o", 49), ("--trace", 0)])  # of which nothing has begun
-def test_a_full_disk_ends_with_5_and_no_loop(
-    option: str, left: int, spd_run: Callable, model: Path, script
-) -> None:
+def test_a_full_disk_ends_with_5_and_no_loop(option, left, spd_run, model, script) -> None:
     script.pieces = ["a"] * 50
     ran = spd_run("generate", "-m", model, "Hi", option, "/dev/full")
     assert ran.code == 5 and "cannot write to /dev/full: No space left" in ran.err
     assert len(script.engine._left) == left, "decoding goes on after the first failed write"
 
 
-def test_a_reader_that_leaves_ends_with_141_quietly(
-    spd_run: Callable, model: Path, script, tmp_path: Path
-) -> None:
+def test_a_reader_that_leaves_ends_with_141_quietly(spd_run, model, script, tmp_path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)

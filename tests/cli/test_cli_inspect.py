@@ -190,9 +190,7 @@ def test_sixty_shards_without_torch(model: Path) -> None:
     assert "shards 60" in done.stdout and done.stdout.endswith("\n0 []\n")
 
 
-def test_an_assistant_in_the_cache_is_found_and_named(
-    spd_run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_assistant_in_the_cache_is_found_and_named(spd_run, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     target, drafter = (tmp_path / f"models--org--it{end}/snapshots/{'a' * 40}" for end in ("", "-assistant"))
     write_dense(target, "gemma4")

@@ -67,9 +67,7 @@ FACTS = " · 1,024 tok of 4,096 tok · 102 tok/s"
     ("columns", "bar", "facts"),
     [(40, "[#...] ", ""), (80, "[#......] ", FACTS), (120, f"[{5 * '#'}{15 * '.'}] ", FACTS)],
 )
-def test_the_time_left_is_seen_at_every_width(
-    columns: int, bar: str, facts: str, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_time_left_is_seen_at_every_width(columns, bar, facts, terminal, monkeypatch) -> None:
     monkeypatch.setattr(module, "columns_of", lambda stream: columns)
     monkeypatch.setattr(time, "perf_counter", iter((0.0, 10.0, 10.0)).__next__)
     with redirect_stderr(terminal):
@@ -94,9 +92,7 @@ def test_a_terminal_that_has_gone_stops_nothing(terminal: Terminal, monkeypatch:
     load(terminal, Console(), *STEPS)
 
 
-def test_a_long_prompt_is_seen_while_it_is_read(
-    terminal: Terminal, spd_run: Callable, tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_prompt_is_seen_while_it_is_read(terminal, spd_run, tiny, monkeypatch) -> None:
     told: list[tuple[str, int, int]] = []
     monkeypatch.setattr(
         Ticker, "count", lambda self, what, done, total, amount: told.append((what, done, total))
@@ -160,9 +156,7 @@ def test_random_weights_cannot_read_text(spd_run: Callable, bare: Path) -> None:
     refused(spd_run("generate", "-m", bare, "--prompt-ids", "1,2"), 4, "model.safetensors")
 
 
-def test_too_much_is_refused_before_anything_is_loaded(
-    spd_run: Callable, bare: Path, monkeypatch: pytest.MonkeyPatch, random_weights: None
-) -> None:
+def test_too_much_is_refused_before_anything_is_loaded(spd_run, bare, monkeypatch, random_weights) -> None:
     from spd.runtime.engine import assembly
     from spd.runtime.plan import machine
 
@@ -172,9 +166,7 @@ def test_too_much_is_refused_before_anything_is_loaded(
     refused(spd_run(*argv), 5, "not enough memory on cpu", "weights", "workspace", "(frees ")
 
 
-def test_memory_that_runs_out_ends_with_5(
-    spd_run: Callable, bare: Path, monkeypatch: pytest.MonkeyPatch, random_weights: None
-) -> None:
+def test_memory_that_runs_out_ends_with_5(spd_run, bare, monkeypatch, random_weights) -> None:
     from spd.runtime.engine import assembly
     from spd.runtime.round.round import Round
 
@@ -254,13 +246,8 @@ def test_a_chat_expects_its_own_parameters(model: Path, script: Any) -> None:
 
 
 @pytest.mark.parametrize(("lines", "together"), [(1, None), (4, None), (5, 4)])
-def test_a_batch_that_fills_all_slots_is_captured_for(
-    spd_run: Callable,
-    model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    random_weights: None,
-    lines: int,
-    together: int | None,
+def test_a_batch_of_all_slots_is_captured_for(
+    spd_run, model, monkeypatch, random_weights, lines, together
 ) -> None:
     """With the parameters of the command; a shorter one captures what it runs."""
     from spd.runtime.engine.engine import Engine
@@ -277,9 +264,7 @@ def test_a_batch_that_fills_all_slots_is_captured_for(
     )
 
 
-def test_a_missing_compiler_is_said(
-    spd_run: Callable, model: Path, script: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_compiler_is_said(spd_run, model, script, monkeypatch) -> None:
     why = "not the C kernels: no C compiler is installed"
     monkeypatch.setattr(conftest, "FakePlan", partial(conftest.FakePlan, kernels_reason=why))
     assert f"note: this is slow: {why}" in spd_run("generate", "-m", model, "Hi").err

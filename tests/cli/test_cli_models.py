@@ -114,9 +114,7 @@ def test_hostile_names_in_the_listing_are_never_asked_for(hub: Hub, cache: Path,
     assert not any("evil" in path or "sub/" in path for _, path, _ in hub.log)
 
 
-def test_a_broken_connection_goes_on_where_it_broke(
-    hub: Hub, cache: Path, spd_run: Callable, monkeypatch: Any
-) -> None:
+def test_a_broken_connection_goes_on_where_it_broke(hub, cache, spd_run, monkeypatch) -> None:
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
     hub.break_after["model.safetensors"] = [1000]
     assert spd_run("pull", NAME).code == 0
@@ -159,9 +157,7 @@ def everything_below(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("header", ["ETag", "X-Linked-Etag", "X-Repo-Commit"])
 @pytest.mark.parametrize("name", ["../../../precious", "/PRECIOUS", "..", '"../../../new"'])
 @pytest.mark.parametrize("missing", ["", "config.json"])
-def test_no_answer_leads_out_of_the_cache(
-    header: str, name: str, missing: str, hub: Hub, cache: Path, tmp_path: Path, spd_run: Callable
-) -> None:
+def test_no_answer_leads_out_of_the_cache(header, name, missing, hub, cache, tmp_path, spd_run) -> None:
     """The library makes paths of these headers; what is there is kept, and nothing is made."""
     precious = tmp_path / "precious"
     precious.write_text("all there is")
@@ -174,9 +170,7 @@ def test_no_answer_leads_out_of_the_cache(
     assert outside == before
 
 
-def test_a_link_that_leads_out_of_the_cache_is_all_that_is_removed(
-    hub: Hub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_that_leads_out_of_the_cache_is_all_that_is_removed(hub, cache, tmp_path, monkeypatch) -> None:
     precious = tmp_path / "precious"
     precious.write_text("all there is")
     link = snapshot(cache) / "config.json"
@@ -263,9 +257,7 @@ REFUSALS: dict[str, tuple[Change, int, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_cannot_be_fetched(
-    name: str, hub: Hub, spd_run: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_fetched(name, hub, spd_run, monkeypatch) -> None:
     change, code, words = REFUSALS[name]
     change(hub, monkeypatch)
     refused(spd_run("pull", NAME), code, *words)
@@ -307,9 +299,7 @@ def test_a_server_pulls_too(hub: Hub, cache: Path, spd_run: Callable, monkeypatc
 
 
 @pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 3), ("\n", 3), ("", 3)])
-def test_a_person_is_asked(
-    answer: str, code: int, hub: Hub, cache: Path, spd_run: Callable, script: Any, monkeypatch: Any
-) -> None:
+def test_a_person_is_asked(answer, code, hub, cache, spd_run, script, monkeypatch) -> None:
     from spd.cli.commands import models
 
     monkeypatch.setattr(models, "is_terminal", lambda stream: True)

@@ -88,9 +88,7 @@ def test_a_slow_non_blocking_reader_gets_everything() -> None:
     os.close(reader)
 
 
-def test_a_file_that_a_full_disk_left_empty_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_a_full_disk_left_empty_is_removed(tmp_path, monkeypatch) -> None:
     def full(descriptor: int, data: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -119,9 +117,7 @@ def test_early_check_of_a_file(tmp_path: Path) -> None:
         (SpdError("x"), "run it again with -vv, and report what it prints"),
     ],
 )
-def test_an_error_that_knows_no_fix_gets_one(
-    bare: SpdError, fix: str, capfdbinary: pytest.CaptureFixture[bytes]
-) -> None:
+def test_an_error_that_knows_no_fix_gets_one(bare, fix, capfdbinary) -> None:
     for as_json in (False, True):
         write_error(bare, Console(help="/help"), as_json=as_json)
     out, err = capfdbinary.readouterr()

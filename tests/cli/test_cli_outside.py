@@ -8,7 +8,6 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -78,9 +77,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_nothing_from_outside_steers_a_terminal(
-    case: str, spd_run: Callable, tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_from_outside_steers_a_terminal(case, spd_run, tiny, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's would keep logs from standard error
     good, evil = tiny("llama3"), tmp_path / "evil"
     change, argv = CASES[case]
@@ -90,9 +87,7 @@ def test_nothing_from_outside_steers_a_terminal(
     assert "owned" in shown and not SHOWN.search(shown), shown
 
 
-def test_what_libraries_write_to_standard_error(
-    spd_run: Callable, model: Path, script: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_libraries_write_to_standard_error(spd_run, model, script, monkeypatch) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     line = EVIL.replace("\n", "")
     script.on_load = lambda progress: logging.getLogger("of a library").warning(line)

@@ -73,15 +73,11 @@ RENDERED: list[tuple[list[str], bytes | None, str]] = [
 
 
 @pytest.mark.parametrize(("argv", "stdin", "prompt"), RENDERED)
-def test_the_prompt(
-    argv: list[str], stdin: bytes | None, prompt: str, spd_run: Callable, model: Path, files: Path
-) -> None:
+def test_the_prompt(argv, stdin, prompt, spd_run, model, files) -> None:
     assert shown(spd_run, model, *argv, stdin=stdin) == prompt
 
 
-def test_stdin_is_not_read_when_it_is_a_terminal_or_not_needed(
-    spd_run: Callable, model: Path, script
-) -> None:
+def test_stdin_is_not_read_when_it_is_a_terminal_or_not_needed(spd_run, model, script) -> None:
     refused(spd_run("generate", "-m", model, closed=True), 2, "nothing to generate from")
     assert spd_run("generate", "-m", model, "--prompt-ids", "5", stdin=b"junk").code == 0
     assert script.request.prompt_ids == (5,)
@@ -108,9 +104,7 @@ def at(option: str, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("option", [*INPUTS, "--jsonl -f"])
-def test_what_never_ends_is_not_read_for_ever(
-    option: str, spd_run: Callable, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_never_ends_is_not_read_for_ever(option, spd_run, model, monkeypatch) -> None:
     monkeypatch.setattr(jsonl, "LINES_LIMIT", 2**20)
     more = INPUTS.get(option, (b"", []))[1]
     ran = spd_run("generate", "-m", model, *at(option, "/dev/zero"), *more)
@@ -118,9 +112,7 @@ def test_what_never_ends_is_not_read_for_ever(
 
 
 @pytest.mark.parametrize("option", INPUTS)
-def test_a_pipe_with_a_name_is_a_file(
-    option: str, spd_run: Callable, model: Path, files: Path, script
-) -> None:
+def test_a_pipe_with_a_name_is_a_file(option, spd_run, model, files, script) -> None:
     """As a shell's <(command) is."""
     os.mkfifo("pipe")
     threading.Thread(target=lambda: Path("pipe").write_bytes(INPUTS[option][0]), daemon=True).start()
@@ -217,9 +209,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("how", [["--raw"], ["-s", FAR]])
-def test_what_is_far_too_long_is_refused_unread(
-    how: list[str], encoded: list[int], spd_run: Callable, model: Path, script
-) -> None:
+def test_what_is_far_too_long_is_refused_unread(how, encoded, spd_run, model, script) -> None:
     ran = spd_run("generate", "-m", model, *how, stdin=FAR.encode())
     refused(ran, 4, "characters, far more than 128 tokens", "a shorter prompt")
     assert f"{len(FAR) // 1000:,}" in ran.err or "-s" in how

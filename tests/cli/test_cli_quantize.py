@@ -190,17 +190,13 @@ def test_a_model_that_lost_its_head_is_refused(spd_run: Callable, original: Path
 @pytest.mark.parametrize(
     "lost", ["enorm.weight", "self_attn.kv_b_proj.weight", "mlp.experts.3.up_proj.weight"]
 )
-def test_a_partial_head_is_refused_by_name(
-    spd_run: Callable, original: Path, tmp_path: Path, lost: str
-) -> None:
+def test_a_partial_head_is_refused_by_name(spd_run, original, tmp_path, lost) -> None:
     change_tensors(original, drop=(PREFIX + lost,))
     refused(spd_run("convert-mtp", original, tmp_path / "head"), 4, "1 missing", PREFIX + lost)
     assert sorted(os.listdir(tmp_path)) == ["original"]
 
 
-def test_wrong_and_foreign_tensors_are_refused_by_name(
-    spd_run: Callable, original: Path, tmp_path: Path
-) -> None:
+def test_wrong_and_foreign_tensors_are_refused_by_name(spd_run, original, tmp_path) -> None:
     foreign = f"{PREFIX}self_attn.indexer.wk.weight"
     change_tensors(original, **{foreign: torch.zeros(4)})
     refused(spd_run("convert-mtp", original, tmp_path / "head"), 4, "belong to none", foreign)
@@ -220,18 +216,14 @@ def test_nothing_is_overwritten_by_accident(spd_run: Callable, original: Path, t
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
 
-def test_a_source_that_is_cut_short_while_it_is_read(
-    spd_run: Callable, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_that_is_cut_short_while_it_is_read(spd_run, original, tmp_path, monkeypatch) -> None:
     cut_when_read(monkeypatch, original / "model.safetensors")
     ran = spd_run("convert-mtp", original, tmp_path / "out" / "head")
     refused(ran, 4, f"{original / 'model.safetensors'}: ")
     assert not (tmp_path / "out").exists() or not os.listdir(tmp_path / "out")
 
 
-def test_the_mark_of_the_verifier_is_never_that_of_a_part(
-    original: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_mark_of_the_verifier_is_never_that_of_a_part(original, monkeypatch) -> None:
     change_tensors(original, **{NORM: torch.ones(10**6)})
     cut_when_read(monkeypatch, original / "model.safetensors")
     with (

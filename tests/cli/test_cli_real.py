@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,9 +28,7 @@ pytestmark = [
     ("model", "methods"),
     [("demo", ("off", "draft", "eagle3", "ngram")), ("demo-hybrid", ("off", "mtp", "draft", "ngram"))],
 )
-def test_the_text_is_the_same_with_each_method(
-    spd_run: Callable, tmp_path: Path, model: str, methods: tuple[str, ...]
-) -> None:
+def test_the_text_is_the_same_with_each_method(spd_run, tmp_path, model, methods) -> None:
     replies: dict[str, list[object]] = {}
     for spec in methods:
         fixed = [] if spec == "off" else ["--no-adaptive", "--draft-max", "3"]
@@ -61,9 +58,7 @@ def chat_file(tmp_path: Path, name: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("model", DEMOS)
-def test_a_chat_prefills_only_what_is_new_and_the_text_does_not_depend_on_it(
-    spd_run: Callable, tmp_path: Path, model: str
-) -> None:
+def test_a_chat_prefills_only_what_is_new_with_the_same_text(spd_run, tmp_path, model) -> None:
     first, second = "What does os.path.join do?", "And what does os.path.split do, in a few words?"
     how = ["chat", model, "--ctx", "1024", "-n", "40", "--seed", "7", "--temperature", "0.8"]
     lines = f"{first}\n/stats\n{second}\n/stats\n".encode()
@@ -83,9 +78,7 @@ def test_a_chat_prefills_only_what_is_new_and_the_text_does_not_depend_on_it(
 
 
 @pytest.mark.parametrize("lag", [0, 2])
-def test_turns_of_a_hybrid_taken_back_go_on_from_checkpoints(
-    spd_run: Callable, tmp_path: Path, lag: int
-) -> None:
+def test_turns_of_a_hybrid_taken_back_go_on_from_checkpoints(spd_run, tmp_path, lag) -> None:
     """Ten turns write what is new; a reply said again and a turn taken back find their prompt's states."""
     asked = [
         f"What does {name} do?" for name in ("len", "sorted", "zip", "any", "sum", "abs", "min", "max", "id")

@@ -6,7 +6,6 @@ import codecs
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,9 +22,7 @@ def files_beside(model: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_refused(
-    row: str, spd_run: Callable[..., Any], model: Path, script: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused(row, spd_run, model, script, monkeypatch) -> None:
     status, typed, words = row.split(" | ")
     typed, given, stdin = typed.partition(" <")
     monkeypatch.chdir(model.parent)
@@ -76,9 +73,7 @@ def test_refused_together(name: str, other: str, why: str, spd_run: Callable, mo
 
 
 @pytest.mark.parametrize(("name", "others", "why", "fix"), NEEDS)
-def test_refused_alone(
-    name: str, others: list[str], why: str, fix: str, spd_run: Callable, model: Path
-) -> None:
+def test_refused_alone(name, others, why, fix, spd_run, model) -> None:
     rest = [] if others != ["output"] else ["--jsonl"]
     refused(spd_run("generate", "-m", model, *typed(name), *rest), 2, why, fix)
 

@@ -90,9 +90,7 @@ def test_a_signal_while_decoding_keeps_the_text_and_ends_by_the_signal(signum: i
         ("hang", ["--json"], "del FakeEngine.abort\n", "word word ", ""),  # it cannot be asked any more
     ],
 )
-def test_a_signal_while_nothing_comes(
-    at: str, argv: list[str], broken: str, out: str, said: str, model: Path
-) -> None:
+def test_a_signal_while_nothing_comes(at, argv, broken, out, said, model) -> None:
     command = program(model, *argv, at=at)
     command[-1] = command[-1].replace("vars(spd.runtime)", f"{broken}vars(spd.runtime)")
     process = start(command)

@@ -67,9 +67,7 @@ def loaded_after(*argv: str, run: str = "from spd.__main__ import main\nmain()",
         ("", OF_MODELS, "Qwen/Qwen3-0.6B\ndemo\ndemo-hybrid\n", HEAVY),
     ],
 )
-def test_what_is_loaded(
-    argv: str, environment: dict[str, str], said: str, never: set[str], tmp_path: Path
-) -> None:
+def test_what_is_loaded(argv, environment, said, never, tmp_path) -> None:
     (tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / "abc").mkdir(parents=True)
     environment = {name: value.replace("CACHE", str(tmp_path)) for name, value in environment.items()}
     out, modules = loaded_after(*argv.split(), **environment)
@@ -98,9 +96,7 @@ def test_a_missing_numpy_is_no_news() -> None:
     assert "NumPy" not in done.stderr and "other news" in done.stderr
 
 
-def test_programs_are_not_looked_for_in_the_working_folder(
-    spd_run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_are_not_looked_for_in_the_working_folder(spd_run, tmp_path, monkeypatch) -> None:
     """Nor by libraries: Triton asks for a compiler by its name, and for headers as the environment says."""
     (tmp_path / "gcc").touch(0o755)
     monkeypatch.chdir(tmp_path)
@@ -131,9 +127,7 @@ def test_help_has_panels_and_examples(spd_run: Callable, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("columns", ["60", "200"])
 @pytest.mark.parametrize("name", ["", *COMMANDS])
-def test_help_cuts_no_name_at_any_width(
-    name: str, columns: str, spd_run: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_cuts_no_name_at_any_width(name, columns, spd_run, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     ran = spd_run(*([name] if name else []), "--help")
     text, _, examples = ran.text.partition("Examples:")
@@ -188,9 +182,7 @@ def test_errors_are_written_where_what_to_type_is_added() -> None:
 
 
 @pytest.mark.parametrize(("error", "fix"), ERRORS)
-def test_every_error_has_a_fix_and_keeps_its_status(
-    error: Exception, fix: str, spd_run: Callable, model: Path, script
-) -> None:
+def test_every_error_has_a_fix_and_keeps_its_status(error, fix, spd_run, model, script) -> None:
     script.fail, script.pieces = error, ["", "", ""]
     ran = spd_run("generate", "-m", model, "Hi", "-o", os.devnull)
     refused(ran, getattr(error, "exit_code", 1), f"fix: {fix}" if fix == "y" else fix)

@@ -22,9 +22,7 @@ def target(tiny: Callable[..., Path]) -> Path:
     return tiny("qwen3", layers=1)
 
 
-def test_the_reply_follows_what_was_asked_for(
-    spd_run: Callable[..., Any], target: Path, tmp_path: Path
-) -> None:
+def test_the_reply_follows_what_was_asked_for(spd_run, target, tmp_path) -> None:
     schema, lark = tmp_path / "schema.json", tmp_path / "grammar.lark"
     schema.write_text(json.dumps(SCHEMA))
     lark.write_text('start: "on" | "off"\n')

@@ -49,9 +49,7 @@ REPLIES = [
 
 @pytest.mark.parametrize("cut", [1, 3, 100])
 @pytest.mark.parametrize(("text", "inside", "thinking", "answer"), REPLIES)
-def test_thinking_is_told_from_the_answer(
-    text: str, inside: bool | None, thinking: str | None, answer: str, cut: int
-) -> None:
+def test_thinking_is_told_from_the_answer(text, inside, thinking, answer, cut) -> None:
     splitter = ThinkingSplitter(inside)
     parts = [part for i in range(0, len(text), cut) for part in splitter.feed(text[i : i + cut])]
     parts += splitter.feed("", final=True)
@@ -62,16 +60,7 @@ def test_thinking_is_told_from_the_answer(
 
 @pytest.mark.parametrize("how", [[], ["--json"], ["--raw"]])
 @pytest.mark.parametrize(("text", "inside", "thinking", "answer"), [REPLIES[i] for i in (0, 2, 3, 5)])
-def test_a_pipe_gets_the_answer(
-    text: str,
-    inside: bool,
-    thinking: str | None,
-    answer: str,
-    how: list[str],
-    spd_run: Callable,
-    model: Path,
-    script: Any,
-) -> None:
+def test_a_pipe_gets_the_answer(text, inside, thinking, answer, how, spd_run, model, script) -> None:
     set_template(model, OPENED if inside else TEMPLATE)
     script.pieces = [text[i : i + 5] for i in range(0, len(text), 5)] or [""]
     ran = spd_run("generate", "-m", model, "Hi", *how)
@@ -92,9 +81,7 @@ THINKING = program("""pieces=["<thi", "nk>", "h\\x1b[2Jm\\n", "so", "</th", "ink
     ("argv", "environment", "shown"),
     [([], {}, "\x1b[2mh\\x1b[2Jm\x1b[0m\n\x1b[2mso\x1b[0m\n\nYes\n"), (["--think", "hide"], {}, "Yes\n")],
 )
-def test_a_terminal_gets_thinking_dimmed(
-    argv: list[str], environment: dict[str, str], shown: str, model: Path
-) -> None:
+def test_a_terminal_gets_thinking_dimmed(argv, environment, shown, model) -> None:
     status, text = on_terminal("generate", "-m", model, "Hi", *argv, code=THINKING, **environment)
     assert (status, text.rpartition("\r")[2]) == (0, shown)
     if not argv and not environment:  # the answer goes elsewhere, the thinking does not
@@ -155,9 +142,7 @@ def test_a_shape_stands_in_the_channel_of_the_answer(spd_run: Callable, model: P
         (["--think", "99999999"], "thinking budget 99999999 is out of range"),
     ],
 )
-def test_what_think_does_not_take(
-    command: str, argv: list[str], words: str, spd_run: Callable, model: Path
-) -> None:
+def test_what_think_does_not_take(command, argv, words, spd_run, model) -> None:
     write_tokenizer(model, (*SPECIALS, "<think>", "</think>"))
     refused(spd_run(command, "-m", model, *argv, stdin=b"Hi\n"), 2, words)
 
@@ -167,9 +152,7 @@ def test_what_think_does_not_take(
     [("off", False, None), ("hide", True, None), ("7", True, 7), ("auto", None, None)],
 )
 @pytest.mark.parametrize("inside", [False, True])
-def test_what_think_asks_for(
-    think: str, told: bool | None, tokens: int | None, inside: bool, spd_run: Callable, model, script
-) -> None:
+def test_what_think_asks_for(think, told, tokens, inside, spd_run, model, script) -> None:
     write_tokenizer(model, (*SPECIALS, "<think>", "</think>"))
     set_template(model, "{{ enable_thinking }} " + (OPENED if inside else TEMPLATE))
     script.pieces = ["</think>"] * inside + ["Yes"]
@@ -240,9 +223,7 @@ def test_a_budget_a_shape_and_speculation(spd_run: Callable, thinker: Path) -> N
         (["-n", 1], "the reply ended while thinking, without an answer: -n 1 was reached"),
     ],
 )
-def test_what_ended_early_says_so(
-    argv: list[object], words: str | None, spd_run: Callable, thinker: Path
-) -> None:
+def test_what_ended_early_says_so(argv, words, spd_run, thinker) -> None:
     flags = [*base(thinker), "--think", 0, "--spec", "off", *argv]
     ran = spd_run(*flags, "--json", "Hi")
     assert ran.code == 0 and (words or "") in ran.err and bool(ran.err) == bool(words), ran

@@ -107,9 +107,7 @@ def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("thing", "code", "words", "fix", "taken"), THINGS, ids=[row[0] for row in THINGS])
-def test_it_is_said_what_it_is(
-    thing: str, code: int, words: str, fix: str, taken: str, things: Path, spd_run: Callable
-) -> None:
+def test_it_is_said_what_it_is(thing, code, words, fix, taken, things, spd_run) -> None:
     for name, argv in COMMANDS.items():
         if name not in taken.split():
             ran = spd_run(*(thing if word == "?" else word for word in argv), stdin=b"Hi\n")

@@ -400,9 +400,7 @@ ASKED = [
     ],
 )
 @pytest.mark.parametrize("tools", [0, 1])
-def test_models_that_think_in_channels_or_want_texts(
-    served: Served, signs: str, said: str, rendered: str, tools: int
-) -> None:
+def test_models_that_think_in_channels_or_want_texts(served, signs, said, rendered, tools) -> None:
     """Gemma 4, gpt-oss and DeepSeek, with tools and without."""
     ends = "<think>" if "think>" in said else ""
     template = f"{{# {signs} tools #}}{SHOWN}{ends}"
@@ -434,9 +432,7 @@ def test_strict_calls_that_may_come(served: Served, thinks: bool, monkeypatch: p
     assert told[0] == told[1] and told[0][0][0] == ("reasoning" if thinks else "message")
 
 
-def test_calls_that_may_come_are_held_where_a_grammar_can(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_that_may_come_are_held_where_a_grammar_can(served, monkeypatch) -> None:
     """Behind the mark's token; what no grammar can hold is not refused unless it is to be strict."""
     tokenizer = served.service.settings.vocabulary.need_tokenizer()
     known = {"<tool_call>": tokenizer.special_tokens["<|im_start|>"]}

@@ -161,9 +161,7 @@ def test_a_chat_goes_on_alike(home: Path, server: int, spd_run: Any) -> None:
         (["chat", "-v", "-n", "3", "--no-save"], "a", {"torch", "starlette"}),
     ],
 )
-def test_it_says_so_and_imports_no_torch(
-    home: Path, server: int, words: list[str], said: str, unused: set[str]
-) -> None:
+def test_it_says_so_and_imports_no_torch(home, server, words, said, unused) -> None:
     code = (
         "import sys; from spd.cli.app import main\n"
         f"try: main([*{words!r}, '--threads', '1'])\n"
@@ -224,9 +222,7 @@ def test_status(home: Path, server: int) -> None:
     assert spd(home, "serve", "--status", "demo-hybrid").returncode == 3
 
 
-def test_a_drafter_that_is_not_there_yet_is_asked_for(
-    home: Path, server: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafter_that_is_not_there_yet_is_asked_for(home, server, monkeypatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert spd(home, "generate", "--draft-model", "org/none", "--pull", QUESTION).returncode == 8
