@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
+import itertools
 import json
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -306,6 +306,17 @@ def refused(ran: Ran, code: int, *words: str) -> None:
         assert word in ran.err, (word, ran.err)
 
 
+def failing(error: BaseException, at: int | None = None) -> Callable[..., Any]:
+    """A function that takes anything and fails with this error: always, or at its call of this number."""
+    calls = itertools.count()
+
+    def fail(*_: object, **__: object) -> None:
+        if at in (None, next(calls)):
+            raise error
+
+    return fail
+
+
 @pytest.fixture
 def random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of `generate` and `verify` take random weights, so that config.json alone is a model."""
@@ -314,6 +325,4 @@ def random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
     real = job.engine_config
     for module in (job, verify):
-        monkeypatch.setattr(
-            module, "engine_config", lambda *given: dataclasses.replace(real(*given), load="dummy")
-        )
+        monkeypatch.setattr(module, "engine_config", lambda *given: replace(real(*given), load="dummy"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,16 @@ from spd.cli.chat.slash import Commands
 from spd.cli.text.reply import DraftedText
 from spd.errors import ResourceError
 from spd.runtime.engine.request import Event, ThinkingBudget, derived_seed
-from tests.cli.conftest import SPECIALS, refused, write_tokenizer
+from tests.cli.conftest import SPECIALS, failing, refused, write_tokenizer
 
 
 @pytest.fixture
 def talk(spd_run: Callable, model: Path, script: Any) -> Callable:
     """`talk("line", "line", argv=[...])` runs a chat over these lines."""
 
-    def run(*lines: str, argv: list[object] | None = None, name: str | None = "t") -> Any:
+    def run(*lines: str, argv: Sequence[object] = (), name: str | None = "t") -> Any:
         session = ["-c", name] if name else []
-        stdin = "".join(line + "\n" for line in lines).encode()
-        return spd_run("chat", model, *session, *(argv or []), stdin=stdin)
+        return spd_run("chat", model, *session, *argv, stdin="".join(f"{line}\n" for line in lines).encode())
 
     return run
 
@@ -74,11 +73,7 @@ def test_a_message_that_was_never_answered_is_not_lost(talk: Callable, saved: Ca
 
 def test_a_message_is_not_lost_with_the_terminal(talk, saved, script, monkeypatch) -> None:
     """A terminal that has gone takes no reply, and does not show the message coming back to be sent again."""
-
-    def gone(descriptor: int, data: bytes) -> None:
-        raise OSError(errno.EIO, "gone")
-
-    monkeypatch.setattr("spd.cli.text.output._write_all", gone)
+    monkeypatch.setattr("spd.cli.text.output._write_all", failing(OSError(errno.EIO, "gone")))
     assert talk("Hi").code == 5
     assert [turn["user"] for turn in saved()[1:]] == ["Hi"]
 
@@ -105,20 +100,17 @@ def test_a_transcript(lines, argv, messages, said, talk, saved, tmp_path, monkey
     assert not messages or [turn["user"] for turn in saved()[1:]] == messages
 
 
-def test_regen_draws_with_another_seed(talk: Callable, saved: Callable, script: Any) -> None:
+def test_regen_draws_with_another_seed_and_more_with_the_same(talk, saved, script) -> None:
     talk("Hi", "/regen")
     first, second = script.engine.requests
     assert first.prompt_ids == second.prompt_ids and first.params.seed != second.params.seed
     assert len(saved()) == 2 and saved()[0]["draws"] == 2
-
-
-def test_more_goes_on_with_the_same_seed(talk: Callable, saved: Callable, script: Any) -> None:
     script.finish = "length"
-    talk("Hi", "/more")
+    talk("Hi", "/more", name="m")
     first, second = script.engine.requests
     assert second.params.seed == first.params.seed
     assert len(second.prompt_ids) > len(first.prompt_ids) and second.spans[-1][0] == "generated"
-    assert saved()[1]["reply"] == "Hello wörld!" * 2 and len(saved()) == 2
+    assert saved("m")[1]["reply"] == "Hello wörld!" * 2 and len(saved("m")) == 2
 
 
 def test_parameters_and_the_system_message_change(talk: Callable, saved: Callable, script: Any) -> None:
@@ -141,20 +133,25 @@ def test_thinking_has_a_budget(talk: Callable, script: Any, model: Path) -> None
     assert more == ThinkingBudget(6, end, begin, inside=True) and free is None
 
 
-def test_regen_that_fails_keeps_the_reply(talk: Callable, saved: Callable, script: Any) -> None:
-    def fail(step: int) -> None:
-        if step == 3:
-            raise ResourceError("out of it", fix=["less"])
-
-    script.on_step = fail
+def test_what_fails_goes_back(talk: Callable, saved: Callable, script: Any) -> None:
+    """A reply that was to be said again stays; an engine that does not load leaves the one before it."""
+    script.on_step = failing(ResourceError("out of it", fix=["less"]), at=3)
     assert talk("Hi", "/regen").code == 5
     assert [turn["reply"] for turn in saved()[1:]] == ["Hello wörld!"]
+    script.on_step, script.on_load = None, failing(ResourceError("no room", fix=["less"]), at=1)
+    ran = talk("Hi", "/spec ngram", "never")
+    assert ran.code == 5 and "no room" in ran.err
+    assert [engine.config.spec for engine in script.engines[2:]] == ["auto"]
 
 
-def test_figures(talk: Callable) -> None:
+def test_figures_and_a_chat_that_cannot_be_saved_goes_on(talk: Callable, tmp_path: Path) -> None:
     ran = talk("Hi", "/stats", "/stats off", "Again", argv=["--stats"])
     assert ran.err.count(" tok/s · first") == 1 and "drafts 3/12 (25%) · ctx 27/128" in ran.err
     assert "draft acceptance rate      0.25\n" in ran.err
+    (tmp_path / "state").rename(tmp_path / "other")
+    (tmp_path / "state").write_text("in the way")
+    ran = talk("Hi", "Again", name=None)
+    assert ran.code == 0 and ran.text.count("Hello") == 2 and ran.err.count("cannot be saved") == 1
 
 
 def test_another_speculation_or_model_leaves_the_drafter_behind(talk, script, model, tmp_path) -> None:
@@ -168,62 +165,12 @@ def test_another_speculation_or_model_leaves_the_drafter_behind(talk, script, mo
     assert script.engines[1].config.draft_max == 3 and all(engine.closed for engine in script.engines)
 
 
-def test_a_reload_that_fails_goes_back(talk: Callable, script: Any, saved: Callable) -> None:
-    calls = []
-
-    def load(progress: object) -> None:
-        calls.append(progress)
-        if len(calls) == 2:
-            raise ResourceError("no room", fix=["less"])
-
-    script.on_load = load
-    ran = talk("Hi", "/spec ngram", "never")
-    assert ran.code == 5 and "no room" in ran.err
-    assert [engine.config.spec for engine in script.engines[1:]] == ["auto"]
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("/regn", "did you mean /regen?"),
-        ("/", "unknown command"),
-        ("/undo", "nothing has been said"),
-        ("/more", "nothing has been said"),
-        ("/set warmth", "NAME=VALUE"),
-        ("/set warmth=1", "no such parameter"),
-        ("/set temperature=hot", "is not a number"),
-        ("/set temperature=-1", "temperature -1.0 is out of range"),
-        ("/spec fast", "is not a method"),
-        ("/model nowhere/nothing", "not in the local cache"),
-        ("/think maybe", "fix: /think on|off|hide|N"),
-        ("/stats maybe", "maybe is not on or off"),
-        ("/stats", "there is no reply yet"),
-        ("/load nothing", "no chat 'nothing'"),
-        ("/load ../x", "not a name"),
-        ("/file /nowhere", "no file"),
-        ("x" * 200, "the context is 128"),
-    ],
-)
-def test_commands_refuse_in_words(line: str, words: str, talk: Callable) -> None:
-    ran = talk(line, "Hi")
-    assert ran.code in (2, 3, 4) and words in ran.err and "fix:" in ran.err, ran
-
-
 def test_a_damaged_session_and_a_model_without_a_template_are_refused(talk, tmp_path, model, script) -> None:
     talk("Hi")
     (tmp_path / "state" / "spd" / "sessions" / "t.jsonl").write_text("{")
     refused(talk("Again"), 4, "t.jsonl: line 1")
     (model / "tokenizer_config.json").write_text("{}")
     refused(talk("Hi", name=None), 4, "no chat template", "spd generate --raw")
-
-
-def test_a_chat_that_cannot_be_saved_goes_on(talk: Callable, tmp_path: Path) -> None:
-    (tmp_path / "state").write_text("in the way")
-    ran = talk("Hi", "Again", name=None)
-    assert ran.code == 0 and ran.text.count("Hello") == 2 and ran.err.count("cannot be saved") == 1
-
-
-# -- parts of the view -----------------------------------------------------------------------------
 
 
 def test_drafted_characters_are_those_whose_last_byte_was() -> None:

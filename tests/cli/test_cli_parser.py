@@ -11,7 +11,7 @@ import pytest
 from typer.main import get_command
 
 from spd.cli.chat.slash import Commands
-from spd.cli.commands import COMMANDS, build_app
+from spd.cli.commands import build_app
 from spd.cli.parser import CUT, ELSEWHERE, FOREIGN, LAST, refuse_by_name
 from spd.errors import UsageError
 from tests.cli.conftest import refused
@@ -90,12 +90,6 @@ def test_flags_before_the_command_are_its_own(spd_run: Callable, model: Path, sc
     assert spd_run("--json").json["error"]["exit"] == 2
 
 
-@pytest.mark.parametrize("word", [*ELSEWHERE, "help", "genrate"])
-def test_an_unknown_command_says_what_to_type(word: str, spd_run: Callable) -> None:
-    refused(spd_run(word), 2, f"no such command '{word}'", ELSEWHERE.get(word, "fix: spd --help"))
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_is_short(command: str, spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    assert len(spd_run(command, "--help").text.splitlines()) <= 70
+def test_an_unknown_command_says_what_to_type(spd_run: Callable) -> None:
+    for word, words in ELSEWHERE.items():
+        refused(spd_run(word), 2, f"no such command '{word}'", words)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spd.cli.text.job import CONFLICTS, NEEDS
-from tests.cli.conftest import refused
+from tests.cli.conftest import SPECIALS, refused, write_tokenizer
 
 LINES = Path(__file__).with_name("refusals.txt").read_text(encoding="utf-8").splitlines()
 ROWS = [line for line in LINES if line and line[0] != "#"]
@@ -23,14 +23,15 @@ def files_beside(model: Path) -> list[Path]:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_refused(row, spd_run, model, script, monkeypatch) -> None:
-    status, typed, words = row.split(" | ")
-    typed, given, stdin = typed.partition(" <")
+    write_tokenizer(model, (*SPECIALS, "<think>", "</think>"))
     monkeypatch.chdir(model.parent)
     before = files_beside(model)
-    for name, meant in (("MODEL", model.name), ("LONGNAME", "x" * 300), ("NINES", "9" * 400)):
-        typed = typed.replace(name, meant)
-    stdin = stdin.strip().replace("DEEP", "[" * 100_000)
-    data = codecs.decode(stdin, "unicode_escape").encode("latin-1") if given else None
+    long = {"LONGNAME": "x" * 300, "NINES": "9" * 400, "DEEP": "[" * 100_000}
+    for name, meant in {"MODEL": model.name, **long}.items():
+        row = row.replace(name, meant)
+    status, typed, words = row.split(" | ")
+    typed, given, stdin = typed.partition(" <")
+    data = codecs.decode(stdin.strip(), "unicode_escape").encode("latin-1") if given else None
     ran = spd_run(*shlex.split(typed), stdin=data)
     said = words.split(" ; ")
     if "--json" in typed.split():

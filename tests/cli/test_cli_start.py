@@ -20,8 +20,8 @@ from spd.cli.commands import COMMAND_TABLE, COMMANDS, build_app
 from tests.cli.conftest import refused
 
 ROOT = Path(__file__).resolve().parents[2]
-LIGHT = {"torch", "triton", "numpy", "transformers", "huggingface_hub", "pydantic"}
-LIGHT |= {"jinja2", "prompt_toolkit", "uvicorn"}
+LIGHT = {"torch", "triton", "numpy", "transformers", "huggingface_hub", "pydantic", "jinja2"}
+LIGHT |= {"prompt_toolkit", "uvicorn"}
 HEAVY = LIGHT | {"tokenizers", "safetensors", "importlib.metadata", "secrets", "spd.formats.model_config"}
 WRITERS = {"spd.formats.writer", "tempfile"}
 STYLED = {"rich.markdown", "rich.traceback", "markdown_it", "pygments"}
@@ -33,22 +33,12 @@ OF_COMMANDS = {**QUESTION, "COMP_WORDS": "spd ", "COMP_CWORD": "1"}
 
 
 def loaded_after(*argv: str, run: str = "from spd.__main__ import main\nmain()", **environment: str) -> Any:
-    """Standard output, and the modules in memory, after `spd ARGV` in a new process."""
-    code = (
-        "import sys, os, atexit\n"
-        "os._exit = sys.exit\n"  # so that this hears of the end
-        "atexit.register(lambda: print('\\n'.join(sys.modules), file=sys.stderr))\n"
-        f"sys.argv = ['spd', *{list(argv)!r}]\n"
-        f"{run}"
-    )
+    """Standard output, and the modules in memory, after `spd ARGV` in a new process that hears of its end."""
+    hears = "os._exit = sys.exit\natexit.register(lambda: print('\\n'.join(sys.modules), file=sys.stderr))\n"
+    code = f"import sys, os, atexit\n{hears}sys.argv = ['spd', *{list(argv)!r}]\n{run}"
+    pipes = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=True,
-        stdin=subprocess.DEVNULL,
-        env=os.environ | environment,
+        [sys.executable, "-c", code], cwd=ROOT, check=True, env=os.environ | environment, **pipes
     )
     return done.stdout, set(done.stderr.split())
 
@@ -80,12 +70,6 @@ def test_help_of_no_command_loads_anything_heavy() -> None:
     assert all(f"spd {name}" in out for name in COMMANDS) and not modules & HEAVY
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_list_of_commands_has_a_row_for_each(name: str, spd_run: Callable) -> None:
-    rows = [line for line in spd_run("--help").text.splitlines() if line.startswith(f"  {name} ")]
-    assert len(rows) == 1 and rows[0].split(maxsplit=1)[1] == COMMAND_TABLE[name][1]
-
-
 def test_a_missing_numpy_is_no_news() -> None:
     """A torch without it warns on import, and spd does not pass it on."""
     code = (
@@ -108,30 +92,31 @@ def test_programs_are_not_looked_for_in_the_working_folder(spd_run, tmp_path, mo
 
 
 def test_no_words_at_all_show_help_of_this_editions_commands(spd_run: Callable) -> None:
-    ran = spd_run()
     names = "chat generate serve bench compare explain verify inspect convert-mtp quantize pull ls rm doctor"
     assert tuple(get_command(build_app()).commands) == COMMANDS == (*names.split(), "completions")
-    assert ran.code == 0 and all(f"\n  {name} " in ran.text for name in COMMANDS) and ran.err == ""
-
-
-def test_help_has_panels_and_examples(spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
-    text = spd_run("generate", "--help").text
-    panels = [
-        text.index(f"\n{name}:\n")
-        for name in ("Most used", "Prompt and sampling", "Model and drafts", "Output", "Advanced")
+    ran = spd_run()
+    rows = re.findall(r"^  (\S+) +(.*)", ran.text, re.MULTILINE)
+    assert ran.code == 0 and ran.err == ""
+    assert [row for row in rows if row[0] in COMMANDS] == [
+        (name, COMMAND_TABLE[name][1]) for name in COMMANDS
     ]
-    assert panels == sorted(panels)
-    assert "Examples:" in text and "spd generate --stats" in text and "\x1b" not in text
 
 
-@pytest.mark.parametrize("columns", ["60", "200"])
+def test_help_has_panels_and_examples(spd_run: Callable) -> None:
+    text = spd_run("generate", "--help").text
+    panels = ["Most used", "Prompt and sampling", "Model and drafts", "Output", "Advanced"]
+    assert [name for name in re.findall(r"^(\w.*):$", text, re.MULTILINE) if name in panels] == panels
+    assert "spd generate --stats" in text.partition("Examples:")[2] and "\x1b" not in text
+
+
+@pytest.mark.parametrize("columns", [60, 100, 200])
 @pytest.mark.parametrize("name", ["", *COMMANDS])
-def test_help_cuts_no_name_at_any_width(name, columns, spd_run, monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
+def test_help_cuts_no_name_at_any_width_and_is_short(name, columns, spd_run, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
     ran = spd_run(*([name] if name else []), "--help")
     text, _, examples = ran.text.partition("Examples:")
-    assert ran.code == 0 and examples and max(map(len, text.splitlines())) <= int(columns)
+    assert ran.code == 0 and examples and max(map(len, text.splitlines())) <= columns
+    assert columns != 100 or len(ran.text.splitlines()) <= 70
     app: Any = get_command(build_app())
     command = app.commands[name] if name else app
     names = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
@@ -143,23 +128,17 @@ def test_help_cuts_no_name_at_any_width(name, columns, spd_run, monkeypatch) -> 
 
 def test_usage_errors_as_json(spd_run: Callable) -> None:
     ran = spd_run("--json", "generate", "--temperature", "warm")
-    shown = ran.json["error"]
-    assert (ran.code, shown["code"], shown["exit"], ran.err) == (2, "usage", 2, "")
-    assert shown["fix"] == ["spd generate --help"]
+    assert ran.json["error"].items() >= {"code": "usage", "exit": 2, "fix": ["spd generate --help"]}.items()
+    assert (ran.code, ran.err) == (2, "")
 
 
+HELP = "spd generate --help"
 ERRORS = [
-    (errors.UsageError("x"), "spd generate --help"),
-    (errors.NotFoundError("x"), "check the name"),
-    (errors.CheckpointError("x"), "another model folder"),
-    (errors.IncompatibleError("x"), "spd generate --help"),
-    (errors.ResourceError("x"), "ask for less"),
-    (errors.EngineError("x"), "-vv"),
-    (errors.CheckFailedError("x", fix=["y"]), "y"),
-    (errors.PartialError("x"), "--help"),
-    (errors.NetworkError("x"), "--help"),
-    (errors.SpdError("x"), "-vv"),
-    (ValueError("x"), "-vv"),
+    *((errors.UsageError("x"), HELP), (errors.NotFoundError("x"), "check the name")),
+    *((errors.CheckpointError("x"), "another model folder"), (errors.IncompatibleError("x"), HELP)),
+    *((errors.ResourceError("x"), "ask for less"), (errors.EngineError("x"), "-vv")),
+    *((errors.CheckFailedError("x", fix=["y"]), "fix: y"), (errors.PartialError("x"), "--help")),
+    *((errors.NetworkError("x"), "--help"), (errors.SpdError("x"), "-vv"), (ValueError("x"), "-vv")),
 ]
 
 
@@ -173,16 +152,12 @@ def test_every_exit_code_is_told_and_tried() -> None:
 
 def test_errors_are_written_where_what_to_type_is_added() -> None:
     """But for a rank that has lost the others and everything else with them."""
-    writers = [
-        path.name
-        for path in (ROOT / "spd").rglob("*.py")
-        if re.search(r"""["']error:""", path.read_text(encoding="utf-8"))
-    ]
-    assert sorted(writers) == ["output.py", "rank.py"]
+    said = [path for path in (ROOT / "spd").rglob("*.py") if re.search(r"""["']error:""", path.read_text())]
+    assert sorted(path.name for path in said) == ["output.py", "rank.py"]
 
 
 @pytest.mark.parametrize(("error", "fix"), ERRORS)
 def test_every_error_has_a_fix_and_keeps_its_status(error, fix, spd_run, model, script) -> None:
     script.fail, script.pieces = error, ["", "", ""]
     ran = spd_run("generate", "-m", model, "Hi", "-o", os.devnull)
-    refused(ran, getattr(error, "exit_code", 1), f"fix: {fix}" if fix == "y" else fix)
+    refused(ran, getattr(error, "exit_code", 1), fix)

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from spd.cli.parser import CUT
 from spd.cli.text.prompt import ThinkingSplitter, parted
 from spd.runtime.engine.request import ThinkingBudget
-from tests.cli.conftest import SPECIALS, TEMPLATE, program, refused, write_tokenizer
+from tests.cli.conftest import SPECIALS, TEMPLATE, program, write_tokenizer
 from tests.cli.test_cli_signals import program as slow_program
 from tests.cli.test_cli_signals import start
 from tests.cli.test_cli_terminal import on_terminal
@@ -129,22 +128,6 @@ def test_a_shape_stands_in_the_channel_of_the_answer(spd_run: Callable, model: P
 
 
 # -- --think ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("command", ["generate", "chat"])
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        *(([flag, "5"], f"fix: {now}") for flag, now in CUT.items() if "think" in flag),
-        (["--think"], "option '--think' requires an argument"),
-        (["--think", "Hi"], "--think Hi: on, off, hide or a number of tokens?"),
-        (["--think", "-1"], "--think -1: on, off, hide or a number of tokens?"),
-        (["--think", "99999999"], "thinking budget 99999999 is out of range"),
-    ],
-)
-def test_what_think_does_not_take(command, argv, words, spd_run, model) -> None:
-    write_tokenizer(model, (*SPECIALS, "<think>", "</think>"))
-    refused(spd_run(command, "-m", model, *argv, stdin=b"Hi\n"), 2, words)
 
 
 @pytest.mark.parametrize(

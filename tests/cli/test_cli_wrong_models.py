@@ -13,7 +13,7 @@ import pytest
 
 from spd.formats.demo import demo_eagle3_folder
 from spd.formats.mtp import head_config
-from tests.cli.conftest import refused, write_model
+from tests.cli.conftest import write_model
 from tests.recipes.mtp_folders import write_hollow
 from tests.recipes.published_hybrids import Entry, Release, config_of, mtp_tensors, text_tensors
 
@@ -114,18 +114,6 @@ def test_it_is_said_what_it_is(thing, code, words, fix, taken, things, spd_run) 
             said, _, fixes = ran.err.partition("\n  fix: ")
             assert ran.code == code and said.startswith("error: ") and words in said, (name, ran)
             assert "\n" not in said and fix in fixes, (name, ran)
-
-
-@pytest.mark.parametrize(
-    ("name", "code", "words"),
-    [
-        ("gone/m.GGUF", 4, "GGUF is not supported"),
-        (f"{HUB}/tree/main", 2, "fix: spd pull org/name\n"),
-        ("demo", 2, "is built in"),
-    ],
-)
-def test_what_cannot_be_downloaded(name: str, code: int, words: str, spd_run: Callable) -> None:
-    refused(spd_run("pull", name), code, words)
 
 
 DENSE = Release(64, 96, 4, 2, 1, 32)

@@ -323,19 +323,3 @@ def test_a_detached_server_ends_after_idle_time(tmp_path: Path) -> None:
     refused, told = (spd(tmp_path, "serve", "./none", *words) for words in ([], ["--detach"]))
     assert refused.returncode == 3 and (told.returncode, told.stderr) == (3, refused.stderr)
     assert not list((tmp_path / "spd").iterdir())
-
-
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (["--host", "0.0.0.0"], "there is no key"),
-        (["--api-key", ""], "--api-key is empty"),
-        (["--port", "99999"], "out of range"),
-        (["--port", "-1"], "out of range"),
-        (["--idle", "soon"], "not a time"),
-        (["--host", "192.0.2.1", "--api-key", "k"], "cannot listen"),
-    ],
-)
-def test_what_is_refused_before_loading(home: Path, words: list[str], why: str) -> None:
-    ran = spd(home, "serve", *words)
-    assert ran.returncode == 2 and why in ran.stderr
