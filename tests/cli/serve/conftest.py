@@ -9,7 +9,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,13 @@ from spd.cli.serve.run import Server, listen
 from spd.cli.text.job import plan_settings
 from spd.formats.chat_template import ChatTemplate
 from spd.runtime.engine.driver import EngineThread
+from spd.runtime.engine.grammar import GrammarCompiler, GrammarError
 from spd.runtime.engine.metrics import RequestMetrics
 from spd.runtime.engine.request import Event
 
 SLOTS = 4
+QUESTION = "What does os.path.join do?"
+MESSAGES = [{"role": "user", "content": QUESTION}]
 
 
 @dataclass
@@ -52,29 +55,35 @@ class Served:
         except ValueError:
             return response.status, text
 
-    def chat(self, content: str = "What does os.path.join do?", **fields: Any) -> dict[str, Any]:
-        """A chat completion that has to succeed."""
-        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 16, **fields}
-        status, answer = self.send("POST", "/v1/chat/completions", body)
+    def ask(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Any:
+        """The answer to what has to succeed."""
+        status, answer = self.send("POST", path, body, headers)
         assert status == 200, answer
         return answer
+
+    def chat(self, content: str = QUESTION, **fields: Any) -> dict[str, Any]:
+        """A chat completion that has to succeed."""
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 16, **fields}
+        return self.ask("/v1/chat/completions", body)
+
+    def say(self, **fields: Any) -> str:
+        """The text of the first choice of such a completion, which is greedy."""
+        return self.chat(temperature=0, **fields)["choices"][0]["message"]["content"]
 
     def stream(self, path: str = "/v1/chat/completions", **fields: Any) -> list[Any]:
         """The events of a streamed completion."""
         body = {"max_tokens": 16, **fields, "stream": True}
         if "chat" in path:
-            body.setdefault("messages", [{"role": "user", "content": "What does os.path.join do?"}])
-        status, text = self.send("POST", path, body)
-        assert status == 200, text
-        events = [line[6:] for line in text.split("\n\n") if line.startswith("data: ")]
+            body.setdefault("messages", MESSAGES)
+        events = [line[6:] for line in self.ask(path, body).split("\n\n") if line.startswith("data: ")]
         assert events.pop() == "[DONE]"
         return [json.loads(event) for event in events]
 
     def named_events(self, path: str, **body: Any) -> list[dict[str, Any]]:
         """The events of a stream of another API, each of which is named as it says itself."""
-        status, text = self.send("POST", path, {**body, "stream": True})
-        assert status == 200, text
-        lines = [event.split("\n") for event in text.split("\n\n") if event]
+        lines = [
+            event.split("\n") for event in self.ask(path, {**body, "stream": True}).split("\n\n") if event
+        ]
         events = [json.loads(data.removeprefix("data: ")) for _, data in lines]
         assert [name.removeprefix("event: ") for name, _ in lines] == [event["type"] for event in events]
         return events
@@ -151,12 +160,27 @@ class Scripted:
             listener(Event(request.id, tuple(self._tokenizer.encode(piece)), piece))
         listener(Event(request.id, (), "", self.reason))
 
+    @property
+    def prompts(self) -> list[str]:
+        """What each request made the model read."""
+        return [self._tokenizer.decode(each.prompt_ids, skip_special=False) for each in self.requests]
+
     def metrics(self, name: str) -> RequestMetrics:
         """Of any request."""
         return RequestMetrics(prompt_tokens=9, cached_tokens=4, completion_tokens=7)
 
     def forget(self, request: Any, listener: Any) -> None:
         """Nothing runs."""
+
+
+def is_allowed(compiler: GrammarCompiler, grammar: Any, ids: list[int]) -> bool:
+    """Whether a grammar takes a whole text."""
+    matcher = compiler.compile(grammar, (258,))
+    with suppress(GrammarError):
+        for token in ids:
+            matcher.accept(token)
+        return bool(matcher.complete)
+    return False
 
 
 @contextmanager
