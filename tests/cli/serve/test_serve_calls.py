@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spd.cli.serve import wishes
-from spd.cli.serve.forms import (
-    CALL_BEGIN,
-    CALL_END,
-    FORMS,
-    MARKS,
-    QUOTE,
-    SECTION,
-    SEPARATOR,
-    CallParser,
-    Form,
-    Tools,
-    call_form,
-)
+from spd.cli.serve.forms import CALL_BEGIN as BEGIN
+from spd.cli.serve.forms import CALL_END as END
+from spd.cli.serve.forms import FORMS, MARKS, QUOTE, SECTION, CallParser, Form, Tools, call_form
+from spd.cli.serve.forms import SEPARATOR as SEP
 from spd.formats.folder import ModelFolder
-from spd.runtime.engine.grammar import GrammarCompiler, GrammarError
+from spd.runtime.engine.grammar import GrammarCompiler
 from spd.runtime.engine.request import GrammarText
 from tests.cli.conftest import SPECIALS, write_tokenizer
+from tests.cli.serve.conftest import is_allowed
 from tests.every_template import found
 
 WEATHER = {
@@ -45,24 +37,33 @@ BOTH: list[Call] = [*ONE, ("now", {})]
 
 OBJECT, NOW = f'{{"name": "get_weather", "arguments": {ARGS}}}', '{"name":"now","arguments":{}}'
 REVERSED = f'{{"arguments": {ARGS}, "name": "get_weather"}}'
-LLAMA_OBJECT, LLAMA_NOW = (text.replace('"arguments"', '"parameters"') for text in (OBJECT, NOW))
+LLAMA, LLAMA_NOW = (text.replace('"arguments"', '"parameters"') for text in (OBJECT, NOW))
 CITY, DAYS = '<parameter=city>\nPa"ris}{ \\\n</parameter>\n', "<parameter=days>\n3\n</parameter>\n"
 KEYS = '<arg_key>city</arg_key>\n<arg_value>Pa"ris}{ \\</arg_value>\n'
 KEYS += "<arg_key>days</arg_key><arg_value>3</arg_value>"
-OWN: list[Call] = [("now", {"a": "\nx\n"})]
 LINES = "<parameter=a>\n\nx\n\n</parameter>\n"
 LINES_GLM = "now\n<arg_key>a</arg_key>\n<arg_value>\nx\n</arg_value>\n"
-JSON, OLD = "```json\n", f"{CALL_BEGIN}function{SEPARATOR}"
+JSON, OLD = "```json\n", f"{BEGIN}function{SEP}"
 KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 KIMI_CALL, KIMI_ARGUMENTS = "<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>"
+LFM, LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
+PYTHON = "get_weather(city='Pa\"ris}{ \\\\', days=3)"
 INVOKED = (
     '<invoke name="get_weather">\n<parameter name="city">Pa"ris}{ \\</parameter>\n'
     '<parameter name="days">3</parameter>\n</invoke>\n'
 )
-ATEM = INVOKED.replace("invoke", "atem:invoke").replace("parameter", "atem:parameter")
-ATEM = f"<atem:function_calls>\n{ATEM}</atem:function_calls>"
+INVOKED_NOW = '<invoke name="now">\n</invoke>\n'
+ATEM, ATEM_NOW = (
+    f"<atem:function_calls>\n{text}</atem:function_calls>".replace("invoke", "atem:invoke").replace(
+        "param", "atem:param"
+    )
+    for text in (INVOKED, INVOKED_NOW)
+)
+COMMAND = f'{{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {ARGS}}}'
+COMMAND_NOW = '{"tool_call_id": "1", "tool_name": "now", "parameters": {}}'
 COMMENTARY = "<|channel|>commentary to=functions."
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+QUOTED = '"b, c: <tool_call|>"'
 
 
 def tag(text: str) -> str:
@@ -70,144 +71,112 @@ def tag(text: str) -> str:
     return f"<tool_call>\n{text}\n</tool_call>\n"
 
 
-LFM, LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
-PYTHON = "get_weather(city='Pa\"ris}{ \\\\', days=3)"
-VALUES, QUOTED = ("f", {"a": [True, None], "b": {"c": True}}), ("f", {"a": "b, c: <tool_call|>"})
-HERMES, QWEN = "Hermes, Qwen3", "Qwen3-Coder, Qwen3.5"
-CASES: dict[str, tuple[str, str, str, list[Call]]] = {
-    "hermes": (HERMES, f"Let me see.\n{tag(OBJECT)}", "Let me see.", ONE),
-    "hermes two, arguments first": (HERMES, tag(REVERSED) + tag(NOW), "", BOTH),
-    "hermes arguments in a string": (HERMES, tag(OBJECT.replace(ARGS, json.dumps(ARGS))), "", ONE),
-    "hermes a brace too many": (HERMES, tag(OBJECT + "}") + "So.", "\nSo.", ONE),
-    "hermes a mark in a string": (
-        HERMES,
+def now(**arguments: Any) -> list[Call]:
+    """The one call of a reply."""
+    return [("now", arguments)]
+
+
+def gemma(text: str) -> str:
+    return f"<|tool_call>call:{text}<tool_call|>"
+
+
+CASES: dict[str, str | tuple[str, list[Call]] | tuple[str, list[Call], str]] = {
+    "Hermes": (f"Let me see.\n{tag(OBJECT)}", ONE, "Let me see."),
+    "Hermes: two, arguments first": (tag(REVERSED) + tag(NOW), BOTH),
+    "Hermes: arguments in a string": (tag(OBJECT.replace(ARGS, json.dumps(ARGS))), ONE),
+    "Hermes: a brace too many": (tag(OBJECT + "}") + "So.", ONE, "\nSo."),
+    "Hermes: a mark in a string": (
         tag('{"name": "now", "arguments": {"a": "</tool_call>"}}'),
-        "",
-        [("now", {"a": "</tool_call>"})],
+        now(a="</tool_call>"),
     ),
-    "hermes no call": (HERMES, "1 < 2 and <tool_ is no tag", "1 < 2 and <tool_ is no tag", []),
-    "hermes no JSON": (HERMES, "a <tool_call>[1]</tool_call> b", "a <tool_call>[1]</tool_call> b", []),
-    "hermes no object": (HERMES, *2 * [tag('{"name": "now", "arguments": [1]}')], []),
-    "hermes broken, then whole": (HERMES, tag("{'name") + tag(NOW), tag("{'name").rstrip(), BOTH[1:]),
-    "hermes cut before a name": (HERMES, 'a <tool_call>{"na', 'a <tool_call>{"na', []),
-    "qwen": (QWEN, "Yes." + tag(f"<function=get_weather>\n{CITY}{DAYS}</function>"), "Yes.", ONE),
-    "qwen, marks in a value": (
-        QWEN,
+    "Hermes: no call": "1 < 2 and <tool_ is no tag",
+    "Hermes: no JSON": "a <tool_call>[1]</tool_call> b",
+    "Hermes: no object": tag('{"name": "now", "arguments": [1]}'),
+    "Hermes: broken, then whole": (tag("{'name") + tag(NOW), now(), tag("{'name").rstrip()),
+    "Hermes: cut before a name": 'a <tool_call>{"na',
+    "Qwen3": ("Yes." + tag(f"<function=get_weather>\n{CITY}{DAYS}</function>"), ONE, "Yes."),
+    "Qwen3: marks in a value": (
         tag("<function=now>\n<parameter=a>\n</parameter> x </tool_call>\n</parameter>\n</function>"),
-        "",
-        [("now", {"a": "</parameter> x </tool_call>"})],
+        now(a="</parameter> x </tool_call>"),
     ),
-    "qwen, newlines of a value's own": (QWEN, tag(f"<function=now>\n{LINES}</function>"), "", OWN),
-    "glm, newlines of a value's own": ("GLM-4.5, GLM-4.7", tag(LINES_GLM), "", OWN),
-    "qwen without arguments": (QWEN, tag("<function=now>\n</function>"), "", BOTH[1:]),
-    "qwen without an end": (QWEN, tag(f"<function=get_weather>\n{CITY}{DAYS}"), "", ONE),
-    "qwen cut": (QWEN, *2 * [f"<tool_call>\n<function=get_weather>\n{CITY}".rstrip()], []),
-    "seed": (
-        "Seed-OSS",
-        f"<seed:tool_call><function=get_weather>{CITY}{DAYS}</function></seed:tool_call>",
-        "",
-        ONE,
+    "Qwen3: newlines of a value's own": (tag(f"<function=now>\n{LINES}</function>"), now(a="\nx\n")),
+    "Qwen3: without arguments": (tag("<function=now>\n</function>"), now()),
+    "Qwen3: without an end": (tag(f"<function=get_weather>\n{CITY}{DAYS}"), ONE),
+    "Qwen3: cut": f"<tool_call>\n<function=get_weather>\n{CITY}".rstrip(),
+    "Seed": (f"<seed:tool_call><function=get_weather>{CITY}{DAYS}</function></seed:tool_call>", ONE),
+    "GLM": (tag(f"get_weather\n{KEYS}") + tag("now"), BOTH),
+    "GLM: newlines of a value's own": (tag(LINES_GLM), now(a="\nx\n")),
+    "MiniMax": (f"A<minimax:tool_call>\n{INVOKED}{INVOKED_NOW}</minimax:tool_call>", BOTH, "A"),
+    "Llama": (LLAMA, ONE),
+    "Llama: tagged, two": (f"<|python_tag|>{LLAMA}; {LLAMA_NOW}", BOTH),
+    "Llama: JSON that is no call": '{"name": "Ada", "age": 3}',
+    "Llama: text": "<b>It is {now}.</b>",
+    "Llama: as Python": (f"[{PYTHON}, now()]", BOTH),
+    "Llama: Python in a text": "[now()] is what I would call.",
+    "Llama: a list": "[1] says so.",
+    "LFM2": (f"So.{LFM}[{PYTHON}, now()]{LFM_END}", BOTH, "So."),
+    "LFM2: values of JSON": (
+        f"{LFM}[now(a=[true, null], b={{'c': True}})]{LFM_END}",
+        now(a=[True, None], b={"c": True}),
     ),
-    "glm": ("GLM-4.5, GLM-4.7", tag(f"get_weather\n{KEYS}") + tag("now"), "", BOTH),
-    "minimax": (
-        "MiniMax M2",
-        f'A<minimax:tool_call>\n{INVOKED}<invoke name="now">\n</invoke>\n</minimax:tool_call>',
-        "A",
+    "LFM2: no call": f"{LFM}[{{1}}]{LFM_END} x",
+    "Granite": (f"<|tool_call|>[{OBJECT}, {NOW}]", BOTH),
+    "Nemotron": (f"Hm.<TOOLCALL>[{OBJECT}, {NOW}]</TOOLCALL>", BOTH, "Hm."),
+    "Command": (f"<|START_ACTION|>[\n    {COMMAND},\n    {COMMAND_NOW}\n]<|END_ACTION|>", BOTH),
+    "Mistral before": (f"Hm. [TOOL_CALLS] [{OBJECT}, {NOW}]", BOTH, "Hm."),
+    "Mistral": (f"[TOOL_CALLS]get_weather[CALL_ID]abc[ARGS]{ARGS}[TOOL_CALLS]now{{}}", BOTH),
+    "DeepSeek V3.1": (
+        f"So:{SECTION[0]}{BEGIN}get_weather{SEP}{ARGS}{END}{BEGIN}now{SEP}{{}}{END}{SECTION[1]}",
         BOTH,
-    ),
-    "llama": ("Llama 3", LLAMA_OBJECT, "", ONE),
-    "llama tagged, two": ("Llama 3", f"<|python_tag|>{LLAMA_OBJECT}; {LLAMA_NOW}", "", BOTH),
-    "llama JSON that is no call": ("Llama 3", *2 * ['{"name": "Ada", "age": 3}'], []),
-    "llama text": ("Llama 3", *2 * ["<b>It is {now}.</b>"], []),
-    "llama, as Python": ("Llama 3", f"[{PYTHON}, now()]", "", BOTH),
-    "llama Python in a text": ("Llama 3", *2 * ["[now()] is what I would call."], []),
-    "llama a list": ("Llama 3", *2 * ["[1] says so."], []),
-    "lfm": ("LFM2", f"So.{LFM}[{PYTHON}, now()]{LFM_END}", "So.", BOTH),
-    "lfm values of JSON": ("LFM2", f"{LFM}[f(a=[true, null], b={{'c': True}})]{LFM_END}", "", [VALUES]),
-    "lfm no call": ("LFM2", *2 * [f"{LFM}[{{1}}]{LFM_END} x"], []),
-    "granite": ("Granite 3", f"<|tool_call|>[{OBJECT}, {NOW}]", "", BOTH),
-    "nemotron": ("Nemotron Nano 2", f"Hm.<TOOLCALL>[{OBJECT}, {NOW}]</TOOLCALL>", "Hm.", BOTH),
-    "command": (
-        "Command R7B, A",
-        f'<|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {ARGS}}},\n'
-        '    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>',
-        "",
-        BOTH,
-    ),
-    "mistral array": ("Mistral before 2025", f"Hm. [TOOL_CALLS] [{OBJECT}, {NOW}]", "Hm.", BOTH),
-    "mistral names": (
-        "Mistral",
-        f"[TOOL_CALLS]get_weather[CALL_ID]abc[ARGS]{ARGS}[TOOL_CALLS]now{{}}",
-        "",
-        BOTH,
-    ),
-    "deepseek 3.1": (
-        "DeepSeek V3.1",
-        f"So:{SECTION[0]}{CALL_BEGIN}get_weather{SEPARATOR}{ARGS}{CALL_END}{CALL_BEGIN}now{SEPARATOR}{{}}{CALL_END}{SECTION[1]}",
         "So:",
+    ),
+    "DeepSeek V3": (
+        f"{SECTION[0]}{OLD}get_weather\n{JSON}{ARGS}\n```{END}\n{OLD}now\n{JSON}{{}}\n```{END}{SECTION[1]}",
         BOTH,
     ),
-    "deepseek 3": (
-        "DeepSeek V3",
-        f"{SECTION[0]}{OLD}get_weather\n{JSON}{ARGS}\n```{CALL_END}\n{OLD}now\n{JSON}{{}}\n```{CALL_END}{SECTION[1]}",
-        "",
-        BOTH,
-    ),
-    "kimi": (
-        "Kimi K2",
+    "Kimi": (
         f"{KIMI[0]}{KIMI_CALL}get_weather:0{KIMI_ARGUMENTS}{ARGS}<|tool_call_end|>"
         f"{KIMI_CALL}now:1{KIMI_ARGUMENTS}{{}}<|tool_call_end|>{KIMI[1]}",
-        "",
         BOTH,
     ),
-    "gemma": (
-        "Gemma 4",
-        f'A<|tool_call>call:get_weather{{city:{QUOTE}Pa"ris}}{{ \\{QUOTE},days:3}}<tool_call|>'
-        "<|tool_call>call:now{}<tool_call|>",
+    "Gemma": (
+        "A" + gemma(f'get_weather{{city:{QUOTE}Pa"ris}}{{ \\{QUOTE},days:3}}') + gemma("now{}"),
+        BOTH,
         "A",
-        BOTH,
     ),
-    "gemma nested": (
-        "Gemma 4",
-        f"<|tool_call>call:now{{a:[{{b:null,c:{QUOTE}x:y{QUOTE}}},true]}}<tool_call|>",
-        "",
-        [("now", {"a": [{"b": None, "c": "x:y"}, True]})],
+    "Gemma: nested": (
+        gemma(f"now{{a:[{{b:null,c:{QUOTE}x:y{QUOTE}}},true]}}"),
+        now(a=[{"b": None, "c": "x:y"}, True]),
     ),
-    "gemma texts of JSON": (
-        "Gemma 4",
-        '<|tool_call>call:f{a:"b, c: <tool_call|>"}<tool_call|>',
-        "",
-        [QUOTED],
-    ),
-    "gemma broken": ("Gemma 4", *2 * ["<|tool_call>call:now{a:b c}<tool_call|>"], []),
-    "harmony": (
-        "gpt-oss",
-        f"{THOUGHT}{COMMENTARY}get_weather <|constrain|>json<|message|>{ARGS}<|call|>",
-        "",
-        ONE,
-    ),
-    "harmony, name first": (
-        "gpt-oss",
+    "Gemma: texts of JSON": (gemma(f"now{{a:{QUOTED}}}"), now(a=json.loads(QUOTED))),
+    "Gemma: broken": gemma("now{a:b c}"),
+    "gpt-oss": (f"{THOUGHT}{COMMENTARY}get_weather <|constrain|>json<|message|>{ARGS}<|call|>", ONE),
+    "gpt-oss: name first": (
         f"<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>{ARGS}",
-        "",
         ONE,
     ),
-    "harmony two objects": ("gpt-oss", f"{COMMENTARY}now<|message|>{{}} {{}}", " {}", BOTH[1:]),
-    "muse": (
-        "Muse-Glimmer",
+    "gpt-oss: two objects": (f"{COMMENTARY}now<|message|>{{}} {{}}", now(), " {}"),
+    "gpt-oss: text": (f"{THOUGHT}<|channel|>final<|message|>Sunny < 3<|return|>", [], "Sunny < 3"),
+    "gpt-oss: no JSON": f"{COMMENTARY}now<|message|>{{a",
+    "gpt-oss: without channels": '{"a": 3}',
+    "Muse": (
         f" to=self<|message|>Hm.<|eom|><|start|>assistant to=get_weather<|message|>{ATEM}<|eom|>"
-        '<|start|>assistant to=now<|message|><atem:function_calls>\n<atem:invoke name="now">'
-        "\n</atem:invoke>\n</atem:function_calls><|eot|>",
-        "",
+        f"<|start|>assistant to=now<|message|>{ATEM_NOW}<|eot|>",
         BOTH,
     ),
-    "muse text": ("Muse-Glimmer", " to=user<|message|>Sunny < 3<|eot|>", "Sunny < 3", []),
-    "muse broken": ("Muse-Glimmer", f" to=now<|message|>{ATEM[:60]}", ATEM[:60], []),
-    "gigachat": ("GigaChat 3.1", f"So.<|function_call|>{OBJECT}", "So.", ONE),
-    "harmony text": ("gpt-oss", f"{THOUGHT}<|channel|>final<|message|>Sunny < 3<|return|>", "Sunny < 3", []),
-    "harmony no JSON": ("gpt-oss", *2 * [f"{COMMENTARY}now<|message|>{{a"], []),
-    "harmony without channels": ("gpt-oss", *2 * ['{"a": 3}'], []),
+    "Muse: text": (" to=user<|message|>Sunny < 3<|eot|>", [], "Sunny < 3"),
+    "Muse: broken": (f" to=now<|message|>{ATEM[:60]}", [], ATEM[:60]),
+    "GigaChat": (f"So.<|function_call|>{OBJECT}", ONE, "So."),
 }
+"""A form and what is odd, with a reply, its calls and its text; a reply alone is all text."""
+
+
+def case_of(name: str) -> tuple[str, str, str, list[Call]]:
+    """Form, reply, text and calls."""
+    case, begin = CASES[name], name.partition(":")[0]
+    form = min((form for form in FORMS if form.startswith(begin)), key=len)
+    reply, calls, content = (case, [], case) if isinstance(case, str) else (*case, "")[:3]
+    return form, reply, content, calls
 
 
 def tools_of(form: str, **wishes: Any) -> Tools:
@@ -224,23 +193,19 @@ def parse(form: str, pieces: list[str]) -> tuple[str, list[Call]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_form_at_every_boundary(case: str) -> None:
-    form, text, content, calls = CASES[case]
-    expected = content, calls
-    assert parse(form, [text]) == expected
-    assert parse(form, list(text)) == expected
-    for cut in range(1, len(text)):
-        assert parse(form, [text[:cut], text[cut:]]) == expected, text[:cut]
+    form, text, *expected = case_of(case)
+    assert parse(form, [text]) == parse(form, list(text)) == tuple(expected)
     chance = random.Random(case)
-    for _ in range(50):
-        cuts = sorted(chance.sample(range(len(text)), min(5, len(text))))
-        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        assert parse(form, pieces) == expected, pieces
+    cuts = [sorted(chance.sample(range(len(text)), min(5, len(text)))) for _ in range(50)]
+    for each in (*([cut] for cut in range(1, len(text))), *cuts):
+        pieces = [text[a:b] for a, b in zip([0, *each], [*each, len(text)], strict=True)]
+        assert parse(form, pieces) == tuple(expected), pieces
 
 
-@pytest.mark.parametrize("case", [case for case, (_, _, _, calls) in CASES.items() if calls])
+@pytest.mark.parametrize("case", [case for case in CASES if case_of(case)[3]])
 def test_a_cut_reply_holds_whole_calls_only(case: str) -> None:
     """What a length limit cut holds the first calls of what would have come; what is no call is text."""
-    form, text, content, calls = CASES[case]
+    form, text, content, calls = case_of(case)
     for cut in range(len(text)):
         told, calls_found = parse(form, [text[:cut]])
         assert calls_found == calls[: len(calls_found)], text[:cut]
@@ -250,55 +215,51 @@ def test_a_cut_reply_holds_whole_calls_only(case: str) -> None:
 
 
 def test_a_call_comes_when_it_is_whole_and_text_that_is_none_at_once() -> None:
-    parser = CallParser(tools_of(HERMES))
+    parser = CallParser(tools_of("Hermes, Qwen3"))
     assert parser.feed('<tool_call>{"name": "get_weather", "arguments": {"city": "Par') == []
     (piece,) = parser.feed('is"}}')
     assert (piece.name, piece.text) == ("get_weather", '{"city": "Paris"}')
-    assert [piece.text for piece in CallParser(tools_of("Llama 3")).feed("{now} it")] == [
-        "{now} it"
-    ]  # cannot be one
+    (piece,) = CallParser(tools_of("Llama 3")).feed("{now} it")  # cannot be one
+    assert piece.text == "{now} it"
 
 
 def test_a_template_says_which_form() -> None:
-    for name, form in FORMS.items():
-        assert call_form(f"{{% if tools %}}{' '.join(form.signs or (form.opening,))}{{% endif %}}") is form, (
-            name
-        )
+    for form in FORMS.values():
+        assert call_form(f"{{% if tools %}}{' '.join(form.signs or (form.opening,))}{{% endif %}}") is form
     guessed = call_form("nothing")
-    assert guessed == FORMS[HERMES] and Tools(FUNCTIONS, guessed).grammar is None
+    assert guessed == FORMS["Hermes, Qwen3"] and Tools(FUNCTIONS, guessed).grammar is None
 
 
 def test_a_call_keeps_the_id_that_the_model_gave() -> None:
     """Kimi's templates show it to the model in place of the name."""
-    pieces = CallParser(tools_of("Kimi K2")).feed(CASES["kimi"][1])
+    pieces = CallParser(tools_of("Kimi K2")).feed(case_of("Kimi")[1])
     assert [piece.id for piece in pieces] == ["functions.get_weather:0", "functions.now:1"]
 
 
 def call_text(form: Form, *, required: bool = False) -> str:
-    """A call in a form's own marks, which hold it together as a grammar does, with {} for its arguments."""
-    call = form.call.replace("NAME", "get_weather").replace("ARGUMENTS", "{}").replace("#", "0")
+    """A call in a form's own marks, which hold it together as a grammar does, for the weather in Paris."""
+    said, pairs = ARGS, form.pairs
+    if pairs is not None:
+        city = json.dumps(PARIS["city"]) if pairs.quote is None else pairs.quote + PARIS["city"] + pairs.quote
+        written = (pairs.text.replace("KEY", key).replace("VALUE", "{}") for key in PARIS)
+        said = pairs.comma.join(written).replace("{}", city, 1).replace("{}", "3", 1)
+    call = form.call.replace("NAME", "get_weather").replace("#", "0")
     opening = "" if form.is_bare and required else form.opening
     text = opening + (f"[{call}]" if form.is_array else call) + form.closing
-    return text if form.channels is None else form.channels.call.replace("NAME", "get_weather") + text
+    if form.channels is not None:
+        text = form.channels.call.replace("NAME", "get_weather") + text
+    return text.replace("ARGUMENTS", said)
 
 
-def arguments_text(form: Form) -> str:
-    """Paris in a form."""
-    if (pairs := form.pairs) is None:
-        return ARGS
-    city = json.dumps(PARIS["city"]) if pairs.quote is None else pairs.quote + PARIS["city"] + pairs.quote
-    written = (pairs.text.replace("KEY", key).replace("VALUE", "{}") for key in PARIS)
-    return pairs.comma.join(written).replace("{}", city, 1).replace("{}", "3", 1)
+@functools.cache
+def demo_compiler() -> GrammarCompiler:
+    demo = ModelFolder.named("demo")
+    return GrammarCompiler(demo.path, demo.config.vocab_size)
 
 
-def is_allowed(compiler: GrammarCompiler, grammar: GrammarText, ids: list[int]) -> bool:
-    """Whether a grammar takes a whole text."""
-    matcher = compiler.compile(grammar, (258,))
-    with suppress(GrammarError):
-        for token in ids:
-            matcher.accept(token)
-        return bool(matcher.complete)
-    return False
+def takes(grammar: GrammarText, text: str) -> bool:
+    """Whether a grammar takes a text in the tokens of the demo, for which marks are texts."""
+    return is_allowed(demo_compiler(), grammar, ModelFolder.named("demo").tokenizer.encode(text))
 
 
 def wrong(text: str) -> str:
@@ -311,29 +272,22 @@ def wrong(text: str) -> str:
 def test_a_call_that_may_come_is_held_once_its_mark_has_come(form: str, special: bool, model: Path) -> None:
     """Marks are tokens, special ones or not; before them, and behind calls, any text is allowed."""
     written = FORMS[form]
-    marks = sorted(mark for mark in MARKS if mark in "".join((*written[:3], arguments_text(written))))
+    call = call_text(written)
+    marks = sorted(mark for mark in MARKS if mark in "".join((*written[:3], call)))
     write_tokenizer(model, (*SPECIALS, *marks))
     file = json.loads((model / "tokenizer.json").read_text())
     for token in file["added_tokens"]:
         token["special"] = special or token["content"] in SPECIALS
     (model / "tokenizer.json").write_text(json.dumps(file))
     tokenizer = ModelFolder.of(model).tokenizer
-    body = {"tools": [{"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}]}
+    body = {"tools": [wishes.function({"name": "get_weather", "parameters": WEATHER})]}
     tools = wishes.tools_of(body, f"tools {' '.join(written.signs or (written.opening,))}", tokenizer)
-    grammar = tools.grammar
+    grammar, compiler = tools.grammar, GrammarCompiler(model, 320)
     assert grammar.after == tokenizer.token_to_id(written.opening) and grammar.optional
-    compiler, call = GrammarCompiler(model, 320), call_text(written).replace("{}", arguments_text(written), 1)
-    for said, may_be in (
-        ("Well", True),
-        (f"Well. {call}", True),
-        (f"{call} So.", True),
-        (f"{call}\n{call}", True),
-        (f"{call} So. {call} So.", True),
-        (call.replace("get_weather", "get_money"), False),
-        (wrong(call), False),
-        (f"{call} So. {wrong(call)}", False),
-    ):
-        assert is_allowed(compiler, grammar, tokenizer.encode(said, parse_special=True)) is may_be, said
+    fine = ("Well", f"Well. {call}", f"{call} So.", f"{call}\n{call}", f"{call} So. {call} So.")
+    for said in (*fine, call.replace("get_weather", "get_money"), wrong(call), f"{call} So. {wrong(call)}"):
+        ids = tokenizer.encode(said, parse_special=True)
+        assert is_allowed(compiler, grammar, ids) is (said in fine), said
 
 
 @pytest.mark.parametrize("how", ["required", "strict", "auto"])
@@ -344,15 +298,13 @@ def test_calls_are_held_to_their_schemas(form: str, how: str) -> None:
     if (grammar := tools.grammar) is None:
         assert (written.is_bare and how != "required") or (written.channels and how == "auto")
         return
-    demo = ModelFolder.named("demo")
-    compiler = GrammarCompiler(demo.path, demo.config.vocab_size)
     text = "Well. " * (how != "required" and not written.channels)
-    said = call_text(written, required=how == "required").replace("{}", arguments_text(written), 1)
+    said = call_text(written, required=how == "required")
     ends = [(said, True), (said.replace("get_w", "get_m"), False), (wrong(said), False)]
     if text:
         ends += [(f"{said} So.", True), (f"{said} So. {said}", True), (f"{said} So. {wrong(said)}", False)]
     for end, may_be in ends:
-        assert is_allowed(compiler, grammar, demo.tokenizer.encode(text + end)) is may_be, end
+        assert takes(grammar, text + end) is may_be, end
     told, calls = replies(tools, list(text + said))
     assert [(name, json.loads(one)) for name, one in calls] == ONE and told.strip() == text.strip()
 
@@ -361,52 +313,38 @@ def test_calls_are_held_to_their_schemas(form: str, how: str) -> None:
 def test_a_reply_is_a_call_or_follows_a_schema(form: str) -> None:
     """Where a format is asked for beside tools; where a call has to come, the format says nothing."""
     schema = {"type": "object", "properties": {"days": {"type": "integer"}}, "required": ["days"]}
-    answer, written, demo = GrammarText("schema", json.dumps(schema)), FORMS[form], ModelFolder.named("demo")
-    compiler = GrammarCompiler(demo.path, demo.config.vocab_size)
-    call = call_text(written).replace("{}", arguments_text(written), 1)
-    said = (written.channels.answer if written.channels else "") + '{"days": 3}'
+    answer, written = GrammarText("schema", json.dumps(schema)), FORMS[form]
+    call, said = call_text(written), (written.channels.answer if written.channels else "") + '{"days": 3}'
     tools = tools_of(form, answer=answer)
     assert tools.held and tools.grammar is not None and not tools.grammar.optional
-    for text, may_be in (
-        *((said, True), (call, True), (wrong(said), False), (wrong(call), False)),
-        *((said.replace('{"days": 3}', "Well"), False), (call.replace("get_w", "get_m"), False)),
-    ):
-        assert is_allowed(compiler, tools.grammar, demo.tokenizer.encode(text)) is may_be, text
+    others = (wrong(said), wrong(call), said.replace('{"days": 3}', "Well"), call.replace("get_w", "get_m"))
+    for text in (said, call, *others):
+        assert takes(tools.grammar, text) is (text not in others), text
     assert replies(tools, list(said)) == ('{"days": 3}', []) and len(replies(tools, list(call))[1]) == 1
     assert tools_of(form, answer=answer, required=True).grammar == tools_of(form, required=True).grammar
 
 
 NUMBERED = {
     "Kimi K2": f"{KIMI[0]}{KIMI_CALL}now:12{KIMI_ARGUMENTS}{{}}<|tool_call_end|>{KIMI[1]}",
-    "Command R7B, A": '<|START_ACTION|>[{"tool_call_id": "12", "tool_name": "now", "parameters": {}}]'
-    "<|END_ACTION|>",
+    "Command R7B, A": f"<|START_ACTION|>[{COMMAND_NOW.replace('1', '12', 1)}]<|END_ACTION|>",
 }
 
 
 @pytest.mark.parametrize("form", NUMBERED)
 def test_calls_are_numbered_through_a_conversation(form: str) -> None:
     """A grammar that began with 0 in each reply would give the same id to calls of several turns."""
-    tools, said, demo = tools_of(form, required=True), NUMBERED[form], ModelFolder.named("demo")
-    assert tools.grammar is not None
-    compiler = GrammarCompiler(demo.path, demo.config.vocab_size)
-    assert is_allowed(compiler, tools.grammar, demo.tokenizer.encode(said))
-    assert replies(tools, list(said)) == ("", [("now", "{}")])
-    for wrong_one in (said.replace("12", "x"), said.replace("12", "")):
-        assert not is_allowed(compiler, tools.grammar, demo.tokenizer.encode(wrong_one))
+    tools, said = tools_of(form, required=True), NUMBERED[form]
+    assert takes(tools.grammar, said) and replies(tools, list(said)) == ("", [("now", "{}")])
+    assert not any(takes(tools.grammar, said.replace("12", other)) for other in ("x", ""))
 
 
 def test_arguments_with_commas_are_held_whichever_there_are() -> None:
     """All that have to come, in their order, with nothing but commas between them."""
     schema = {"type": "object", "properties": {key: {"type": "integer"} for key in "abc"}, "required": ["b"]}
     grammar = Tools({"f": schema, "g": {}}, FORMS["LFM2"], required=True).grammar
-    demo = ModelFolder.named("demo")
-    compiler = GrammarCompiler(demo.path, demo.config.vocab_size)
-    for said, may_be in (
-        *((said, True) for said in ("f(b=1)", "f(a=1, b=2)", "f(b=1, c=2)", "f(a=1, b=2, c=3), g()")),
-        *((said, False) for said in ("f()", "f(a=1)", "f(a=1b=2)", "f(b=1, )", "f(, b=1)", "f(c=1, b=2)")),
-    ):
-        text = f"{LFM}[{said}]{LFM_END}"
-        assert is_allowed(compiler, grammar, demo.tokenizer.encode(text)) is may_be, said
+    fine = ("f(b=1)", "f(a=1, b=2)", "f(b=1, c=2)", "f(a=1, b=2, c=3), g()")
+    for said in (*fine, "f()", "f(a=1)", "f(a=1b=2)", "f(b=1, )", "f(, b=1)", "f(c=1, b=2)"):
+        assert takes(grammar, f"{LFM}[{said}]{LFM_END}") is (said in fine), said
 
 
 def replies(tools: Tools, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
