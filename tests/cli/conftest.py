@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -234,6 +235,14 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
         vars(spd.runtime), "Engine", lambda config, progress=None: FakeEngine(config, said, progress)
     )
     return said
+
+
+def until(true: Callable[[], object], seconds: float = 60) -> None:
+    """Wait for another thread or process."""
+    ends = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < ends
+        time.sleep(0.005)
 
 
 @dataclass(frozen=True)

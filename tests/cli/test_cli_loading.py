@@ -17,16 +17,21 @@ from typing import Any
 
 import pytest
 
+import spd.runtime
 from spd.cli.chat.loop import ChatModel
 from spd.cli.commands.chat import ChatOptions
 from spd.cli.text import output as module
 from spd.cli.text.output import Console, Ticker, loading
 from spd.kernels.native import build
 from spd.runtime import EngineConfig, Request, SamplingParams
+from spd.runtime.engine import assembly
 from spd.runtime.engine.driver import EngineThread
+from spd.runtime.engine.engine import Engine
 from spd.runtime.load.progress import LoadProgress, Phase
+from spd.runtime.plan import machine
+from spd.runtime.round.round import Round
 from tests.cli import conftest
-from tests.cli.conftest import program, refused
+from tests.cli.conftest import failing, program, refused, until
 from tests.cli.test_cli_output import Terminal
 from tests.cli.test_cli_terminal import on_terminal
 
@@ -85,10 +90,7 @@ def test_nothing_is_shown_to_the_quiet_and_to_files(terminal: Terminal) -> None:
 
 
 def test_a_terminal_that_has_gone_stops_nothing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(text: str) -> int:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(terminal, "write", gone)
+    monkeypatch.setattr(terminal, "write", failing(OSError(5, "Input/output error")))
     load(terminal, Console(), *STEPS)
 
 
@@ -132,20 +134,15 @@ def test_the_time_to_load_is_part_of_the_statistics(spd_run: Callable, model: Pa
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
     """A folder with a config.json and nothing else."""
-    from tests.cli.conftest import CONFIG
-
-    folder = tmp_path / "bare"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"eos_token_id": None}))
+    (folder := tmp_path / "bare").mkdir()
+    (folder / "config.json").write_text(json.dumps(conftest.CONFIG | {"eos_token_id": None}))
     return folder
 
 
 def test_random_weights_need_one_file(spd_run: Callable, bare: Path, random_weights: None) -> None:
-    argv = ["generate", "-m", bare, "--prompt-ids", "5,6,7", "-n", "6"]
-    argv += ["--temperature", "0", "--threads", "1"]
+    argv = ["generate", "-m", bare, "--prompt-ids", "5,6,7", "-n", 6, "--temperature", 0, "--threads", 1]
     ran = spd_run(*argv)
-    assert ran.code == 0 and re.fullmatch(r"\d+(,\d+){5}\n", ran.text), ran
-    assert ran.err == ""
+    assert ran.code == 0 and re.fullmatch(r"\d+(,\d+){5}\n", ran.text) and ran.err == "", ran
     shown = spd_run(*argv, "--json").json
     assert shown["token_ids"] == [int(token) for token in ran.text.split(",")]
     assert shown["plan"]["load"] == "dummy" and shown["timings"]["load_ms"] > 0
@@ -156,52 +153,26 @@ def test_random_weights_cannot_read_text(spd_run: Callable, bare: Path) -> None:
     refused(spd_run("generate", "-m", bare, "--prompt-ids", "1,2"), 4, "model.safetensors")
 
 
-def test_too_much_is_refused_before_anything_is_loaded(spd_run, bare, monkeypatch, random_weights) -> None:
-    from spd.runtime.engine import assembly
-    from spd.runtime.plan import machine
-
-    monkeypatch.setattr(machine, "free_memory", lambda device: 2**18)
-    monkeypatch.setattr(assembly, "load_model", None)
-    argv = ["generate", "-m", bare, "--prompt-ids", "1", "--ctx", "128"]
-    refused(spd_run(*argv), 5, "not enough memory on cpu", "weights", "workspace", "(frees ")
-
-
 def test_memory_that_runs_out_ends_with_5(spd_run, bare, monkeypatch, random_weights) -> None:
-    from spd.runtime.engine import assembly
-    from spd.runtime.round.round import Round
-
-    def none(*_: object, **__: object) -> None:
-        raise MemoryError
-
     argv = ["generate", "-m", bare, "--prompt-ids", "1,2", "--threads", "1"]
-    monkeypatch.setattr(Round, "run", none)
+    monkeypatch.setattr(Round, "run", failing(MemoryError()))
     ran = spd_run(*argv, "-q", "-o", os.devnull)
     refused(ran, 5, "out of memory on cpu while running", "(frees ")
-    monkeypatch.setattr(assembly, "load_model", none)
+    monkeypatch.setattr(assembly, "load_model", failing(MemoryError()))
     ran = spd_run(*argv, "--json")
     assert ran.code == 5 and ran.json["error"]["code"] == "out_of_memory"
     assert "while loading" in ran.json["error"]["message"]
+    monkeypatch.setattr(machine, "free_memory", lambda device: 2**18)
+    monkeypatch.setattr(assembly, "load_model", None)
+    ran = spd_run("generate", "-m", bare, "--prompt-ids", "1", "--ctx", "128")
+    refused(ran, 5, "not enough memory on cpu", "weights", "workspace", "(frees ")
 
 
-WAIT = 60
 PARAMS = SamplingParams(temperature=0.5)
 
 
-def until(true: Callable[[], object]) -> None:
-    """Wait for another thread."""
-    deadline = time.monotonic() + WAIT
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def engine_thread(model: Path) -> EngineThread:
-    def build(progress: Any) -> Any:
-        from spd.runtime import Engine
-
-        return Engine(EngineConfig(model=model), progress=progress)
-
-    thread = EngineThread(build, lambda: [PARAMS])
+    thread = EngineThread(lambda progress: spd.runtime.Engine(EngineConfig(model=model)), lambda: [PARAMS])
     thread.start()
     return thread
 
@@ -210,7 +181,7 @@ def test_who_asks_waits_for_one_capture_at_most(model: Path, script: Any) -> Non
     """It goes on where it was interrupted once the request has ended."""
     asked, script.captures = threading.Event(), 5
     added: list[int] = []
-    script.on_capture = lambda number: number == 2 and asked.wait(WAIT)
+    script.on_capture = lambda number: number == 2 and asked.wait(60)
     script.on_step = lambda step: added.append(len(script.engine.captured))
     thread = engine_thread(model)
     assert thread.engine() is script.engine, "a caller that waits for loading waits for no capture"
@@ -224,10 +195,7 @@ def test_who_asks_waits_for_one_capture_at_most(model: Path, script: Any) -> Non
 
 
 def test_a_capture_that_breaks_breaks_nothing_else(model: Path, script: Any) -> None:
-    def broken(number: int) -> None:
-        raise RuntimeError("no capture")
-
-    script.on_capture = broken
+    script.on_capture = failing(RuntimeError("no capture"))
     thread = engine_thread(model)
     assert [event.text for event in thread.run(Request("a", (1, 2), PARAMS))] == ["Hello", " wörld", "!"]
     assert script.engine.captured and thread.close()
@@ -245,23 +213,18 @@ def test_a_chat_expects_its_own_parameters(model: Path, script: Any) -> None:
     assert (params.temperature, params.logprobs) == (0.3, None) and chat.close()
 
 
-@pytest.mark.parametrize(("lines", "together"), [(1, None), (4, None), (5, 4)])
-def test_a_batch_of_all_slots_is_captured_for(
-    spd_run, model, monkeypatch, random_weights, lines, together
-) -> None:
+def test_a_batch_that_fills_all_slots_is_captured_for(spd_run, model, monkeypatch, random_weights) -> None:
     """With the parameters of the command; a shorter one captures what it runs."""
-    from spd.runtime.engine.engine import Engine
+    asked: list[tuple[float, int]] = []
 
-    asked: list[tuple[list[SamplingParams], int]] = []
-    monkeypatch.setattr(
-        Engine, "capture_ahead", lambda self, params, together: asked.append((list(params), together))
-    )
-    argv = ["--jsonl", "-m", model, "--threads", 1, "--concurrency", 4, "-n", 2]
-    ran = spd_run("generate", *argv, "--temperature", 0.7, stdin=b'{"prompt": "Hi"}\n' * lines)
-    assert ran.code == 0
-    assert [(params[0].temperature, together) for params, together in asked] == (
-        [] if together is None else [(0.7, together)]
-    )
+    def capture(self: Engine, params: list[SamplingParams], together: int) -> None:
+        asked.append((params[0].temperature, together))
+
+    monkeypatch.setattr(Engine, "capture_ahead", capture)
+    argv = ["--jsonl", "-m", model, "--threads", 1, "--concurrency", 4, "-n", 2, "--temperature", 0.7]
+    for lines, captured in ((1, []), (4, []), (5, [(0.7, 4)])):
+        assert spd_run("generate", *argv, stdin=b'{"prompt": "Hi"}\n' * lines).code == 0
+        assert asked == captured
 
 
 def test_a_missing_compiler_is_said(spd_run, model, script, monkeypatch) -> None:

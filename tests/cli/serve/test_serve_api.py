@@ -12,10 +12,7 @@ from spd.cli.commands.serve import ServeOptions
 from spd.cli.text.job import plan_settings
 from spd.cli.text.prompt import Asked
 from spd.runtime import Engine, SamplingParams
-from tests.cli.serve.conftest import Served, connected
-
-QUESTION = "What does os.path.join do?"
-MESSAGES = [{"role": "user", "content": QUESTION}]
+from tests.cli.serve.conftest import MESSAGES, QUESTION, Served, connected
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +39,14 @@ def test_many_clients_get_the_text_that_one_engine_gives_alone(served: Served, a
         return {"seed": seed, "max_tokens": 40 + seed, "temperature": 0.8 * (seed % 8 < 4)}
 
     def ask(seed: int, stream: bool) -> None:
-        content, fields = f"Explain example {seed}.", wanted(seed)
         speculative = [{"draft_max": 1}, {"spec": "off"}, {}, {"draft_max": 3}][seed % 4]
+        fields = {"speculative": speculative, **wanted(seed)}
         if stream:
-            messages = [{"role": "user", "content": content}]
-            events = served.stream(messages=messages, speculative=speculative, **fields)
+            messages = [{"role": "user", "content": f"Explain example {seed}."}]
+            events = served.stream(messages=messages, **fields)
             text = "".join(e["choices"][0]["delta"].get("content", "") for e in events)
         else:
-            answer = served.chat(content, speculative=speculative, **fields)
-            text = answer["choices"][0]["message"]["content"]
+            text = served.chat(f"Explain example {seed}.", **fields)["choices"][0]["message"]["content"]
         found[seed, stream] = text
 
     threads = [threading.Thread(target=ask, args=(s, b)) for s in range(8) for b in (True, False)]
@@ -112,46 +108,37 @@ def test_a_stream_says_what_the_whole_says(served: Served) -> None:
 
 
 def test_stop_bias_and_limits_reach_the_engine(served: Served) -> None:
-    plain = served.chat(temperature=0, max_tokens=24)["choices"][0]["message"]["content"]
+    plain = served.say(max_tokens=24)
     stopped = served.chat(temperature=0, max_tokens=24, stop=plain[10:16])["choices"][0]
     assert stopped["message"]["content"] == plain[:10] and stopped["finish_reason"] == "stop"
     answer = served.chat(temperature=0, max_completion_tokens=3, max_tokens=3)
     assert answer["usage"]["completion_tokens"] == 3
-    token = served.send("POST", "/tokenize", {"prompt": " the"})[1]["tokens"][0]
-    biased = served.chat(temperature=0, max_tokens=4, logit_bias={str(token): 100})
-    assert biased["choices"][0]["message"]["content"] == " the" * 4
+    token = served.ask("/tokenize", {"prompt": " the"})["tokens"][0]
+    assert served.say(max_tokens=4, logit_bias={str(token): 100}) == " the" * 4
 
 
 def test_completions(served: Served) -> None:
-    body = {"prompt": ["def read(", "import "], "max_tokens": 6, "temperature": 0}
-    status, answer = served.send("POST", "/v1/completions", body)
-    assert status == 200 and answer["object"] == "text_completion"
-    assert len(answer["choices"]) == 2
-    events = served.stream("/v1/completions", prompt="def read(", temperature=0, max_tokens=6)
+    fields = {"max_tokens": 6, "temperature": 0}
+    answer = served.ask("/v1/completions", {"prompt": ["def read(", "import "], **fields})
+    assert answer["object"] == "text_completion" and len(answer["choices"]) == 2
+    events = served.stream("/v1/completions", prompt="def read(", **fields)
     text = "".join(event["choices"][0]["text"] for event in events)
     assert text == answer["choices"][0]["text"]
     ids = served.service.settings.vocabulary.need_tokenizer().encode("def read(", add_special=True)
-    status, again = served.send(
-        "POST", "/v1/completions", {"prompt": ids, "max_tokens": 6, "temperature": 0, "logprobs": 2}
-    )
-    choice = again["choices"][0]
+    choice = served.ask("/v1/completions", {"prompt": ids, "logprobs": 2, **fields})["choices"][0]
     assert choice["text"] == text and "".join(choice["logprobs"]["tokens"]) == text
     assert choice["logprobs"]["text_offset"][0] == 0 and len(choice["logprobs"]["top_logprobs"][0]) == 2
 
 
 def test_structured_output(served: Served) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 22]}},
-        "required": ["ok", "n"],
-        "additionalProperties": False,
-    }
+    kinds = {"ok": {"type": "boolean"}, "n": {"enum": [1, 22]}}
+    schema = {"type": "object", "properties": kinds, "required": ["ok", "n"], "additionalProperties": False}
     wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
     said = served.chat(response_format=wanted, max_tokens=60)["choices"][0]
     value = json.loads(said["message"]["content"])
     assert isinstance(value["ok"], bool) and value["n"] in (1, 22) and said["finish_reason"] == "stop"
-    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 3}}}
-    body = {"messages": MESSAGES, "response_format": bad}
+    wanted["json_schema"] = {"name": "x", "schema": {"type": 3}}
+    body = {"messages": MESSAGES, "response_format": wanted}
     refused = served.send("POST", "/v1/chat/completions", body)
     assert refused[0] == 400 and refused[1]["error"]["code"] == "grammar"
 
@@ -163,46 +150,37 @@ TOOLS = [
 ]
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_time"}}])
-def test_calls_that_have_to_come(served: Served, choice: Any, stream: bool) -> None:
+def test_calls_that_have_to_come(served: Served, choice: Any) -> None:
+    """Streamed as they are whole."""
     fields = {"tools": TOOLS, "tool_choice": choice, "max_tokens": 150, "parallel_tool_calls": False}
     for seed in range(3):
-        if stream:
-            deltas = [e["choices"][0] for e in served.stream(seed=seed, **fields)]
-            pieces = [call for one in deltas for call in one["delta"].get("tool_calls", ())]
-            names = [call["function"]["name"] for call in pieces if "name" in call["function"]]
-            arguments = "".join(call["function"]["arguments"] for call in pieces)
-            reason = deltas[-1]["finish_reason"]
-            assert not any(one["delta"].get("content") for one in deltas)
-        else:
-            said = served.chat(seed=seed, **fields)["choices"][0]
-            calls = said["message"]["tool_calls"]
-            assert said["message"]["content"] is None
-            names = [call["function"]["name"] for call in calls]
-            arguments, reason = calls[0]["function"]["arguments"], said["finish_reason"]
-        assert len(names) == 1 and names[0] in (
-            ("get_weather", "get_time") if choice == "required" else ("get_time",)
-        )
-        assert list(json.loads(arguments)) == ["city"]
-        assert reason == ("tool_calls" if choice == "required" else "stop")
+        said = served.chat(seed=seed, **fields)["choices"][0]
+        (call,) = (each["function"] for each in said["message"]["tool_calls"])
+        assert said["message"]["content"] is None and list(json.loads(call["arguments"])) == ["city"]
+        assert call["name"] in (("get_weather", "get_time") if choice == "required" else ("get_time",))
+        assert said["finish_reason"] == ("tool_calls" if choice == "required" else "stop")
+        deltas = [event["choices"][0] for event in served.stream(seed=seed, **fields)]
+        pieces = [each["function"] for one in deltas for each in one["delta"].get("tool_calls", ())]
+        assert [piece["name"] for piece in pieces if "name" in piece] == [call["name"]]
+        assert "".join(piece["arguments"] for piece in pieces) == call["arguments"]
+        assert not any(one["delta"].get("content") for one in deltas)
+        assert deltas[-1]["finish_reason"] == said["finish_reason"]
 
 
 def test_a_template_without_tools_refuses_calls_that_may_come(served: Served) -> None:
     status, answer = served.send("POST", "/v1/chat/completions", {"messages": MESSAGES, "tools": TOOLS})
     assert status == 400 and answer["error"]["param"] == "tools"
     assert "leave them out" in answer["error"]["message"]
-    assert served.chat(tools=[])["choices"][0]["message"]["content"]
-    assert served.chat(tools=TOOLS, tool_choice="none")["choices"][0]["message"]["content"]
+    assert served.say(tools=[]) and served.say(tools=TOOLS, tool_choice="none")
 
 
 def test_the_rest(served: Served) -> None:
     assert served.send("GET", "/health")[1]["status"] == "ok"
-    _, models = served.send("GET", "/v1/models")
-    assert models["data"][0]["id"] == "demo" and served.send("GET", "/v1/models/demo")[0] == 200
-    assert served.send("GET", "/v1/models/other")[0] == 404
-    ids = served.send("POST", "/tokenize", {"messages": MESSAGES})[1]
-    text = served.send("POST", "/detokenize", {"tokens": ids["tokens"]})[1]["prompt"]
+    assert served.send("GET", "/v1/models")[1]["data"][0]["id"] == "demo"
+    assert [served.send("GET", f"/v1/models/{name}")[0] for name in ("demo", "other")] == [200, 404]
+    ids = served.ask("/tokenize", {"messages": MESSAGES})["tokens"]
+    text = served.ask("/detokenize", {"tokens": ids})["prompt"]
     assert text == f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
     figures = served.send("GET", "/metrics")[1]
     named = dict(line.rsplit(" ", 1) for line in figures.splitlines() if not line.startswith("#"))

@@ -54,9 +54,8 @@ INVOKED = (
 )
 INVOKED_NOW = '<invoke name="now">\n</invoke>\n'
 ATEM, ATEM_NOW = (
-    f"<atem:function_calls>\n{text}</atem:function_calls>".replace("invoke", "atem:invoke").replace(
-        "param", "atem:param"
-    )
+    f"<atem:function_calls>\n{text.replace('invoke', 'atem:invoke').replace('param', 'atem:param')}"
+    "</atem:function_calls>"
     for text in (INVOKED, INVOKED_NOW)
 )
 COMMAND = f'{{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {ARGS}}}'

@@ -17,9 +17,8 @@ import pytest
 
 from spd.cli.serve import http as front
 from spd.cli.serve import run
-from tests.cli.serve.conftest import SLOTS, Served, connected, serving
-
-MESSAGES = [{"role": "user", "content": "Hello"}]
+from tests.cli.conftest import until
+from tests.cli.serve.conftest import MESSAGES, SLOTS, Served, connected, serving
 
 
 @pytest.fixture(scope="module")
@@ -30,68 +29,68 @@ def small() -> Iterator[Served]:
 
 
 KEY = {"Authorization": "Bearer secret"}
+CHAT = "/v1/chat/completions"
+
+
+def head(length: int) -> bytes:
+    """The head of a request whose body is so long."""
+    lines = (
+        f"POST {CHAT} HTTP/1.1",
+        "Host: localhost",
+        f"Content-Length: {length}",
+        "Authorization: Bearer secret",
+    )
+    return "\r\n".join((*lines, "", "")).encode()
 
 
 def begin(served: Served, tokens: int = 3000, **fields: Any) -> http.client.HTTPConnection:
-    """A stream whose head has come; what follows is not read."""
+    """A request that is answered for long; a stream's head has come, and what follows is not read."""
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
     body = {"messages": MESSAGES, "max_tokens": tokens, "ignore_eos": True, "stream": True, **fields}
-    connection.request("POST", "/v1/chat/completions", json.dumps(body), KEY)
-    assert connection.getresponse().status == 200
+    connection.request("POST", CHAT, json.dumps(body), KEY)
+    assert not body["stream"] or connection.getresponse().status == 200
     return connection
 
 
-def settle(served: Served, most: int = 0) -> float:
-    """Wait until no more than `most` requests run or wait; for how long that was."""
+def settle(served: Served) -> float:
+    """Wait until no more requests run or wait; for how long that was."""
     began = time.monotonic()
-    while served.service.open > most:
-        assert time.monotonic() - began < 30
-        time.sleep(0.005)
+    until(lambda: served.service.open == 0)
     return time.monotonic() - began
 
 
 def test_a_key_is_wanted(small: Served) -> None:
-    for headers, status in ((None, 401), ({"Authorization": "Bearer wrong"}, 401), (KEY, 200)):
-        found, answer = small.send("GET", "/v1/models", None, headers)
-        assert found == status
-        assert status == 200 or answer["error"]["code"] == "invalid_api_key"
-    assert small.send("GET", "/v1/models", None, {"Authorization": "secret"})[0] == 401
-    assert small.send("GET", "/health")[0] == 200
+    for key in ("Bearer wrong", "secret", None):
+        found, answer = small.send("GET", "/v1/models", None, {"Authorization": key} if key else None)
+        assert (found, answer["error"]["code"]) == (401, "invalid_api_key")
+    assert small.send("GET", "/v1/models", None, KEY)[0] == small.send("GET", "/health")[0] == 200
 
 
 def test_a_full_queue_says_when_to_come_again(small: Served) -> None:
     open_ones = [begin(small) for _ in range(SLOTS + 2)]
-    connection = http.client.HTTPConnection("127.0.0.1", small.port, timeout=10)
-    connection.request("POST", "/v1/chat/completions", json.dumps({"messages": MESSAGES}), KEY)
-    response = connection.getresponse()
+    response = begin(small, stream=False).getresponse()
     assert response.status == 429 and int(response.headers["Retry-After"]) >= 1
     assert json.loads(response.read())["error"]["type"] == "rate_limit_error"
     for one in open_ones:
         one.close()
     settle(small)
-    body = {"messages": MESSAGES, "max_tokens": 2}
-    assert small.send("POST", "/v1/chat/completions", body, KEY)[0] == 200
+    small.ask(CHAT, {"messages": MESSAGES, "max_tokens": 2}, KEY)
 
 
 def test_leaving_frees_a_slot_within_a_round(small: Served) -> None:
     """All slots are taken by texts of thousands of tokens; one that leaves makes room at once."""
     open_ones = [begin(small) for _ in range(SLOTS)]
     waiting: list[Any] = []
-    body = {"messages": MESSAGES, "max_tokens": 1}
-    asking = threading.Thread(
-        target=lambda: waiting.append(small.send("POST", "/v1/chat/completions", body, KEY))
-    )
+    asked = CHAT, {"messages": MESSAGES, "max_tokens": 1}, KEY
+    asking = threading.Thread(target=lambda: waiting.append(small.ask(*asked)))
     asking.start()
     time.sleep(0.3)
     assert not waiting
     open_ones.pop().close()
     asking.join(5)
-    assert waiting[0][0] == 200
-    whole = http.client.HTTPConnection("127.0.0.1", small.port, timeout=60)
-    body = {"messages": MESSAGES, "max_tokens": 3000, "ignore_eos": True}
-    whole.request("POST", "/v1/chat/completions", json.dumps(body), KEY)
-    while small.service.open < SLOTS:  # one leaves before its answer is whole
-        time.sleep(0.005)
+    assert waiting
+    whole = begin(small, stream=False)
+    until(lambda: small.service.open == SLOTS)  # one leaves before its answer is whole
     for one in (*open_ones, whole):
         one.close()
     assert settle(small) < 5
@@ -106,10 +105,8 @@ def test_a_client_that_takes_nothing_is_left(small: Served, monkeypatch: pytest.
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", small.port))
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
-        connection.sendall(f"{head}Authorization: Bearer secret\r\n\r\n".encode() + data)
-        while small.service.open == 0:
-            time.sleep(0.005)
+        connection.sendall(head(len(data)) + data)
+        until(lambda: small.service.open)
         settle(small)
     assert small.service.counters['requests_total{reason="abort"}'] == before + 1
 
@@ -117,31 +114,28 @@ def test_a_client_that_takes_nothing_is_left(small: Served, monkeypatch: pytest.
 def test_slow_bodies_and_heads(small: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front, "BODY_SECONDS", 0.3)
     monkeypatch.setattr(run, "HEADER_SECONDS", 0.3)
-    with connected(small.port) as connection:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
-        connection.sendall(f"{head}Authorization: Bearer secret\r\n\r\n{{".encode())
-        assert connection.recv(1000).startswith(b"HTTP/1.1 408")
-    with connected(small.port) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: lo")
-        assert connection.recv(1000) == b""
-    with connected(small.port) as connection:
-        assert connection.recv(1000) == b""
+    for sent, said in (
+        (head(9) + b"{", b"HTTP/1.1 408"),
+        (b"GET /health HTTP/1.1\r\nHost: lo", b""),
+        (b"", b""),
+    ):
+        with connected(small.port) as connection:
+            connection.sendall(sent)
+            assert connection.recv(1000)[: len(said) or 1] == said
 
 
 def test_one_fault_ends_no_other(small: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that the engine breaks on, though its check let it through: the others go on."""
-    engine = small.service.engine
-    add = engine.add
+    add = small.service.engine.add
 
     def breaks(request: Any) -> None:
         if request.params.seed == 13:
             raise RuntimeError("a fault of one request: /root/secret")
         add(request)
 
-    monkeypatch.setattr(engine, "add", breaks)
-    with_fault = {"messages": MESSAGES, "seed": 13, "max_tokens": 4}
+    monkeypatch.setattr(small.service.engine, "add", breaks)
     other = begin(small, tokens=40)
-    status, answer = small.send("POST", "/v1/chat/completions", with_fault, KEY)
+    status, answer = small.send("POST", CHAT, {"messages": MESSAGES, "seed": 13, "max_tokens": 4}, KEY)
     assert status == 500 and answer["error"]["type"] == "server_error"
     assert "secret" not in answer["error"]["message"]
     data = b""
@@ -161,10 +155,10 @@ def test_many_prompts_at_once_take_few_threads(small: Served, monkeypatch: pytes
         return prepare(wish)
 
     monkeypatch.setattr(small.service, "prepare", slowly)
-    asked = "POST", "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1}, KEY
+    asked = CHAT, {"messages": MESSAGES, "max_tokens": 1}, KEY
     with ThreadPoolExecutor(SLOTS + 2) as pool:
-        statuses = [answer[0] for answer in pool.map(lambda _: small.send(*asked), range(SLOTS + 2))]
-    assert statuses == [200] * (SLOTS + 2) and len(used) == run.PREPARERS
+        assert all(pool.map(lambda _: small.ask(*asked), range(SLOTS + 2)))
+    assert len(used) == run.PREPARERS
 
 
 def test_a_client_of_the_socket_keeps_a_server_from_being_idle() -> None:
@@ -174,8 +168,5 @@ def test_a_client_of_the_socket_keeps_a_server_from_being_idle() -> None:
         time.sleep(1.0)
         assert not one.server.should_exit
         front.clients = 0
-        ends = time.monotonic() + 30
-        while not one.server.should_exit:
-            assert time.monotonic() < ends
-            time.sleep(0.05)
+        until(lambda: one.server.should_exit)
         one.server.warm = None
