@@ -303,6 +303,12 @@ def spd_run(monkeypatch, capfdbinary, tmp_path) -> Iterator[Run]:
         del os.environ[name]
 
 
+@pytest.fixture
+def ask(spd_run: Run, model: Path, script: Script) -> Run:
+    """`ask("--stats")` runs `generate` with the prompt Hi over the fake engine."""
+    return lambda *argv, **how: spd_run("generate", "-m", model, "Hi", *argv, **how)
+
+
 def refused(ran: Ran, code: int, *words: str) -> None:
     """Assert one well-formed refusal: its status, nothing on stdout, an error line, a fix, these words."""
     assert ran.code == code, ran

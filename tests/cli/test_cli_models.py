@@ -16,10 +16,12 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.hf_api import BlobLfsInfo, RepoSibling
 
+from spd.cli.commands import models
+from spd.cli.serve import run
 from spd.cli.signals import Interrupted
 from spd.errors import NetworkError, UsageError
 from spd.formats import hub_download
-from tests.cli.conftest import refused
+from tests.cli.conftest import failing, refused
 from tests.cli.hub_server import COMMIT, NAME, Hub, serve
 from tests.test_hostile import CONTROLS
 
@@ -58,29 +60,26 @@ def snapshot(cache: Path) -> Path:
 
 
 def test_only_what_spd_reads_is_fetched(hub: Hub, cache: Path, spd_run: Callable) -> None:
+    """Nothing twice, and by a dry run nothing of it."""
+    ran = spd_run("pull", NAME, "--dry-run", "--json")
+    assert ran.json["missing_bytes"] == ran.json["bytes"] == sum(f["size"] for f in ran.json["files"])
+    assert hub.fetched() == [] and not snapshot(cache).exists()
     ran = spd_run("pull", NAME)
     assert ran.code == 0 and ran.text == f"{snapshot(cache)}\n", ran
     wanted = {name for name in hub.files if name not in ("README.md", "pytorch_model.bin", "run.py")}
     assert {path.name for path in snapshot(cache).iterdir()} <= wanted
     assert {"config.json", "model.safetensors"} <= set(hub.fetched()) <= wanted
     before = len(hub.fetched())
-    assert spd_run("pull", NAME).code == 0 and len(hub.fetched()) == before, "nothing is fetched twice"
+    assert spd_run("pull", NAME).code == 0 and len(hub.fetched()) == before
     assert spd_run("inspect", NAME).code == 0
 
 
 def test_what_a_hub_says_steers_no_terminal(hub: Hub, cache: Path) -> None:
     hub.headers["X-HF-Warning"] = "topic; \x1b]0;own\x07 moved\x1b[2J"
     env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-m", "spd", "pull", NAME], env=env, capture_output=True, timeout=120
-    )
+    argv = [sys.executable, "-m", "spd", "pull", NAME]
+    ran = subprocess.run(argv, env=env, capture_output=True, timeout=120)
     assert ran.returncode == 0 and b" moved" in ran.stderr and not CONTROLS.search(ran.stderr), ran
-
-
-def test_a_dry_run_fetches_no_weights(hub: Hub, cache: Path, spd_run: Callable) -> None:
-    ran = spd_run("pull", NAME, "--dry-run", "--json")
-    assert ran.json["missing_bytes"] == ran.json["bytes"] == sum(f["size"] for f in ran.json["files"])
-    assert hub.fetched() == [] and not snapshot(cache).exists()
 
 
 def test_shards_are_those_that_the_index_names(hub: Hub, cache: Path, spd_run: Callable) -> None:
@@ -93,23 +92,19 @@ def test_shards_are_those_that_the_index_names(hub: Hub, cache: Path, spd_run: C
 
 
 @pytest.mark.parametrize(
-    "shard", ["../../evil.safetensors", "/etc/x.safetensors", "a\\b.safetensors", "x.bin", 3]
+    "shard", ["../../evil.safetensors", "/x.safetensors", r"a\b.safetensors", "x.bin", 3]
 )
-def test_hostile_names_in_the_index(shard: object, hub: Hub, cache: Path, spd_run: Callable) -> None:
+def test_hostile_names_in_the_index(name: object, hub: Hub, cache: Path, spd_run: Callable) -> None:
     del hub.files["model.safetensors"]
-    hub.files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": shard}}).encode()
+    hub.files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": name}}).encode()
     ran = spd_run("pull", NAME)
-    assert ran.code == 4 and "index.json: weight_map: " in ran.err and ascii(shard) in ran.err
+    assert ran.code == 4 and "index.json: weight_map: " in ran.err and ascii(name) in ran.err
     assert not list(cache.parent.rglob("*evil*"))
 
 
 def test_hostile_names_in_the_listing_are_never_asked_for(hub: Hub, cache: Path, spd_run: Callable) -> None:
-    hub.extra = [
-        "../../evil.safetensors",
-        "/tmp/evil.safetensors",
-        "..\\evil.safetensors",
-        "sub/model.safetensors",
-    ]
+    hub.extra = [f"{folder}evil.safetensors" for folder in ("../../", "/tmp/", "..\\")]
+    hub.extra.append("sub/model.safetensors")
     assert spd_run("pull", NAME).code == 0
     assert not any("evil" in path or "sub/" in path for _, path, _ in hub.log)
 
@@ -118,8 +113,7 @@ def test_a_broken_connection_goes_on_where_it_broke(hub, cache, spd_run, monkeyp
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
     hub.break_after["model.safetensors"] = [1000]
     assert spd_run("pull", NAME).code == 0
-    ranges = [wanted for _, path, wanted in hub.log if path.endswith("model.safetensors")]
-    assert "bytes=1000-" in ranges
+    assert "bytes=1000-" in [wanted for _, path, wanted in hub.log if path.endswith("model.safetensors")]
     assert (snapshot(cache) / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
 
 
@@ -141,10 +135,7 @@ def test_a_file_with_another_hash_is_removed(name: str, hub: Hub, cache: Path, s
         del hub.files["model.safetensors"]
     data = hub.files.setdefault(name, b'{"weight_map": {"a": "m.safetensors"}}')
     hub.sent[name] = bytes([data[0] ^ 1]) + data[1:]
-    ran = spd_run("pull", NAME)
-    assert (
-        ran.code == 8 and f"{name} is not the file that the hub lists" in ran.err and "hash wanted" in ran.err
-    )
+    refused(spd_run("pull", NAME), 8, f"{name} is not the file that the hub lists", "hash wanted")
     assert not (snapshot(cache) / name).exists()
     assert all(hub.sent[name] != blob.read_bytes() for blob in (cache / "models--org--Tiny/blobs").iterdir())
 
@@ -170,14 +161,12 @@ def test_no_answer_leads_out_of_the_cache(header, name, missing, hub, cache, tmp
     assert outside == before
 
 
-def test_a_link_that_leads_out_of_the_cache_is_all_that_is_removed(hub, cache, tmp_path, monkeypatch) -> None:
-    precious = tmp_path / "precious"
-    precious.write_text("all there is")
+def test_a_link_that_leads_out_of_the_cache_is_all_that_is_removed(hub, cache, tmp_path) -> None:
+    (precious := tmp_path / "precious").write_text("all there is")
     link = snapshot(cache) / "config.json"
     link.parent.mkdir(parents=True)
     link.symlink_to(precious)
-    lfs = BlobLfsInfo(size=5, sha256="0" * 64, pointer_size=1)
-    file = RepoSibling("config.json", size=5, lfs=lfs)
+    file = RepoSibling("config.json", size=5, lfs=BlobLfsInfo(size=5, sha256="0" * 64, pointer_size=1))
     with pytest.raises(NetworkError, match="is not the file that the hub lists"):
         hub_download._check_hash(NAME, file, link)
     assert precious.read_text() == "all there is" and not link.is_symlink()
@@ -191,16 +180,11 @@ def test_revisions_that_are_none(revision: str, hub: Hub, cache: Path, spd_run: 
     assert hub.log == [] and not cache.exists()
 
 
-SIBLING = {"rfilename": "config.json", "size": 1, "blobId": "0"}
-
-
+SIBLING = {"rfilename": "config.json", "size": 1, "blobId": "0", "lfs": {"sha256": "x"}}
 ANSWERS = [
-    *(b"<html>Please log in</html>", b"", b"\xff\xfe", b"[" * 100_000),
-    *(json.dumps(value).encode() for value in ([1], None, {"id": NAME, "sha": "../../x"})),
-    *(
-        json.dumps({"id": NAME, "sha": COMMIT, "siblings": files}).encode()
-        for files in ("text", [{}], [SIBLING | {"lfs": {"sha256": "x"}}])
-    ),
+    *(b"<html>Please log in</html>", b"", b"\xff\xfe", b"[" * 100_000, b"[1]", b"null"),
+    json.dumps({"id": NAME, "sha": "../../x"}).encode(),
+    *(json.dumps({"id": NAME, "sha": COMMIT, "siblings": s}).encode() for s in ("text", [{}], [SIBLING])),
 ]
 
 
@@ -214,6 +198,10 @@ def answer(status: int, error_code: str | None = None) -> Change:
     return lambda hub, patch: vars(hub).update(status=status, error_code=error_code)
 
 
+def replaced(place: Any, name: str, value: object) -> Change:
+    return lambda hub, patch: patch.setattr(place, name, value)
+
+
 def offline(hub: Hub, patch: pytest.MonkeyPatch) -> None:
     from huggingface_hub.utils import _http
 
@@ -221,38 +209,20 @@ def offline(hub: Hub, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_http, "_GLOBAL_CLIENT", None, raising=False)
 
 
-def no_room(hub: Hub, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-
-
-def full(*args: object, **options: object) -> str:
-    raise OSError(28, "No space left on device")
-
-
 GATED = ["is gated, and no token is set", f"/{NAME}, then: hf auth login", "HF_TOKEN"]
+NOWHERE, FULL = "http://127.0.0.1:9", failing(OSError(28, "No space left on device"))
+ROOM, LACKING = (lambda path: SimpleNamespace(free=1000)), ["no model.safetensors", ".bin files, which spd"]
 REFUSALS: dict[str, tuple[Change, int, list[str]]] = {
     "gated": (answer(403, "GatedRepo"), 8, GATED),
     "unknown, or no token": (answer(401, "RepoNotFound"), 3, ["no such model", "no token is set"]),
     "unknown": (answer(404, "RepoNotFound"), 3, ["no such model"]),
     "no revision": (answer(404, "RevisionNotFound"), 3, ["no such revision"]),
     "broken": (answer(500), 8, ["500"]),
-    "no hub": (
-        lambda hub, patch: patch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9"),
-        8,
-        ["cannot download org/Tiny", "127.0.0.1:9"],
-    ),
+    "no hub": (replaced(constants, "ENDPOINT", NOWHERE), 8, [f"cannot download {NAME}", "127.0.0.1:9"]),
     "offline": (offline, 8, ["HF_HUB_OFFLINE"]),
-    "no room": (no_room, 5, ["not enough disk space", "1,000 free"]),
-    "full": (
-        lambda hub, patch: patch.setattr(hub_download, "hf_hub_download", full),
-        5,
-        ["the disk is full"],
-    ),
-    "no safetensors": (
-        lambda hub, patch: hub.files.pop("model.safetensors"),
-        4,
-        ["no model.safetensors", ".bin files, which spd does not read"],
-    ),
+    "no room": (replaced(shutil, "disk_usage", ROOM), 5, ["not enough disk space", "1,000 free"]),
+    "full": (replaced(hub_download, "hf_hub_download", FULL), 5, ["the disk is full"]),
+    "no safetensors": (lambda hub, patch: hub.files.pop("model.safetensors"), 4, LACKING),
 }
 
 
@@ -264,35 +234,23 @@ def test_what_cannot_be_fetched(name, hub, spd_run, monkeypatch) -> None:
     assert hub.fetched() == []
 
 
-def test_ctrl_c_leaves_no_half_file(hub: Hub, cache: Path, monkeypatch: Any) -> None:
-    model = hub_download.look_up(NAME)
-
-    def interrupt(count: int) -> None:
-        raise Interrupted(2)
-
+def test_ctrl_c_leaves_no_half_file(hub: Hub, cache: Path) -> None:
     with pytest.raises(Interrupted):
-        hub_download.download(model, interrupt)
+        hub_download.download(hub_download.look_up(NAME), failing(Interrupted(2)))
     assert not list(cache.rglob("*.incomplete"))
-
-
-# -- consent ---------------------------------------------------------------------------------------
-
-
-def test_a_script_downloads_nothing_unasked(hub: Hub, cache: Path, spd_run: Callable, script: Any) -> None:
-    ran = spd_run("generate", "-m", NAME, "Hi", stdin=b"")
-    assert ran.code == 3 and f"spd pull {NAME}" in ran.err and hub.log == [] and not cache.exists()
 
 
 @pytest.mark.parametrize("argv", [["--raw", "--prompt-ids", "1,2"], ["--jsonl"]])
 def test_pull_is_consent(argv: list[str], hub: Hub, cache: Path, spd_run: Callable, script: Any) -> None:
+    """Without it a script downloads nothing."""
+    refused(spd_run("generate", "-m", NAME, *argv, stdin=b"Hi"), 3, f"spd pull {NAME}")
+    assert hub.log == [] and not cache.exists()
     ran = spd_run("generate", "-m", NAME, "--pull", *argv, stdin=b"")
     assert ran.code == 0 or "no lines to answer" in ran.err
     assert "model.safetensors" in hub.fetched(), ran
 
 
 def test_a_server_pulls_too(hub: Hub, cache: Path, spd_run: Callable, monkeypatch: Any) -> None:
-    from spd.cli.serve import run
-
     monkeypatch.setattr(run, "load", lambda *_: 1 / 0)
     ran = spd_run("serve", NAME, "--pull", "--port", "0")
     assert "ZeroDivisionError" in ran.err and "model.safetensors" in hub.fetched(), ran
@@ -300,16 +258,11 @@ def test_a_server_pulls_too(hub: Hub, cache: Path, spd_run: Callable, monkeypatc
 
 @pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 3), ("\n", 3), ("", 3)])
 def test_a_person_is_asked(answer, code, hub, cache, spd_run, script, monkeypatch) -> None:
-    from spd.cli.commands import models
-
     monkeypatch.setattr(models, "is_terminal", lambda stream: True)
     ran = spd_run("generate", "-m", NAME, "--prompt-ids", "1,2", stdin=answer.encode())
     assert f"download {NAME} from the hub? [y/N]" in ran.err and ran.code == code
     done = ("model.safetensors" in hub.fetched(), bool(hub.log), "iB to download" in ran.err)
     assert done == (not code,) * 3, "the hub hears of nothing before the yes"
-
-
-# -- ls and rm -------------------------------------------------------------------------------------
 
 
 def test_ls_says_what_runs_and_why_not(hub: Hub, cache: Path, spd_run: Callable) -> None:
@@ -332,8 +285,7 @@ def test_ls_says_what_runs_and_why_not(hub: Hub, cache: Path, spd_run: Callable)
 
 def test_rm_frees_and_touches_nothing_else(hub: Hub, cache: Path, tmp_path: Path, spd_run: Callable) -> None:
     spd_run("pull", NAME)
-    outside = tmp_path / "outside.bin"
-    outside.write_bytes(b"precious")
+    (outside := tmp_path / "outside.bin").write_bytes(b"precious")
     (snapshot(cache) / "link").symlink_to(outside)
     (cache / "models--org--Other" / "snapshots").mkdir(parents=True)
     ran = spd_run("rm", NAME, stdin=b"y\n")
@@ -342,23 +294,15 @@ def test_rm_frees_and_touches_nothing_else(hub: Hub, cache: Path, tmp_path: Path
     assert not (cache / "models--org--Tiny").exists() and outside.read_bytes() == b"precious"
     assert (cache / "models--org--Other").exists()
     assert spd_run("rm", "-y", NAME).code == 3
+    (cache / "models--org--Tiny").symlink_to(cache / "models--org--Other")
+    ran = spd_run("rm", "-y", NAME)
+    assert ran.code == 5 and "symbolic link" in ran.err
+    assert (cache / "models--org--Other").exists()
 
 
 @pytest.mark.parametrize(("answer", "stays"), [("n\n", True), ("", True), ("Y\n", False)])
 def test_rm_asks(answer: str, stays: bool, cache: Path, spd_run: Callable, monkeypatch: Any) -> None:
-    from spd.cli.commands import models
-
     (cache / "models--org--Tiny" / "snapshots" / COMMIT).mkdir(parents=True)
     monkeypatch.setattr(models, "is_terminal", lambda stream: True)
     ran = spd_run("rm", NAME, stdin=answer.encode())
     assert ran.code == 0 and "[y/N]" in ran.err and (cache / "models--org--Tiny").exists() == stays
-
-
-def test_rm_refuses_a_link(cache: Path, tmp_path: Path, spd_run: Callable) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    cache.mkdir()
-    (cache / "models--org--Tiny").symlink_to(elsewhere)
-    ran = spd_run("rm", "-y", NAME)
-    assert ran.code == 5 and "symbolic link" in ran.err
-    assert elsewhere.exists()

@@ -12,10 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from spd.cli.text.output import Sink
+import spd.runtime
+from spd.cli.options import GenerateOptions
+from spd.cli.signals import Interrupted, SignalGuard
+from spd.cli.text.output import Console, Session, Sink
+from spd.cli.text.reply import Delivery
+from spd.runtime import EngineConfig, Request, SamplingParams
+from tests.cli.conftest import ROOT
 from tests.cli.test_cli_terminal import on_terminal
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def program(
@@ -25,26 +29,29 @@ def program(
     pieces: int = 40,
     pause: float = 0.05,
     command: tuple[str, ...] = ("generate", "Hi"),
+    more: str = "",
 ) -> list[str]:
     """A command that runs spd with an engine that takes its time while loading or decoding.
 
     It says so where the interpreter ends while a thread of the engine runs: a real one would abort.
     """
     code = f"""
-import atexit, sys, threading, time
+import atexit, os, sys, threading, time
 sys.path.insert(0, {str(ROOT)!r})
 import spd.runtime
 from tests.cli.conftest import FakeEngine, Script
+def hang(word):
+    print(word, file=sys.stderr, flush=True)
+    time.sleep(60)
 def slow(step):
     time.sleep({pause})
     if {at!r} == "prefill" and step == 0 or {at!r} == "hang" and step == 2:
         print("hanging", file=sys.stderr, flush=True)
         while True: time.sleep(0.01)
 def build(config, progress=None):
-    if {at!r} == "load":
-        print("loading", file=sys.stderr, flush=True)
-        time.sleep(60)
+    if {at!r} == "load": hang("loading")
     return FakeEngine(config, Script(pieces=["word "] * {pieces}, on_step=slow))
+{more}
 vars(spd.runtime)["Engine"] = build
 atexit.register(lambda: threading.active_count() > 1 and print("torn down", file=sys.stderr))
 from spd.__main__ import main
@@ -59,9 +66,9 @@ def start(command: list[str], **how: object) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=ROOT, **pipes)
 
 
-def wait_for(process: subprocess.Popen[bytes], line: bytes) -> None:
+def wait_for(process: subprocess.Popen[bytes], line: str) -> None:
     """Read one line of standard error."""
-    assert process.stderr is not None and process.stderr.readline() == line
+    assert process.stderr.readline().decode() == line
 
 
 def finish(process: subprocess.Popen[bytes]) -> tuple[int, bytes, str]:
@@ -69,16 +76,20 @@ def finish(process: subprocess.Popen[bytes]) -> tuple[int, bytes, str]:
     return process.returncode, out, (err or b"").decode()
 
 
+def shell(command: list[str], redirect: str, tmp_path: Path) -> tuple[int, bytes, str]:
+    """Run a command with its streams as a shell redirects them."""
+    (tmp_path / "run.py").write_text(command[2])
+    return finish(start(["bash", "-c", f"exec '{sys.executable}' '{tmp_path / 'run.py'}' {redirect}"]))
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_decoding_keeps_the_text_and_ends_by_the_signal(signum: int, model: Path) -> None:
     process = start(program(model))
-    assert process.stdout is not None
     first = os.read(process.stdout.fileno(), 5)
     process.send_signal(signum)
     code, out, err = finish(process)
-    assert code == -signum
+    assert (code, err) == (-signum, "stopping…\n")
     assert first + out == b"word " * ((len(first + out) - 1) // 5) + b"\n"
-    assert err == "stopping…\n"
 
 
 @pytest.mark.parametrize(
@@ -87,14 +98,12 @@ def test_a_signal_while_decoding_keeps_the_text_and_ends_by_the_signal(signum: i
         ("load", [], "", "", "stopping…\n"),
         ("prefill", [], "", "\n", "stopping…\n"),  # nothing has come of the reply yet
         ("hang", ["--json", "--stats"], "", "word word ", "stopping…\n4 tok"),
-        ("hang", ["--json"], "del FakeEngine.abort\n", "word word ", ""),  # it cannot be asked any more
+        ("hang", ["--json"], "del FakeEngine.abort", "word word ", ""),  # it cannot be asked any more
     ],
 )
 def test_a_signal_while_nothing_comes(at, argv, broken, out, said, model) -> None:
-    command = program(model, *argv, at=at)
-    command[-1] = command[-1].replace("vars(spd.runtime)", f"{broken}vars(spd.runtime)")
-    process = start(command)
-    wait_for(process, b"loading\n" if at == "load" else b"hanging\n")
+    process = start(program(model, *argv, at=at, more=broken))
+    wait_for(process, "loading\n" if at == "load" else "hanging\n")
     process.send_signal(signal.SIGINT)
     code, printed, err = finish(process)
     assert code == -signal.SIGINT and err.startswith(said)
@@ -106,40 +115,29 @@ def test_a_signal_while_nothing_comes(at, argv, broken, out, said, model) -> Non
 
 
 def test_a_second_signal_ends_at_once(model: Path) -> None:
-    command = program(model, at="hang")
-    slow = "def slow_abort(self, request): print('aborting', file=sys.stderr, flush=True); time.sleep(60)"
-    command[-1] = command[-1].replace(
-        "vars(spd.runtime)", f"{slow}\nFakeEngine.abort = slow_abort\nvars(spd.runtime)"
+    process = start(
+        program(model, at="hang", more="FakeEngine.abort = lambda self, request: hang('aborting')")
     )
-    process = start(command)
-    wait_for(process, b"hanging\n")
+    wait_for(process, "hanging\n")
     process.send_signal(signal.SIGINT)
-    wait_for(process, "stopping…\n".encode())
-    wait_for(process, b"aborting\n")
+    for line in ("stopping…\n", "aborting\n"):
+        wait_for(process, line)
     process.send_signal(signal.SIGINT)
     code, _, err = finish(process)
     assert (code, err) == (-signal.SIGINT, "")
 
 
 def test_a_signal_swallowed_inside_the_engine_still_stops_the_run(model: Path, script) -> None:
-    from spd.cli.options import GenerateOptions
-    from spd.cli.signals import Interrupted, SignalGuard
-    from spd.cli.text.output import Console, Session
-    from spd.cli.text.reply import Delivery
-    from spd.runtime import Engine, EngineConfig, Request, SamplingParams
-
     guard, order = SignalGuard(), Request("0", (1,), SamplingParams())
     guard.install()
 
     def swallow(step: int) -> None:
         with contextlib.suppress(Interrupted):
-            os.kill(os.getpid(), signal.SIGINT)
+            if step == 1:
+                os.kill(os.getpid(), signal.SIGINT)
 
-    script.pieces, script.on_step = (
-        ["Hello", None, "never"],
-        lambda step: swallow(step) if step == 1 else None,
-    )
-    sink, engine = Sink(os.open(os.devnull, os.O_WRONLY)), Engine(EngineConfig(model))
+    script.pieces, script.on_step = ["Hello", None, "never"], swallow
+    sink, engine = Sink(os.open(os.devnull, os.O_WRONLY)), spd.runtime.Engine(EngineConfig(model))
     session = Session(Console(), guard, model, model)
     delivery = Delivery(session, GenerateOptions(), sink, engine, order, None)
     try:
@@ -151,11 +149,9 @@ def test_a_signal_swallowed_inside_the_engine_still_stops_the_run(model: Path, s
 
 
 def test_a_shell_loop_stops(model: Path, tmp_path: Path) -> None:
-    command = " ".join(f"'{word}'" for word in program(model, pieces=400)[:1])
     (tmp_path / "run.py").write_text(program(model, pieces=400)[2])
-    loop = f"for i in 1 2 3; do echo round; {command} {tmp_path / 'run.py'}; done"
+    loop = f"for i in 1 2 3; do echo round; '{sys.executable}' {tmp_path / 'run.py'}; done"
     process = start(["bash", "-c", loop], start_new_session=True)
-    assert process.stdout is not None
     seen = b""
     while b"word" not in seen:
         seen += os.read(process.stdout.fileno(), 100)
@@ -166,7 +162,6 @@ def test_a_shell_loop_stops(model: Path, tmp_path: Path) -> None:
 
 def test_an_ignored_signal_stays_ignored(model: Path) -> None:
     process = start(program(model, pieces=8), preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
-    assert process.stdout is not None
     first = os.read(process.stdout.fileno(), 5)
     process.send_signal(signal.SIGINT)
     code, out, err = finish(process)
@@ -183,9 +178,7 @@ def test_an_ignored_signal_stays_ignored(model: Path) -> None:
     ],
 )
 def test_a_chat_ends_whatever_its_engine_does(at: str, lines: bytes, code: int, model: Path) -> None:
-    chat = program(model, "--no-save", at=at, command=("chat",))
-    process = start(chat, stdin=subprocess.PIPE)
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    process = start(program(model, "--no-save", at=at, command=("chat",)), stdin=subprocess.PIPE)
     process.stdin.write(lines)
     process.stdin.close()
     if code == 141:
@@ -198,7 +191,6 @@ def test_a_chat_ends_whatever_its_engine_does(at: str, lines: bytes, code: int, 
 def test_a_signal_ends_a_chat_over_lines(model: Path) -> None:
     """Not one reply after the other."""
     process = start(program(model, "--no-save", pieces=400, command=("chat",)), stdin=subprocess.PIPE)
-    assert process.stdin is not None and process.stdout is not None
     process.stdin.write(b"Hi\nAgain\nOnce more\n")
     process.stdin.flush()
     assert os.read(process.stdout.fileno(), 5) == b"word "
@@ -208,19 +200,14 @@ def test_a_signal_ends_a_chat_over_lines(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("redirect", "code", "words"),
+    ("argv", "redirect", "code", "words"),
     [
-        (">/dev/full", 5, "No space left"),
-        (">&-", 5, "standard output is closed"),
-        ("2>&- <&-", 0, ""),
-        ("--json >/dev/full", 5, "No space left"),
+        *(([], ">/dev/full", 5, "No space left"), (["--json"], ">/dev/full", 5, "No space left")),
+        *(([], ">&-", 5, "standard output is closed"), ([], "2>&- <&-", 0, "")),
     ],
 )
-def test_closed_and_full_streams(redirect: str, code: int, words: str, model: Path, tmp_path: Path) -> None:
-    argv = ["--json"] if "--json" in redirect else []
-    (tmp_path / "run.py").write_text(program(model, *argv, pieces=2, pause=0)[2])
-    shell = f"exec '{sys.executable}' '{tmp_path / 'run.py'}' {redirect.replace('--json', '')}"
-    done = finish(start(["bash", "-c", shell]))
+def test_closed_and_full_streams(argv, redirect, code, words, model, tmp_path) -> None:
+    done = shell(program(model, *argv, pieces=2, pause=0), redirect, tmp_path)
     assert done[0] == code, done
     assert words in done[2] and "Traceback" not in done[2] and "Exception ignored" not in done[2]
 
@@ -254,16 +241,11 @@ def test_the_exit_status_stands_whatever_the_streams_are(words: str, code: int, 
 
 
 def test_no_opened_file_takes_the_number_of_a_closed_stream(model: Path, tmp_path: Path) -> None:
-    code = program(model, "-o", str(tmp_path / "out"), pieces=2, pause=0)[2]
-    look = f"""
-    import os
-    with open({str(tmp_path / "fd")!r}, "w") as file:
-        file.write(" ".join(os.readlink(f"/proc/self/fd/{{n}}") for n in range(3)))
-"""
-    code = code.replace("def slow(step):\n", f"def slow(step):{look}")
-    (tmp_path / "run.py").write_text(code)
-    done = finish(start(["bash", "-c", f"exec '{sys.executable}' '{tmp_path / 'run.py'}' <&- >&- 2>&-"]))
-    assert done[0] == 0 and (tmp_path / "fd").read_text() == "/dev/null /dev/null /dev/null"
+    links = "open(%r, 'w').write(' '.join(os.readlink(f'/proc/self/fd/{n}') for n in range(3)))"
+    more = f"def slow(step): {links % str(tmp_path / 'fd')}"
+    code = program(model, "-o", str(tmp_path / "out"), pieces=2, more=more)
+    assert shell(code, "<&- >&- 2>&-", tmp_path)[0] == 0
+    assert (tmp_path / "fd").read_text() == "/dev/null /dev/null /dev/null"
 
 
 def test_in_a_terminal(model: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from spd.formats.demo import demo_eagle3_folder
 from spd.formats.mtp import head_config
-from tests.cli.conftest import write_model
+from tests.cli.conftest import refused, write_model
 from tests.recipes.mtp_folders import write_hollow
 from tests.recipes.published_hybrids import Entry, Release, config_of, mtp_tensors, text_tensors
 
@@ -29,6 +29,7 @@ COMMANDS = {
     "draft": ("generate", "--draft-model", "?", "Hi"),
 }
 INCOMPLETE = "the copy in the local cache is incomplete: "
+READS_NO_TEXT = "bench verify inspect convert-mtp draft"
 THINGS = [  # what is named, the exit code, its words, what is to be typed, and the commands that take it
     ("ggufs/m.gguf", 4, "ggufs/m.gguf: GGUF is not supported", "spd pull ORG/NAME", ""),
     ("gone/m.GGUF", 4, "gone/m.GGUF: GGUF is not supported", "spd pull ORG/NAME", ""),
@@ -45,13 +46,7 @@ THINGS = [  # what is named, the exit code, its words, what is to be typed, and 
     (f"{HUB}/blob/v2/config.json", 2, "is an address", "spd pull org/name --revision v2\n", ""),
     ("org/half", 3, f"org/half: {INCOMPLETE}there is no model.safetensors", "spd pull org/half", ""),
     ("org/parts", 3, f"org/parts: {INCOMPLETE}", "spd pull org/parts", "convert-mtp"),
-    (
-        "org/begun",
-        4,
-        "has no tokenizer.json",
-        "spd pull org/begun, if",
-        "bench verify inspect convert-mtp draft",
-    ),
+    ("org/begun", 4, "has no tokenizer.json", "spd pull org/begun, if", READS_NO_TEXT),
     ("org/empty", 3, f"org/empty: {INCOMPLETE}there is no config.json", "spd pull org/empty", ""),
     ("org/adapter", 4, "org/adapter: is a LoRA adapter", "-m org/base", ""),
     ("dem", 3, "did you mean demo?", "-m demo", ""),
@@ -99,9 +94,8 @@ def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config = json.loads((model("parent/one") / "config.json").read_text())
     model("parent/two")
     model("deep/org/name")
-    (tmp_path / "mtp" / "config.json").write_text(
-        json.dumps(head_config(config, "x", "", 1, quantized=False))
-    )
+    head = head_config(config, "x", "", 1, quantized=False)
+    (tmp_path / "mtp" / "config.json").write_text(json.dumps(head))
     shutil.copytree(demo_eagle3_folder(), tmp_path / "eagle3")
     return tmp_path
 
@@ -118,7 +112,7 @@ def test_it_is_said_what_it_is(thing, code, words, fix, taken, things, spd_run) 
 
 DENSE = Release(64, 96, 4, 2, 1, 32)
 SPARSE = replace(DENSE, experts=(4, 2, 32))
-ROPE = "rope_parameters"
+ROPE, IDS = "rope_parameters", ("--prompt-ids", "1,2,3")
 Spoil = Callable[[list[Entry]], list[Entry]]
 
 
@@ -142,113 +136,94 @@ def shaped(ending: str, *shape: int) -> Spoil:
     return lambda entries: [(n, d, shape if n.endswith(ending) else s) for n, d, s in entries]
 
 
-CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "a kind of layer": ({"layer_types": ["rwkv"] * 4}, "layer_types: 'rwkv' is not supported"),
-    "too many layers": ({"layer_types": ["full_attention"] * 5}, "layer_types: is not a list of 4 names"),
-    "only recurrent": ({"layer_types": ["linear_attention"] * 4}, "layer_types: no layer is full_attention"),
-    "no interval": ({"layer_types": None, "full_attention_interval": 0}, "full_attention_interval: 0 is not"),
-    "key heads": ({"linear_num_key_heads": 12}, "linear_num_key_heads: 12 does not divide 32 heads"),
-    "no value heads": ({"linear_num_value_heads": 0}, "linear_num_value_heads: 0 is not a whole number"),
-    "a wide head": ({"linear_value_head_dim": 100_000}, "linear_value_head_dim: 100000 is not a whole"),
-    "another gate": ({"output_gate_type": "sigmoid"}, "output_gate_type: 'sigmoid' is not supported"),
-    "no gate": ({"attn_output_gate": False}, "attn_output_gate: false is not supported"),
-    "nothing turns": ({ROPE: {"partial_rotary_factor": 0.0}}, "partial_rotary_factor: 0 of 256 is no even"),
-    "more than all turns": ({ROPE: {"partial_rotary_factor": 1.5}}, "partial_rotary_factor: 1.5 is not"),
-    "another rotation": ({ROPE: {"rope_type": "spiral"}}, "rope_type: 'spiral' is not supported"),
-    "no base": ({ROPE: {"rope_theta": 0}}, "rope_theta: 0 is not"),
-    "no rotation": ({ROPE: [0.25]}, "rope_parameters: "),
-}
+def renamed(old: str, new: str) -> Spoil:
+    return lambda entries: [(n.replace(old, new), d, s) for n, d, s in entries]
+
+
+def also(name: str, *shape: int) -> Spoil:
+    return lambda entries: [*entries, (name, "BF16", shape)]
+
+
+CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"layer_types": ["rwkv"] * 4}, "layer_types: 'rwkv' is not supported"),
+    ({"layer_types": ["full_attention"] * 5}, "layer_types: is not a list of 4 names"),
+    ({"layer_types": ["linear_attention"] * 4}, "layer_types: no layer is full_attention"),
+    ({"layer_types": None, "full_attention_interval": 0}, "full_attention_interval: 0 is not"),
+    ({"linear_num_key_heads": 12}, "linear_num_key_heads: 12 does not divide 32 heads"),
+    ({"linear_num_value_heads": 0}, "linear_num_value_heads: 0 is not a whole number"),
+    ({"linear_value_head_dim": 100_000}, "linear_value_head_dim: 100000 is not a whole"),
+    ({"output_gate_type": "sigmoid"}, "output_gate_type: 'sigmoid' is not supported"),
+    ({"attn_output_gate": False}, "attn_output_gate: false is not supported"),
+    ({ROPE: {"partial_rotary_factor": 0.0}}, "partial_rotary_factor: 0 of 256 is no even"),
+    ({ROPE: {"partial_rotary_factor": 1.5}}, "partial_rotary_factor: 1.5 is not"),
+    ({ROPE: {"rope_type": "spiral"}}, "rope_type: 'spiral' is not supported"),
+    *(({ROPE: {"rope_theta": 0}}, "rope_theta: 0 is not"), ({ROPE: [0.25]}, "rope_parameters: ")),
+]
 """What of a configuration is wrong, and what is said of it."""
 
 
-EXPERT, CONV = "layers.1.mlp.experts.", "linear_attn.conv1d.weight"
-GATE_UP, DOWN = f"{EXPERT}gate_up_proj", f"{EXPERT}down_proj"
-LACKS_GATE, IN_FILE = f"{EXPERT}0.gate_proj.weight: is missing", " in model.safetensors: "
-TENSORS: dict[str, tuple[Release, Spoil, str]] = {
-    "no decay": (
-        DENSE, without("layers.0.linear_attn.A_log"), "model.layers.0.linear_attn.A_log: is missing",
-    ),
-    "no taps": (DENSE, without(f"layers.0.{CONV}"), f"{CONV}: is missing"),
-    "fewer decays": (DENSE, shaped("A_log", 16), f"A_log{IN_FILE}shape is [16], expected [32]"),
-    "projections of the other generation": (
-        DENSE,
-        lambda entries: [(n.replace("in_proj_qkv.", "in_proj_qkvz."), d, s) for n, d, s in entries],
-        "linear_attn.in_proj_qkv.weight: is missing",
-    ),
-    "queries without gates": (
-        DENSE, shaped("self_attn.q_proj.weight", 512, 64),
-        f"self_attn.q_proj.weight{IN_FILE}shape is [512, 64], expected [1024, 64]",
-    ),
-    "half the experts": (SPARSE, without(DOWN), f"{EXPERT}0.down_proj.weight: is missing"),
-    "experts that are one matrix": (SPARSE, shaped(GATE_UP, 256, 64), LACKS_GATE),
-    "narrow experts": (
-        SPARSE, shaped(GATE_UP, 4, 64, 32),
-        f"{EXPERT}0.gate_proj.weight{IN_FILE}shape is [32, 32], expected [32, 64]",
-    ),
-    "an expert twice": (
-        SPARSE,
-        lambda entries: [*entries, (f"model.language_model.{EXPERT}2.up_proj.weight", "BF16", (32, 64))],
-        f"{EXPERT}2.up_proj.weight: is in model.safetensors too",
-    ),
-    "no gate of the shared expert": (
-        SPARSE, without("layers.1.mlp.shared_expert_gate.weight"),
-        "layers.1.mlp.shared_expert_gate.weight: is missing",
-    ),
-}  # fmt: skip
+EXPERT, CONV, IN_FILE = "layers.1.mlp.experts.", "linear_attn.conv1d.weight", " in model.safetensors: "
+GATE_UP, TWICE, QUERIES = f"{EXPERT}gate_up_proj", f"{EXPERT}2.up_proj.weight", "self_attn.q_proj.weight"
+SHARED = "layers.1.mlp.shared_expert_gate.weight"
+TENSORS: list[tuple[Release, Spoil, str]] = [
+    (DENSE, without("layers.0.linear_attn.A_log"), "model.layers.0.linear_attn.A_log: is missing"),
+    (DENSE, without(f"layers.0.{CONV}"), f"{CONV}: is missing"),
+    (DENSE, shaped("A_log", 16), f"A_log{IN_FILE}shape is [16], expected [32]"),
+    (DENSE, renamed("in_proj_qkv.", "in_proj_qkvz."), "linear_attn.in_proj_qkv.weight: is missing"),
+    (DENSE, shaped(QUERIES, 512, 64), f"{QUERIES}{IN_FILE}shape is [512, 64], expected [1024, 64]"),
+    (SPARSE, without(f"{EXPERT}down_proj"), f"{EXPERT}0.down_proj.weight: is missing"),
+    (SPARSE, shaped(GATE_UP, 256, 64), f"{EXPERT}0.gate_proj.weight: is missing"),
+    (SPARSE, shaped(GATE_UP, 4, 64, 32), f"{EXPERT}0.gate_proj.weight{IN_FILE}shape is [32, 32], expected"),
+    (SPARSE, also(f"model.language_model.{TWICE}", 32, 64), f"{TWICE}: is in model.safetensors too"),
+    (SPARSE, without(SHARED), f"{SHARED}: is missing"),
+]
 """What of the tensors is wrong, and what is said of it."""
 
 
-@pytest.mark.parametrize("fault", [*CONFIGS, *TENSORS])
-def test_a_wrong_key_or_tensor_is_named(fault: str, tmp_path: Path, spd_run: Callable) -> None:
-    if fault in CONFIGS:
-        changed, words = CONFIGS[fault]
-        folder, place = write(tmp_path, DENSE, **changed), f"{tmp_path / 'config.json'}: "
-    else:
-        row, spoil, words = TENSORS[fault]
-        folder, place = write(tmp_path, row, spoil), str(tmp_path)
-    runs = [
-        ("generate", "-m", folder, "--prompt-ids", "1,2,3"),
-        ("inspect", folder),
-        ("verify", "-m", folder),
-    ]
-    for argv in runs if fault in CONFIGS else runs[:2]:
-        ran = spd_run(*argv)
-        line = ran.err.partition("\n")[0]
-        assert ran.code == 4 and line.startswith("error: ") and ran.out == b"", (argv, ran)
-        assert place in line and words in (line if fault in CONFIGS else line.replace("'", "")), line
+def first_line(ran: Any) -> str:
+    """What is said in the first line of an error that ends with 4."""
+    line = ran.err.partition("\n")[0]
+    assert ran.code == 4 and line.startswith("error: ") and ran.out == b"", ran
+    return line.replace("'", "")
+
+
+@pytest.mark.parametrize(("changed", "words"), CONFIGS)
+def test_a_wrong_key_is_named(changed, words, tmp_path, spd_run) -> None:
+    folder = write(tmp_path, DENSE, **changed)
+    for argv in (("generate", "-m", folder, *IDS), ("inspect", folder), ("verify", "-m", folder)):
+        line = first_line(spd_run(*argv))
+        assert f"{tmp_path / 'config.json'}: " in line and words.replace("'", "") in line, line
+
+
+@pytest.mark.parametrize(("row", "spoil", "words"), TENSORS)
+def test_a_wrong_tensor_is_named(row, spoil, words, tmp_path, spd_run) -> None:
+    folder = write(tmp_path, row, spoil)
+    for argv in (("generate", "-m", folder, *IDS), ("inspect", folder)):
+        line = first_line(spd_run(*argv))
+        assert str(tmp_path) in line and words in line, line
 
 
 FC, EXPERTS = "mtp.fc.weight", "mtp.layers.0.mlp.experts."
-HEADS: dict[str, tuple[Release, Spoil, str]] = {
-    "another width": (DENSE, shaped(FC, 32, 64), f"{FC}{IN_FILE}shape is [32, 64]"),
-    "no norm": (DENSE, without("mtp.norm.weight"), "mtp.norm.weight: is missing"),
-    "a recurrent layer": (
-        DENSE, lambda entries: [*entries, ("mtp.layers.0.linear_attn.A_log", "BF16", (32,))],
-        "mtp.layers.0.linear_attn.A_log",
-    ),
-    "half its experts": (SPARSE, without(f"{EXPERTS}down_proj"), f"{EXPERTS}0.down_proj.weight: is missing"),
-    "its own embedding": (
-        DENSE, lambda entries: [*entries, ("mtp.embed_tokens.weight", "BF16", (512, 64))],
-        "mtp.embed_tokens.weight",
-    ),
-}  # fmt: skip
+RECURRENT, EMBEDS = "mtp.layers.0.linear_attn.A_log", "mtp.embed_tokens.weight"
+HEADS: list[tuple[Release, Spoil, str]] = [
+    (DENSE, shaped(FC, 32, 64), f"{FC}{IN_FILE}shape is [32, 64]"),
+    (DENSE, without("mtp.norm.weight"), "mtp.norm.weight: is missing"),
+    (SPARSE, without(f"{EXPERTS}down_proj"), f"{EXPERTS}0.down_proj.weight: is missing"),
+    *((DENSE, also(RECURRENT, 32), RECURRENT), (DENSE, also(EMBEDS, 512, 64), EMBEDS)),
+]
 """What of the MTP layer is wrong, and what is said of it."""
 
 
-@pytest.mark.parametrize("fault", HEADS)
-def test_a_wrong_mtp_layer_is_refused_and_told(fault: str, tmp_path: Path, spd_run: Callable) -> None:
-    row, spoil, words = HEADS[fault]
+@pytest.mark.parametrize(("row", "spoil", "words"), HEADS)
+def test_a_wrong_mtp_layer_is_refused_and_told(row, spoil, words, tmp_path, spd_run) -> None:
     folder = write(tmp_path, row, spoil)
-    ran = spd_run("generate", "-m", folder, "--spec", "mtp", "--prompt-ids", "1,2,3")
-    line = ran.err.partition("\n")[0]
-    assert ran.code == 4 and line.startswith("error: ") and str(folder) in line, ran
-    assert words in line.replace("'", ""), line
+    line = first_line(spd_run("generate", "-m", folder, "--spec", "mtp", *IDS))
+    assert str(folder) in line and words in line, line
     told = spd_run("inspect", folder)
     assert told.code == 0 and words in " ".join(told.text.split()).replace("'", ""), told
 
 
 def test_ranks_that_do_not_divide_the_heads(tmp_path: Path, spd_run: Callable) -> None:
     folder = write(tmp_path, replace(DENSE, value_heads=16, heads=6, inner=96, key_value_heads=3))
-    ran = spd_run("generate", "-m", folder, "--tp", "3", "--prompt-ids", "1,2,3")
-    assert ran.code == 4 and "--tp 3 does not divide the target" in ran.err
-    assert "16 recurrent key heads" in ran.err
+    ran = spd_run("generate", "-m", folder, "--tp", "3", *IDS)
+    refused(ran, 4, "--tp 3 does not divide the target", "16 recurrent key heads")
