@@ -68,36 +68,6 @@ def test_a_named_file_stands_for_the_persons_and_v_says_so(
     assert f"config  {named} sets top-p\n" in ran.err and "top p 0.9 (given)" in ran.err
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("tempreature = 1", "no command has an option --tempreature"),
-        ("[generat]\nseed = 1", "[generat] is not a command"),
-        ('[ls]\nseed = 1\n[generate]\nmarkdown = "on"', "spd generate has no option --markdown"),
-        ("hide-thinking = true", "no command has an option --hide-thinking\n  fix: --think hide"),
-        ("top-k = 7", "no command has an option --top-k\n  fix: --set top_k=VALUE"),
-        ('think = "maybe"', "--think maybe: on, off, hide or a number of tokens?"),
-        ('temperature = "warm"', "'warm' is not a valid float"),
-        ("temperature = true", "'True' is not a valid float"),
-        ('adaptive = "maybe"', "'maybe' is not a valid boolean"),
-        ("temperature = [1, 2]", "'[1, 2]' is not a valid float"),
-        ("temperature = {a = 1}", "[temperature] is not a command"),
-        ("seed = 1979-05-27", "'1979-05-27' is not a valid int"),
-        ('spec = "sometimes"', "'sometimes' is not one of"),
-        ("pull = true", "--pull has to be typed"),
-        ('file = "x"', "--file has to be typed"),
-        ("json = true", "--json has to be typed"),
-        ("seed = ", "cannot be read"),
-        ('"a\\nb" = 1', "no command has an option --a\\nb"),
-    ],
-)
-def test_refused_with_file_and_key(text, words, own, spd_run, model, script) -> None:
-    path = own(text + "\n")
-    refused(spd_run("generate", "-m", model, "Hi"), 2, str(path), words)
-    assert script.engines == []
-    assert spd_run("generate", "--help").code == 0  # whatever the file says
-
-
 def test_a_byte_order_mark_is_no_key(own: Write, spd_run: Callable, model: Path, script: Any) -> None:
     own("\ufeffseed = 5\r\ntop-p = 0.7\r\n")
     assert spd_run("generate", "-m", model, "Hi").code == 0 and params(script).top_p == 0.7

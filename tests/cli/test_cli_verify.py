@@ -110,12 +110,3 @@ def test_traces_of_different_drafters_are_not_mixed(spd_run: Callable[..., Any],
     refused(told, 4, "different ways of drafting")
     assert "mtp, --verify coupled, T 0" in told.err and "ngram" in told.err
     assert spd_run("explain", mtp, mtp).code == 0
-
-
-def test_refusals(spd_run: Callable[..., Any], tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("hello\nworld\n")
-    refused(spd_run("explain", tmp_path / "text"), 2, "line 1 is no round of a trace")
-    (tmp_path / "bytes").write_bytes(b"\xff\n")
-    refused(spd_run("explain", tmp_path / "bytes"), 2, "is not UTF-8 text")
-    (tmp_path / "empty").write_text("")
-    refused(spd_run("explain", tmp_path / "empty"), 2, "no rounds beyond a first one")

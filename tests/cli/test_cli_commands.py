@@ -1,4 +1,4 @@
-"""What is refused in the words of `refusals.txt` or of the tables, before anything is loaded or written."""
+"""What is typed, what is said and how it ends: the lines of `commands.txt`, and tables of what clashes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from spd.cli.commands import jsonl
 from spd.cli.text.job import CONFLICTS, NEEDS
 from tests.cli.conftest import SPECIALS, refused, write_tokenizer
 
-LINES = Path(__file__).with_name("refusals.txt").read_text(encoding="utf-8").splitlines()
+LINES = Path(__file__).with_name("commands.txt").read_text(encoding="utf-8").splitlines()
 ROWS = [line for line in LINES if line and line[0] != "#"]
+
+
+PLACES = {"LONGNAME": "x" * 300, "NINES": "9" * 400, "DEEP": "[" * 100_000, "NEWLINE": "\n"}
+PLACES |= {name.upper(): f"<|im_start|>{name}\n" for name in ("system", "user")}
+PLACES |= {"END": "<|im_end|>\n", "REPLY": "<|im_end|>\n<|im_start|>assistant\n"}
+FILES = {"a": b"first\n", "b": b"second\n\n", "latin": b"caf\xe9", "empty": b""}
+FILES |= {"chat": '[{"role": "system", "content": "S"}, {"role": "user", "content": "é"}]'.encode()}
 
 
 def files_beside(model: Path) -> list[Path]:
@@ -21,26 +29,45 @@ def files_beside(model: Path) -> list[Path]:
     return sorted(path for path in model.parent.rglob("*") if "state" not in path.parts)
 
 
+def spelled(text: str) -> bytes:
+    """What Python's escapes stand for."""
+    return codecs.decode(text, "unicode_escape").encode("latin-1")
+
+
 @pytest.mark.parametrize("row", ROWS)
-def test_refused(row, spd_run, model, script, monkeypatch) -> None:
+def test_what_is_typed(row, spd_run, model, script, monkeypatch) -> None:
     write_tokenizer(model, (*SPECIALS, "<think>", "</think>"))
     monkeypatch.chdir(model.parent)
-    before = files_beside(model)
-    long = {"LONGNAME": "x" * 300, "NINES": "9" * 400, "DEEP": "[" * 100_000}
-    for name, meant in {"MODEL": model.name, **long}.items():
+    monkeypatch.setattr(jsonl, "LINES_LIMIT", 2**20)
+    for name, data in FILES.items():
+        Path(name).write_bytes(data)
+    for name, meant in {"MODEL": model.name, **PLACES}.items():
         row = row.replace(name, meant)
     status, typed, words = row.split(" | ")
     typed, given, stdin = typed.partition(" <")
-    data = codecs.decode(stdin.strip(), "unicode_escape").encode("latin-1") if given else None
-    ran = spd_run(*shlex.split(typed), stdin=data)
-    said = words.split(" ; ")
-    if "--json" in typed.split():
+    typed, _, options = typed.partition(" ~ ")
+    argv, said = shlex.split(typed), words.split(" ; ")
+    if options:
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(model.parent))
+        (file := model.parent / "spd" / "config.toml").parent.mkdir()
+        file.write_text(options + "\n")
+        said.append(str(file))
+        assert spd_run("generate", "--help").code == 0, "whatever the file says"
+    before = files_beside(model)
+    if words.startswith("> "):
+        argv.insert(1, "--json")
+    ran = spd_run(*argv, stdin=spelled(stdin.strip()) if given else None)
+    if words.startswith("> "):
+        assert (ran.code, ran.json["prompt"].encode()) == (int(status), spelled(words[2:]))
+    elif status == "0":
+        assert ran.code == 0 and all(word in ran.text for word in said)
+    elif "--json" in argv:
         error = ran.json["error"]
         assert error["exit"] == ran.code == int(status) and said[0] in error["message"]
         assert all(word in " ".join(error["reason"]) for word in said[1:])
     else:
         refused(ran, int(status), *said)
-    assert not script.engines or typed.startswith("chat"), "a chat loads while it waits for lines"
+    assert status == "0" or not script.engines or argv[0] == "chat", "a chat loads while it waits for lines"
     assert files_beside(model) == before
 
 
@@ -77,17 +104,3 @@ def test_refused_together(name: str, other: str, why: str, spd_run: Callable, mo
 def test_refused_alone(name, others, why, fix, spd_run, model) -> None:
     rest = [] if others != ["output"] else ["--jsonl"]
     refused(spd_run("generate", "-m", model, *typed(name), *rest), 2, why, fix)
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        "--prompt-ids 1 --raw",
-        "Hi --draft-max 0",
-        "Hi --spec off --no-adaptive",
-        "Hi --json --logprobs 2",
-        "Hi -s x --template-arg a=1",
-    ],
-)
-def test_allowed(argv: str, spd_run: Callable, model: Path, script: object) -> None:
-    assert spd_run("generate", "-m", model, *argv.split()).code == 0
