@@ -73,6 +73,11 @@ def write_model(folder: Path, **changes: Any) -> Path:
     return folder
 
 
+def edit(file: Path, **changes: Any) -> None:
+    """Change keys of a JSON file."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A model folder with tokenizer and template, and no weights."""

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,15 +20,12 @@ from spd.runtime.models import family_layout
 from spd.runtime.models.weights import expected_tensors
 from spd.runtime.plan import machine
 from spd.runtime.plan.plan import make_plan
+from tests.cli.conftest import ROOT, SPECIALS, edit, refused, write_model, write_tokenizer
 from tests.helpers import read_model_config
 from tests.json_schema import faults
 from tests.recipes.mtp_folders import write_hollow
 from tests.recipes.tiny_assistant import write_assistant
 from tests.recipes.tiny_dense import write_dense
-
-ROOT = Path(__file__).resolve().parents[2]
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 def expected(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -36,7 +34,7 @@ def expected(folder: Path) -> dict[str, tuple[int, ...]]:
     return expected_tensors(config, family_layout(config))
 
 
-def write_shard(path: Path, shapes: Shapes) -> None:
+def write_shard(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """A safetensors file of bfloat16 zeros; its data is a hole."""
     write_hollow(path, [(name, "BF16", shape) for name, shape in shapes.items()])
 
@@ -53,7 +51,7 @@ def flat(ran: Any) -> str:
     return " ".join(ran.text.split())
 
 
-def test_lines(spd_run: Callable, whole: Path) -> None:
+def test_lines_and_json(spd_run: Callable, whole: Path) -> None:
     ran = spd_run("inspect", "-m", whole)
     assert ran.code == 0 and ran.err == ""
     lines = {line[:16].strip(): line[18:] for line in ran.text.splitlines()}
@@ -62,13 +60,9 @@ def test_lines(spd_run: Callable, whole: Path) -> None:
     assert "unexpected tensors" not in lines["target"]
     assert lines["vocabulary"].startswith("size 264 · used 259 · sha256 ")
     assert lines["contexts"].startswith("ctx 128 · total ") and lines["contexts"].endswith(" · fits yes")
-
-
-def test_json(spd_run: Callable, whole: Path) -> None:
     shown = spd_run("inspect", whole, "--json").json
-    target = shown["target"]
+    target, sizes = shown["target"], expected(whole).values()
     assert shown["schema"] == "spd.inspect/1" and "draft" not in shown
-    sizes = expected(whole).values()
     count = sum(a * (b[0] if b else 1) for a, *b in sizes)
     assert (target["parameters"], target["weight_bytes"], target["tensors"]) == (count, 2 * count, len(sizes))
     assert target["kv_bytes_per_token"] == 2 * 2 * 1 * 4 * 2
@@ -83,15 +77,12 @@ def test_tensors_that_are_missing_or_too_many(spd_run: Callable, model: Path) ->
     assert re.search(r" · error .* missing", flat(ran))
     del shapes["model.norm.weight"]
     write_shard(model / "model.safetensors", shapes)
-    ran = spd_run("inspect", model)
-    assert ran.code == 4 and "model.norm.weight" in ran.err and ran.out == b""
+    refused(spd_run("inspect", model), 4, "model.norm.weight")
 
 
 def test_a_pair_with_two_vocabularies(spd_run: Callable, whole: Path, tmp_path: Path) -> None:
-    from tests.cli.conftest import write_model, write_tokenizer
-
     other = write_model(tmp_path / "other")
-    write_tokenizer(other, ("<|im_start|>", "<|im_end|>", "<|endoftext|>"))  # the same words, other ids
+    write_tokenizer(other, (*SPECIALS[1:], SPECIALS[0]))  # the same words, other ids
     write_shard(other / "model.safetensors", expected(other))
     ran = spd_run("inspect", whole, "--draft", other)
     assert ran.code == 4 and "\ncompatible        no\nspeculation       reason " in ran.text
@@ -122,30 +113,30 @@ def test_what_would_run_is_what_the_plan_says(spd_run: Callable) -> None:
 
 
 def test_whom_auto_takes_and_who_cannot(spd_run: Callable, whole: Path) -> None:
-    ran = spd_run("inspect", whole)
-    assert "speculation method ngram · reason no draft model is known" in flat(ran)
-    assert " mtp possible no · why " in flat(ran) and ": holds no MTP layers draft possible no · " in flat(
-        ran
-    )
-    assert "why --spec draft needs a draft model" in flat(ran)
-    ran = spd_run("inspect", whole, "--draft", whole)
-    assert "speculation method draft · reason it is given with --draft · draft max 4" in flat(ran)
-    assert " draft possible yes ngram possible yes " in flat(ran)
+    told = flat(spd_run("inspect", whole))
+    assert "speculation method ngram · reason no draft model is known" in told
+    assert " mtp possible no · why " in told and ": holds no MTP layers draft possible no · " in told
+    assert "why --spec draft needs a draft model" in told
+    told = flat(spd_run("inspect", whole, "--draft", whole))
+    assert "speculation method draft · reason it is given with --draft · draft max 4" in told
+    assert " draft possible yes ngram possible yes " in told
 
 
 def test_memory_that_is_not_there(spd_run: Callable, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def needs() -> dict[str, Any]:
+        return spd_run("inspect", whole, "--json").json["needs"]
+
     monkeypatch.setattr(machine, "LIBRARY", "none of that name")
     monkeypatch.setattr(machine, "free_memory", lambda device: 2**16)
     ran = spd_run("inspect", whole)
     assert ran.code == 0 and " · free 64.00 KiB · " in ran.text and " · fits no" in ran.text
-    assert spd_run("inspect", whole, "--json").json["needs"]["fits"] is False
-    config = json.loads((whole / "config.json").read_text()) | {"max_position_embeddings": 8192}
-    (whole / "config.json").write_text(json.dumps(config))
-    totals = [each["total"] for each in spd_run("inspect", whole, "--json").json["needs"]["contexts"]]
+    assert needs()["fits"] is False
+    edit(whole / "config.json", max_position_embeddings=8192)
+    totals = [each["total"] for each in needs()["contexts"]]
     monkeypatch.setattr(machine, "free_memory", lambda device: (totals[0] + totals[-1]) * 5 // 9)
-    needs = spd_run("inspect", whole, "--json").json["needs"]
-    fits = [each["fits"] for each in needs["contexts"]]
-    assert fits == [each["total"] <= needs["usable"] for each in needs["contexts"]]
+    shown = needs()
+    fits = [each["fits"] for each in shown["contexts"]]
+    assert fits == [each["total"] <= shown["usable"] for each in shown["contexts"]]
     assert fits[0] and not fits[-1] and fits == sorted(fits, reverse=True)
     assert re.search("ctx 8,192 · total .* · fits no\n", spd_run("inspect", whole).text)
 
@@ -172,12 +163,11 @@ def test_a_folder_without_tokenizer_or_a_template_that_renders(spd_run: Callable
 
 
 def test_sixty_shards_without_torch(model: Path) -> None:
-    config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 60}
-    (model / "config.json").write_text(json.dumps(config))
-    shards: dict[str, dict[str, tuple[int, ...]]] = {}
+    edit(model / "config.json", num_hidden_layers=60)
+    shards: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for name, shape in expected(model).items():
         layer = name.split(".")[2] if name.startswith("model.layers.") else "0"
-        shards.setdefault(f"model-{int(layer) + 1:05}-of-00060.safetensors", {})[name] = shape
+        shards[f"model-{int(layer) + 1:05}-of-00060.safetensors"][name] = shape
     for shard, shapes in shards.items():
         write_shard(model / shard, shapes)
     weight_map = {name: shard for shard, shapes in shards.items() for name in shapes}

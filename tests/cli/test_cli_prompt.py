@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Callable
@@ -14,16 +13,9 @@ import tokenizers
 from spd.cli.options import GenerateOptions
 from spd.cli.text.prompt import template_variables
 from spd.formats.tokenizer import Tokenizer
-from tests.cli.conftest import refused
+from tests.cli.conftest import edit, refused
 
 START, END = "<|im_start|>", "<|im_end|>"
-
-
-def shown(spd_run: Callable, model: Path, *argv: object, **how: object) -> str:
-    """The prompt as --dry-run renders it."""
-    ran = spd_run("generate", "-m", model, "--dry-run", "--json", *argv, **how)
-    assert ran.code == 0, ran
-    return ran.json["prompt"]
 
 
 def test_stdin_is_not_read_when_it_is_a_terminal_or_not_needed(spd_run, model, script) -> None:
@@ -57,12 +49,11 @@ def test_bytes_in_the_argument_that_are_no_text(spd_run: Callable, model: Path) 
 
 
 def test_empty_prompts(spd_run: Callable, model: Path, script) -> None:
-    spd_run("generate", "-m", model, "--raw", "")
-    assert script.request.prompt_ids == (258,), "what ends a text stands for nothing"
-    settings = json.loads((model / "tokenizer_config.json").read_text())
-    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"bos_token": START}))
-    spd_run("generate", "-m", model, "--raw", "")
-    assert script.request.prompt_ids == (257,), "the first token stands for nothing where there is one"
+    """The first token stands for nothing where there is one, else what ends a text."""
+    for settings, token in (({}, 258), ({"bos_token": START}, 257)):
+        edit(model / "tokenizer_config.json", **settings)
+        spd_run("generate", "-m", model, "--raw", "")
+        assert script.request.prompt_ids == (token,)
 
 
 def test_special_tokens_in_text_stay_text(spd_run: Callable, model: Path, script) -> None:
@@ -72,24 +63,13 @@ def test_special_tokens_in_text_stay_text(spd_run: Callable, model: Path, script
     assert len(script.request.prompt_ids) == len(END)
 
 
-def test_template_arguments() -> None:
+def test_template_arguments(spd_run: Callable, model: Path) -> None:
     words = ["a=1", "b=true", "c=null", "d=text", 'e=[1, "x"]', "f=", "g=a=b"]
-    assert template_variables(GenerateOptions(template_arg=words)) == {
-        "a": 1,
-        "b": True,
-        "c": None,
-        "d": "text",
-        "e": [1, "x"],
-        "f": "",
-        "g": "a=b",
-    }
-
-
-def test_template_arguments_reach_the_template(spd_run: Callable, model: Path) -> None:
-    settings = json.loads((model / "tokenizer_config.json").read_text())
-    settings["chat_template"] = "{{ mood }}|{{ messages[0].content }}"
-    (model / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert shown(spd_run, model, "Hi", "--template-arg", "mood=calm") == "calm|Hi"
+    meant = {"a": 1, "b": True, "c": None, "d": "text", "e": [1, "x"], "f": "", "g": "a=b"}
+    assert template_variables(GenerateOptions(template_arg=words)) == meant
+    edit(model / "tokenizer_config.json", chat_template="{{ mood }}|{{ messages[0].content }}")
+    ran = spd_run("generate", "-m", model, "--dry-run", "Hi", "--template-arg", "mood=calm")
+    assert ran.text == "calm|Hi\n"
 
 
 def test_a_base_model_needs_raw(spd_run: Callable, model: Path, script) -> None:
@@ -98,37 +78,26 @@ def test_a_base_model_needs_raw(spd_run: Callable, model: Path, script) -> None:
     assert spd_run("generate", "-m", model, "--raw", "Hi").code == 0
 
 
-# -- prompts that are too long: the context of this model is 128 --------------------------------
-
-
-@pytest.mark.parametrize(("length", "code"), [(127, 0), (128, 4)])
-def test_the_context_limit(length: int, code: int, spd_run: Callable, model: Path, script) -> None:
-    assert spd_run("generate", "-m", model, "--raw", "x" * length).code == code
-    assert bool(script.engines) is (code == 0)
-
-
-def test_overflow_says_tokens_limit_and_way_out(spd_run: Callable, model: Path) -> None:
-    ran = spd_run("generate", "-m", model, "--raw", "x" * 5000, "--ctx", "64")
+def test_overflow_says_tokens_limit_and_way_out(spd_run: Callable, model: Path, script) -> None:
+    """Of 128 tokens that the model has, fewer that are asked for, and fewer that the engine has."""
+    raw = ["generate", "-m", model, "--raw"]
+    refused(spd_run(*raw, "x" * 128), 4, "prompt is 128 tokens but the context is 128", "a shorter prompt")
+    ran = spd_run(*raw, "x" * 5000, "--ctx", "64")
     refused(ran, 4, "prompt is 5,000 tokens but the context is 64", "a shorter prompt")
     assert "--ctx 5k" not in ran.err
-    ran = spd_run("generate", "-m", model, "--raw", "x" * 70, "--ctx", "64", "-n", "10")
-    assert ran.code == 4 and "--ctx" in ran.err
-
-
-def test_a_smaller_context_of_the_engine_counts(spd_run: Callable, model: Path, script) -> None:
+    ran = spd_run(*raw, "x" * 70, "--ctx", "64", "-n", "10")
+    assert ran.code == 4 and "--ctx" in ran.err and not script.engines
+    assert spd_run(*raw, "x" * 127).code == 0
     script.ctx = 32
-    ran = spd_run("generate", "-m", model, "--raw", "x" * 50)
+    ran = spd_run(*raw, "x" * 50)
     assert ran.code == 4 and "50 tokens but the context is 32" in ran.err
 
-
-# -- prompts that are so much too long that they are not encoded whole ----------------------------
 
 FAR = "word " * 1_000_000
 
 
-@pytest.fixture
-def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many characters each call to the tokenizer encodes."""
+@pytest.mark.parametrize("how", [["--raw"], ["-s", FAR]])
+def test_what_is_far_too_long_is_refused_unread(how, spd_run, model, monkeypatch) -> None:
     seen, encode = list[int](), Tokenizer._encode
 
     def counted(self: Tokenizer, text: str, parse_special: bool) -> list[int]:
@@ -136,15 +105,10 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return encode(self, text, parse_special)
 
     monkeypatch.setattr(Tokenizer, "_encode", counted)
-    return seen
-
-
-@pytest.mark.parametrize("how", [["--raw"], ["-s", FAR]])
-def test_what_is_far_too_long_is_refused_unread(how, encoded, spd_run, model, script) -> None:
     ran = spd_run("generate", "-m", model, *how, stdin=FAR.encode())
     refused(ran, 4, "characters, far more than 128 tokens", "a shorter prompt")
     assert f"{len(FAR) // 1000:,}" in ran.err or "-s" in how
-    assert sum(encoded) < 700_000
+    assert sum(seen) < 700_000
 
 
 def test_long_tokens_make_a_long_text_legal(spd_run: Callable, model: Path, script) -> None:
@@ -152,7 +116,6 @@ def test_long_tokens_make_a_long_text_legal(spd_run: Callable, model: Path, scri
     library = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
     library.add_tokens([tokenizers.AddedToken("=" * 2000, normalized=False)])
     library.save(str(model / "tokenizer.json"))
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    edit(model / "config.json", vocab_size=300)
     assert spd_run("generate", "-m", model, "--raw", stdin=b"=" * 200_000).code == 0
     assert len(script.request.prompt_ids) == 100

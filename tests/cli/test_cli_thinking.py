@@ -12,7 +12,7 @@ import pytest
 
 from spd.cli.text.prompt import ThinkingSplitter, parted
 from spd.runtime.engine.request import ThinkingBudget
-from tests.cli.conftest import SPECIALS, TEMPLATE, program, write_tokenizer
+from tests.cli.conftest import SPECIALS, TEMPLATE, edit, program, write_tokenizer
 from tests.cli.test_cli_signals import program as slow_program
 from tests.cli.test_cli_signals import start
 from tests.cli.test_cli_terminal import on_terminal
@@ -22,8 +22,7 @@ SCHEMA = '{"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required":
 
 
 def set_template(folder: Path, template: str) -> None:
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    edit(folder / "tokenizer_config.json", chat_template=template)
 
 
 CHANNELS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>"
@@ -57,17 +56,17 @@ def test_thinking_is_told_from_the_answer(text, inside, thinking, answer, cut) -
     assert parted(text, inside) == (thinking and thinking.strip("\n"), answer)
 
 
-@pytest.mark.parametrize("how", [[], ["--json"], ["--raw"]])
+@pytest.mark.parametrize("how", ["--stats", "--json", "--raw"])
 @pytest.mark.parametrize(("text", "inside", "thinking", "answer"), [REPLIES[i] for i in (0, 2, 3, 5)])
-def test_a_pipe_gets_the_answer(text, inside, thinking, answer, how, spd_run, model, script) -> None:
+def test_a_pipe_gets_the_answer(text, inside, thinking, answer, how, ask, model, script) -> None:
     set_template(model, OPENED if inside else TEMPLATE)
     script.pieces = [text[i : i + 5] for i in range(0, len(text), 5)] or [""]
-    ran = spd_run("generate", "-m", model, "Hi", *how)
-    if how == ["--raw"]:
+    ran = ask(how)
+    if how == "--raw":
         thinking, answer = None, text
     lost = thinking is not None and not answer
     assert ran.code == 0 and ("ended while thinking, without an answer" in ran.err) == lost, ran
-    if how == ["--json"]:
+    if how == "--json":
         assert (ran.json["reasoning"], ran.json["text"]) == (thinking and thinking.strip("\n"), answer)
     else:
         assert ran.text == answer + "\n" * (not answer.endswith("\n"))
@@ -76,31 +75,24 @@ def test_a_pipe_gets_the_answer(text, inside, thinking, answer, how, spd_run, mo
 THINKING = program("""pieces=["<thi", "nk>", "h\\x1b[2Jm\\n", "so", "</th", "ink>", "\\n\\nYes"]""")
 
 
-@pytest.mark.parametrize(
-    ("argv", "environment", "shown"),
-    [([], {}, "\x1b[2mh\\x1b[2Jm\x1b[0m\n\x1b[2mso\x1b[0m\n\nYes\n"), (["--think", "hide"], {}, "Yes\n")],
-)
-def test_a_terminal_gets_thinking_dimmed(argv, environment, shown, model) -> None:
-    status, text = on_terminal("generate", "-m", model, "Hi", *argv, code=THINKING, **environment)
-    assert (status, text.rpartition("\r")[2]) == (0, shown)
-    if not argv and not environment:  # the answer goes elsewhere, the thinking does not
-        status, text = on_terminal("generate", "-m", model, "-o", model / "out", "Hi", code=THINKING)
-        assert text.rpartition("\r")[2] == shown.removesuffix("Yes\n") and status == 0
-        assert (model / "out").read_text() == "Yes\n"
+def test_a_terminal_gets_thinking_dimmed(model: Path) -> None:
+    """Also where the answer goes elsewhere; hidden, none of it."""
+    thought, out = "\x1b[2mh\\x1b[2Jm\x1b[0m\n\x1b[2mso\x1b[0m\n\n", model / "out"
+    for argv, shown in (([], f"{thought}Yes\n"), (["--think", "hide"], "Yes\n"), (["-o", out], thought)):
+        status, text = on_terminal("generate", "-m", model, "Hi", *argv, code=THINKING)
+        assert (status, text.rpartition("\r")[2]) == (0, shown)
+    assert out.read_text() == "Yes\n"
 
 
 def test_a_reader_that_leaves_while_it_thinks(model: Path) -> None:
     """Nothing is written meanwhile, so nothing but the pipe itself can tell."""
     set_template(model, OPENED)
     process = start(slow_program(model, pieces=10**6))
-    assert process.stdout is not None
     process.stdout.close()
-    process.stdout = None
     try:
-        assert process.wait(100) == 141
+        assert process.wait(100) == 141 and process.stderr.read() == b""
     finally:
         process.kill()
-    assert process.stderr is not None and process.stderr.read() == b""
 
 
 def test_a_chat_without_a_terminal_says_the_answer(spd_run: Callable, model: Path, script: Any) -> None:
@@ -127,9 +119,6 @@ def test_a_shape_stands_in_the_channel_of_the_answer(spd_run: Callable, model: P
     assert script.request.grammar.kind == "schema"
 
 
-# -- --think ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("think", "told", "tokens"),
     [("off", False, None), ("hide", True, None), ("7", True, 7), ("auto", None, None)],
@@ -142,8 +131,8 @@ def test_what_think_asks_for(think, told, tokens, inside, spd_run, model, script
     asked = ("-m", model, "--think", think)
     prompt = spd_run("generate", *asked, "--dry-run", "Hi").text
     assert prompt.startswith("True" if told else "False" if told is False else "<")
-    for command, stdin in (("generate", b"Hi"), ("chat", b"Hi\n")):
-        ran = spd_run(command, *asked, *(["--no-save"] if command == "chat" else []), stdin=stdin)
+    for command in (["generate"], ["chat", "--no-save"]):
+        ran = spd_run(*command, *asked, stdin=b"Hi" + b"\n" * len(command[1:]))
         assert (ran.code, ran.err) == (0, ""), ran
         budget = None if tokens is None else ThinkingBudget(tokens, 260, 259, inside)
         assert script.request.thinking == budget
@@ -156,9 +145,6 @@ def test_a_template_that_cannot_be_asked_is_told(spd_run: Callable, model: Path,
         assert ran.code == 0 and ran.err.startswith("note: this chat template has no enable_thinking: ")
         ran = spd_run(command, "-m", model, "--think", "7", stdin=stdin)
         assert ran.code == 4 and "for models that end it with a token </think>" in ran.err
-
-
-# -- a model that thinks ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -179,21 +165,20 @@ def thinker(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory)
     return folder
 
 
-def base(thinker: Path) -> list[object]:
-    return ["generate", "-m", thinker, "--threads", 1, "--ctx", 256, "--temperature", 0, "--ignore-eos"]
+BASE = ["generate", "--threads", 1, "--ctx", 256, "--temperature", 0, "--ignore-eos"]
 
 
 def test_a_budget_a_shape_and_speculation(spd_run: Callable, thinker: Path) -> None:
     """Four tokens of thinking, then JSON alone; the same with drafts, as one object and as a line."""
-    argv = [*base(thinker), "-n", 60, "--think", 4, "--schema", SCHEMA]
+    argv = [*BASE, "-m", thinker, "-n", 60, "--think", 4, "--schema", SCHEMA]
     ran = spd_run(*argv, "--json", "--spec", "off", "Hi")
     shown = ran.json
     assert ran.code == 0 and json.loads(shown["text"])["a"] in (1, 22)
     assert shown["reasoning"] and len(shown["token_ids"]) > 5 and shown["token_ids"][4] == 319
     assert spd_run(*argv, "--spec", "ngram", "Hi").text == shown["text"] + "\n"
     line = json.loads(spd_run(*argv, "--jsonl", stdin=b'{"prompt": "Hi"}\n').text)
-    names = ("text", "reasoning", "finish_reason", "token_ids")
-    assert [line[name] for name in names] == [shown[name] for name in names]
+    for name in ("text", "reasoning", "finish_reason", "token_ids"):
+        assert line[name] == shown[name]
 
 
 @pytest.mark.parametrize(
@@ -202,12 +187,11 @@ def test_a_budget_a_shape_and_speculation(spd_run: Callable, thinker: Path) -> N
         (["--schema", SCHEMA, "-n", 6], "the text ended before the schema was complete: -n 6 was reached"),
         (["--grammar", "/[a-z]{60}/", "-n", 6], "before the regex was complete: -n 6 was reached"),
         (["--schema", SCHEMA, "-n", 60, "--stop", '"a"'], "schema was complete: a stop text or token came"),
-        (["--grammar", "/[a-z]+/", "-n", 6], None),
+        (["--grammar", "/[a-z]+/", "-n", 6], ""),
         (["-n", 1], "the reply ended while thinking, without an answer: -n 1 was reached"),
     ],
 )
 def test_what_ended_early_says_so(argv, words, spd_run, thinker) -> None:
-    flags = [*base(thinker), "--think", 0, "--spec", "off", *argv]
-    ran = spd_run(*flags, "--json", "Hi")
-    assert ran.code == 0 and (words or "") in ran.err and bool(ran.err) == bool(words), ran
+    ran = spd_run(*BASE, "-m", thinker, "--think", 0, "--spec", "off", *argv, "--json", "Hi")
+    assert ran.code == 0 and words in ran.err and bool(ran.err) == bool(words), ran
     assert ran.json["finish_reason"] == ("stop" if "--stop" in argv else "length")
