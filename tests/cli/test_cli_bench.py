@@ -24,14 +24,10 @@ def test_lists_are_combined_and_lookup_has_no_ranks_of_its_own() -> None:
     assert [(each.spec, each.tp) for each in configs[:2]] == [("off", 1), ("off", 2)]
     assert {each.lag for each in configs} == {1} and not any(each.adaptive for each in configs)
     found = [(each.spec, each.tp, each.draft_tp, each.draft_max) for each in configs[2:]]
-    ranks = {
-        "mtp": ((1, 1), (2, 1), (2, 2)),
-        "mtp+ngram": ((1, 1), (2, 1), (2, 2)),
-        "ngram": ((1, None), (2, None)),
-    }
-    assert sorted(found, key=str) == sorted(
-        [(spec, tp, size, k) for spec, pairs in ranks.items() for tp, size in pairs for k in (2, 3)], key=str
-    )
+    ranks = dict.fromkeys(("mtp", "mtp+ngram"), ((1, 1), (2, 1), (2, 2)))
+    ranks["ngram"] = ((1, None), (2, None))
+    expected = {(spec, *size, k) for spec, sizes in ranks.items() for size in sizes for k in (2, 3)}
+    assert len(found) == len(expected) and set(found) == expected
     rules = sweep_configs(BenchOptions(verify="coupled,block"))[1:]
     assert [each.adaptive for each in rules] == [True, False]
 
@@ -64,14 +60,11 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts["best"] == "draft k=2 (code, T 0), 2.00 × plain, no difference beyond noise"
 
 
-@pytest.mark.parametrize("words", [("demo",), ("-m", "demo")])
-def test_nothing_measured_is_a_failure(words, spd_run, monkeypatch) -> None:
+def test_nothing_measured_is_a_failure(spd_run, monkeypatch) -> None:
     monkeypatch.setattr(Sweep, "run", lambda self: None)
-    ran = spd_run("bench", *words)
-    assert ran.code == 6 and ran.text == "nothing was measured\n" and "nothing was measured" in ran.err
-
-
-# -- results that are read back ------------------------------------------------------------------
+    for words in (("demo",), ("-m", "demo")):
+        ran = spd_run("bench", *words)
+        assert ran.code == 6 and ran.text == "nothing was measured\n" and "nothing was measured" in ran.err
 
 
 def write_result(path: Path, *removed: str | int, value: Any = None) -> Path:
@@ -96,10 +89,6 @@ def write_result(path: Path, *removed: str | int, value: Any = None) -> Path:
     return path
 
 
-def test_a_whole_result_is_read(tmp_path: Path) -> None:
-    assert len(read_result(write_result(tmp_path / "a.json"))["rows"]) == 2
-
-
 @pytest.mark.parametrize("name", ["bench_demo", "bench_pairs", "bench_concurrency", "bench_rate_draft_tp"])
 def test_results_that_are_kept_without_their_passes_compare(name: str) -> None:
     kept = read_result(Path(__file__).parents[2] / "benchmarks" / "results" / f"{name}.json")
@@ -107,21 +96,18 @@ def test_results_that_are_kept_without_their_passes_compare(name: str) -> None:
     assert len(changes) == len(kept["rows"]) > 0 and "samples" not in kept
 
 
-@pytest.mark.parametrize(
-    ("removed", "value"),
-    [
-        (("rows",), None),
-        (("settings",), None),
-        (("model",), None),
-        (("rows", 1, "method"), None),
-        (("rows", 0, "tokens_per_second"), None),
-        (("rows", 0, "tokens_per_second", "low"), "slow"),
-        (("rows",), 3),
-        (("rows",), ["a"]),
-        (("settings",), []),
-    ],
+LACKING = [["rows"], ["settings"], ["model"], ["rows", 1, "method"], ["rows", 0, "tokens_per_second"]]
+ODD = (
+    (("rows", 0, "tokens_per_second", "low"), "slow"),
+    (("rows",), 3),
+    (("rows",), ["a"]),
+    (("settings",), []),
 )
-def test_a_damaged_result_is_refused(tmp_path: Path, removed: tuple[Any, ...], value: Any) -> None:
+
+
+@pytest.mark.parametrize(("removed", "value"), [*((each, None) for each in LACKING), *ODD])
+def test_a_damaged_result_is_refused(tmp_path: Path, removed: Any, value: Any) -> None:
+    assert len(read_result(write_result(tmp_path / "a.json"))["rows"]) == 2
     path = write_result(tmp_path / "a.json", *removed, value=value)
     with pytest.raises(UsageError, match=r"a\.json is not a result of spd bench") as caught:
         read_result(path)

@@ -20,12 +20,10 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import program
+from tests.cli.conftest import ROOT, edit, program
 from tests.cli.serve.conftest import TEMPLATE
 
-Start = Callable[..., "Terminal"]
-
-ROOT = Path(__file__).resolve().parents[2]
+PIECES = ("Hello", " wörld", "!")
 BOUND = 60.0
 """Seconds after which a terminal that says nothing counts as hung; no measurement."""
 COLOURS = re.compile(rb"\x1b\[(?:[0-9;]*;)?(?:3[0-8]|4[0-8]|9[0-7])(?:;[0-9;]*)?m")
@@ -35,38 +33,34 @@ class Terminal:
     """One `spd chat` behind a pseudo-terminal; `seen` is all that it wrote."""
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
-        self.descriptor, other = pty.openpty()
+        self.descriptor, self._other = pty.openpty()
         self.size(24, 80)
-        self.before = termios.tcgetattr(other)
+        self.before = self.settings()
         self.process = subprocess.Popen(
             command,
-            stdin=other,
-            stdout=other,
-            stderr=other,
+            **dict.fromkeys(("stdin", "stdout", "stderr"), self._other),
             cwd=ROOT,
             env=environment,
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
-        self._other = other
-        self.seen = b""
-        self._mark = 0
+        self.seen, self._mark = b"", 0
 
     def size(self, rows: int, columns: int) -> None:
         """Resize; the kernel tells the program."""
         fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
-    def type(self, text: str) -> None:
-        """Press keys."""
-        os.write(self.descriptor, text.encode())
-
-    def wait(self, words: str) -> bytes:
-        """Read until these words have come since the last call; returns what came."""
+    def play(self, *steps: str) -> bytes:
+        """Press the keys behind a `<`, read until other words have come; returns what came last."""
         start = self._mark
-        end = time.monotonic() + BOUND
-        while (at := self.seen.find(words.encode(), start)) < 0:
-            assert self._read(end), f"no {words!r} in {self.seen[start:]!r}"
-        self._mark = at + len(words.encode())
+        for step in steps:
+            if step[0] == "<":
+                os.write(self.descriptor, step[1:].encode())
+                continue
+            start, end = self._mark, time.monotonic() + BOUND
+            while (at := self.seen.find(step.encode(), start)) < 0:
+                assert self._read(end), f"no {step!r} in {self.seen[start:]!r}"
+            self._mark = at + len(step.encode())
         return self.seen[start : self._mark]
 
     def end(self) -> int:
@@ -79,10 +73,9 @@ class Terminal:
             pass
         return self.process.returncode
 
-    def leave(self, keys: str = "\x04") -> None:
-        """Wait for the prompt, press Ctrl-D or other keys, and see the chat end well."""
-        self.wait("›")
-        self.type(keys)
+    def leave(self) -> None:
+        """Press Ctrl-D at the prompt, and see the chat end well."""
+        self.play("›", "<\x04")
         assert self.end() == 0
 
     def settings(self) -> list[Any]:
@@ -107,33 +100,30 @@ class Terminal:
 
 @pytest.fixture
 def terminal(model: Path, tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
-    """`terminal("--no-stats", pieces=[...])` starts a chat."""
+    """`terminal("--no-stats", pieces=[...])` starts a chat; broken: its engine fails after these seconds."""
     opened: list[Terminal] = []
-    settings = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 90000}
-    (model / "config.json").write_text(json.dumps(settings))
+    edit(model / "config.json", max_position_embeddings=90000)
 
     def start(
         *argv: str,
-        pieces: list[str] | None = None,
+        pieces: Any = ("Hello", " wörld", "!"),
         pause: float = 0.0,
-        loading: float = 0.0,
-        broken: bool = False,
+        broken: float = 0.0,
         **more: str,
     ) -> Terminal:
-        said = ["Hello", " wörld", "!"] if pieces is None else pieces
         setup = f"""
 def load(progress):
-    time.sleep({loading})
+    time.sleep({broken})
     if {broken}:
         raise spd.errors.ResourceError("no room for it", fix=["less"])
 """
-        script = f"pieces={said!r}, on_load=load, on_step=lambda step: time.sleep({pause}), ctx=90000"
-        code = program(script, setup=setup)
+        script = f"pieces={pieces!r}, on_load=load, on_step=lambda step: time.sleep({pause}), ctx=90000"
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
         environment = kept | {"PYTHONUTF8": "1", "TERM": "xterm-256color"}
         environment |= {"XDG_STATE_HOME": str(tmp_path / "state"), **more}
-        opened.append(Terminal([sys.executable, "-c", code, "chat", str(model), *argv], environment))
-        opened[-1].wait("›")
+        command = [sys.executable, "-c", program(script, setup=setup), "chat", str(model), *argv]
+        opened.append(Terminal(command, environment))
+        opened[-1].play("›")
         return opened[-1]
 
     yield start
@@ -147,165 +137,122 @@ def turns(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()][1:]
 
 
-def test_a_chat_on_a_terminal(terminal: Start, tmp_path: Path) -> None:
+def test_a_chat_on_a_terminal(terminal, tmp_path) -> None:
     """Markdown, the bottom line, TAB, Esc and Ctrl-C, keys that were typed meanwhile, and the end."""
     chat = terminal(pieces=["Some **bo", "ld** te", "xt\x1b[31m", *["word "] * 400], pause=0.02)
-    chat.wait("ctx 0/90,000")
-    chat.type("Hi\r")
-    chat.wait("\x1b[1mbold\x1b[0m")
-    assert b"text\\x1b[31m" in chat.wait("word word")
+    chat.play("ctx 0/90,000", "<Hi\r", "\x1b[1mbold\x1b[0m")
+    assert b"text\\x1b[31m" in chat.play("word word")
     for keys in ("type", "\x1b[D", "\x1b[200~pa\x1b", "sted\x1b[201~"):
-        chat.type(keys)
+        chat.play(f"<{keys}")
         time.sleep(0.2)
     assert b"[interrupted]" not in chat.seen
-    chat.type("\x1b")
-    chat.wait("[interrupted]")
-    chat.wait("typpa")
-    chat.wait("stede")
-    chat.type("\x05\r")
-    chat.wait("word word")
-    chat.type("\x03")
-    chat.wait("[interrupted]")
-    chat.wait("›")
-    chat.type("/un\t")
-    chat.wait("do")
-    chat.type("\r")
-    chat.wait("took back: typpa")
-    chat.wait("›")
-    chat.type("text\x03/exit\r")
+    chat.play(
+        "<\x1b", "[interrupted]", "typpa", "stede", "<\x05\r", "word word", "<\x03", "[interrupted]", "›"
+    )
+    chat.play("</un\t", "do", "<\r", "took back: typpa", "›", "<text\x03/exit\r")
     assert chat.end() == 0 and chat.settings() == chat.before
     (turn,) = turns(tmp_path)
     assert turn["finish"] == "abort" and turn["reply"].startswith("Some **bold** text\x1b[31mword word")
 
 
-def test_a_long_paste_is_folded_until_it_is_sent(terminal: Start, tmp_path: Path) -> None:
+def test_a_long_paste_is_folded_until_it_is_sent(terminal, tmp_path) -> None:
     """Refused, it comes back folded, its error above it; lines that no terminal marked are one message."""
-    long, short = (tmp_path / "long.txt", "\n".join(f"line {number}" for number in range(5000)))
-    long.write_text("x" * 60_000)
+    (long := tmp_path / "long.txt").write_text("x" * 60_000)
     chat = terminal("-f", str(long))
-    chat.wait("ctx 0/90,000")
-    data = f"\x1b[200~{short}\x1b[201~"
+    chat.play("ctx 0/90,000")
+    data = "\x1b[200~" + "\n".join(f"line {number}" for number in range(5000)) + "\x1b[201~"
     for at in range(0, len(data), 1000):  # as a terminal sends it: no more than the line buffer holds
-        chat.type(data[at : at + 1000])
+        chat.play(f"<{data[at : at + 1000]}")
         time.sleep(0.005)
-    chat.wait("[paste 1: 5,000 lines]")
-    chat.type(" see above\r")
-    said = b" ".join(chat.wait("/file none").split())
+    said = b" ".join(chat.play("[paste 1: 5,000 lines]", "< see above\r", "/file none").split())
     assert b"the context is 90,000" in said
-    assert b"line 17" not in chat.wait("[paste 1: 5,000 lines] see above")
-    chat.type("\x03/file none\r")
-    chat.wait("no file")
-    chat.wait("›")
+    assert b"line 17" not in chat.play("[paste 1: 5,000 lines] see above")
+    chat.play("<\x03/file none\r", "no file", "›")
     time.sleep(0.5)  # else it could come before the prompt, as keys typed ahead do
-    chat.type("unmarked\rpaste\rof lines\x0aand Ctrl-J\r")
-    chat.wait("wörld!")
+    chat.play("<unmarked\rpaste\rof lines\x0aand Ctrl-J\r", "wörld!")
     chat.leave()
     assert [turn["user"] for turn in turns(tmp_path)] == ["unmarked\npaste\nof lines\nand Ctrl-J"]
     history = (tmp_path / "state" / "spd" / "history").read_text()
     assert "+line 4999 see above" in history and "[paste" not in history
 
 
-def test_what_is_said_fits_a_narrow_terminal(terminal: Start) -> None:
+def test_what_is_said_fits_a_narrow_terminal(terminal) -> None:
     """Figures are broken between words, not by the terminal's edge; drafts are underlined without colour."""
     chat = terminal("--no-save", "--show-drafts", NO_COLOR="1")
     chat.size(24, 40)
-    chat.type("Hi\r")
-    assert b"\x1b[4mH\x1b[0mello" in chat.wait("first ")
-    rows = chat.wait(" ctx ").split(b"\r\n") + chat.wait("›").split(b"\r\n")
+    assert b"\x1b[4mH\x1b[0mello" in chat.play("<Hi\r", "first ")
+    rows = chat.play(" ctx ").split(b"\r\n") + chat.play("›").split(b"\r\n")
     plain = [re.sub(rb"\x1b(?:\[[0-9;?]*[A-Za-z]|[78])", b"", row).decode() for row in rows]
     figures = [row for row in plain if "tok" in row or "drafts" in row or "/90" in row]
     assert len(figures) >= 2 and all(len(row) < 40 for row in figures), plain
-    chat.type("/set temperature=-1\r")
-    chat.wait("error: ")
-    assert chat.wait("fix: ").count(b"\n") <= 4
-    chat.wait("›")
-    chat.type("\x03\x03")
+    assert chat.play("</set temperature=-1\r", "error: ", "fix: ").count(b"\n") <= 4
+    chat.play("›", "<\x03\x03")
     assert chat.end() == -signal.SIGINT and not COLOURS.search(chat.seen)
 
 
-def test_killed_while_replying_the_message_is_there_again(terminal: Start, tmp_path: Path) -> None:
+def test_killed_while_replying_the_message_is_there_again(terminal, tmp_path) -> None:
     """Behind what was said before it, which had its accepted drafts coloured."""
     chat = terminal("-c", "a", "--show-drafts")
-    chat.type("Hi\r")
-    assert b"\x1b[32mH\x1b[0mello" in chat.wait("drafts ")
+    assert b"\x1b[32mH\x1b[0mello" in chat.play("<Hi\r", "drafts ")
     chat.leave()
     chat = terminal("-c", pieces=["word "] * 400, pause=0.02)
-    chat.wait("Hello wörld!")
-    chat.wait("/90,000")
-    chat.type("precious words\r")
-    chat.wait("word word")
+    chat.play("Hello wörld!", "/90,000", "<precious words\r", "word word")
     chat.process.kill()
     chat.process.wait()
     assert [turn["reply"] for turn in turns(tmp_path)] == ["Hello wörld!", None]
     chat = terminal("-c")
-    chat.wait("precious words")
-    chat.type("\r")
-    chat.wait("wörld!")
+    chat.play("precious words", "<\r", "wörld!")
     chat.leave()
     assert [turn["reply"] for turn in turns(tmp_path)] == ["Hello wörld!"] * 2
 
 
-def test_a_dumb_terminal_gets_plain_lines(terminal: Start) -> None:
+def test_a_dumb_terminal_gets_plain_lines(terminal) -> None:
     chat = terminal("--show-drafts", pieces=["**a**"], TERM="dumb")
     assert b"--show-drafts marks tokens on a terminal only" in b" ".join(chat.seen.split())
-    chat.type("Hi\n")
-    chat.wait("**a**")
+    chat.play("<Hi\n", "**a**")
     chat.leave()
     assert b"\x1b" not in chat.seen
 
 
 @pytest.mark.slow
-def test_hidden_thinking_is_one_line(terminal: Start) -> None:
+def test_hidden_thinking_is_one_line(terminal) -> None:
     chat = terminal("--think", "hide", "--no-stats", pieces=["<thi", "nk>hm", "m</think>", "Yes"])
-    chat.type("Hi\r")
-    reply = chat.wait("Yes")
+    reply = chat.play("<Hi\r", "Yes")
     assert b"hmm" not in reply and "thinking…".encode() in reply
-    chat.wait("›")
-    chat.type("/think on\r")
-    chat.wait("\x1b[?2004l")  # sent: together with what follows it would be a paste
-    chat.wait("›")
-    chat.type("Again\r")
-    assert b"\x1b[2mm\x1b[0m" in chat.wait("Yes")
+    chat.play("›", "</think on\r", "\x1b[?2004l", "›")  # sent: together with what follows it would be a paste
+    assert b"\x1b[2mm\x1b[0m" in chat.play("<Again\r", "Yes")
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_loading_that_fails_ends_the_chat(terminal: Start, tmp_path: Path, early: bool) -> None:
+def test_loading_that_fails_ends_the_chat(terminal, tmp_path, early) -> None:
     """A message sent meanwhile is not lost: -c begins with it."""
-    chat = terminal(loading=1.0 if early else 0.5, broken=True)
+    chat = terminal(broken=1.0 if early else 0.5)
     if early:
-        chat.type("precious words\r")
+        chat.play("<precious words\r")
     assert chat.end() == 5 and chat.seen.count(b"error:") == chat.seen.count(b"no room for it") == 1
     assert chat.settings() == chat.before
     if early:
         assert [(turn["user"], turn["reply"]) for turn in turns(tmp_path)] == [("precious words", None)]
 
 
-def test_tools_run_after_a_yes_only(terminal: Start, model: Path, tmp_path: Path) -> None:
+def test_tools_run_after_a_yes_only(terminal, model, tmp_path) -> None:
     """Ctrl-C and another word are no yes; results go to the next turn."""
-    settings = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
-    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    edit(model / "tokenizer_config.json", chat_template=TEMPLATE)
     properties = {"type": "object", "properties": {"name": {"type": "string"}}}
     command = ["bash", "-c", 'echo ran; touch "$0"', "{name}"]
-    file = tmp_path / "tools.json"
-    file.write_text(json.dumps([{"name": "make", "parameters": properties, "command": command}]))
+    (file := tmp_path / "tools.json").write_text(
+        json.dumps([{"name": "make", "parameters": properties, "command": command}])
+    )
     called = {"name": "make", "arguments": {"name": f"{tmp_path}/made\x1b[2J\u202e"}}
     chat = terminal("--tools", str(file), pieces=["So.", f"<tool_call>{json.dumps(called)}</tool_call>"])
     made = Path(called["arguments"]["name"])
     for answer in ("\r", "no\r", "\x03"):
-        chat.type("Hi\r")
-        shown = chat.wait("run it? [y/N]")
-        assert b"made\\x1b[2J\\u202e" in shown
-        chat.type(answer)
-        chat.wait("did not allow this call")
-        chat.wait("›")
+        assert b"made\\x1b[2J\\u202e" in chat.play("<Hi\r", "run it? [y/N]")
+        chat.play(f"<{answer}", "did not allow this call", "›")
         assert not made.exists()
-    chat.type("Hi\r")
-    chat.wait("run it? [y/N]")
-    chat.type("y\r")
-    chat.wait("ran")
-    chat.wait("run it? [y/N]")
+    chat.play("<Hi\r", "run it? [y/N]", "<y\r", "ran", "run it? [y/N]")
     assert made.exists()
-    chat.type("\r")
+    chat.play("<\r")
     chat.leave()
     *_, last, more = turns(tmp_path)
     message, result = map(json.loads, last["answered"])

@@ -68,25 +68,11 @@ def test_a_named_file_stands_for_the_persons_and_v_says_so(
     assert f"config  {named} sets top-p\n" in ran.err and "top p 0.9 (given)" in ran.err
 
 
-def test_a_byte_order_mark_is_no_key(own: Write, spd_run: Callable, model: Path, script: Any) -> None:
-    own("\ufeffseed = 5\r\ntop-p = 0.7\r\n")
-    assert spd_run("generate", "-m", model, "Hi").code == 0 and params(script).top_p == 0.7
-
-
-def test_a_model_that_is_not_there_says_which_file_names_it(own: Write, spd_run: Callable) -> None:
-    for value in ('"a/b"', "3"):
-        path = own(f"model = {value}\n")
-        refused(spd_run("generate", "Hi"), 3, "no such folder", f"  {path} sets model")
-
-
-def test_flags_need_a_command(spd_run: Callable) -> None:
-    for flag in ("-vv", "--color"):
-        refused(spd_run(flag), 2, "no such option", "spd --help")
-
-
 def test_keys_of_other_commands_are_left_to_them(own, home, spd_run, model, script) -> None:
-    own('seed = 5\nmarkdown = "off"\n[chat]\nsystem = "be terse"\n')
+    """And a byte order mark is no key."""
+    own('\ufeffseed = 5\r\nmarkdown = "off"\r\ncolor = "always"\r\n[chat]\r\nsystem = "be terse"\r\n')
     assert spd_run("generate", "-m", model, "Hi").code == 0 and params(script).seed == 5
+    assert spd_run("generate").err.startswith("\x1b[1;31merror:")
     assert spd_run("chat", model, "-c", "s", stdin=b"Hi\n").code == 0
     saved = (home / "state" / "spd" / "sessions" / "s.jsonl").read_text()
     assert json.loads(saved.splitlines()[0])["system"] == "be terse"
@@ -129,11 +115,8 @@ def test_a_clash_says_which_file_it_is_with(own, spd_run, model, script, monkeyp
     path = own("draft-max = 3\n")
     told = spd_run("generate", "-m", model, "--spec", "off", "Hi")
     refused(told, 2, "are about drafts, and --spec off asks for none", f"  {path} sets draft-max")
+    for value in ('"a/b"', "3"):
+        own(f"model = {value}\n")
+        refused(spd_run("generate", "Hi"), 3, "no such folder", f"  {path} sets model")
     monkeypatch.setenv("SPD_CONFIG", str(path.parent / "none.toml"))
-    missing = spd_run("generate", "Hi")
-    refused(missing, 3, "no file", "none.toml")
-
-
-def test_colour_from_a_file(own: Write, spd_run: Callable, model: Path, script: Any) -> None:
-    own('color = "always"\n')
-    assert spd_run("generate").err.startswith("\x1b[1;31merror:")
+    refused(spd_run("generate", "Hi"), 3, "no file", "none.toml")

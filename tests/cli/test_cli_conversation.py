@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from spd.cli.chat.conversation import ChatEncoder, Conversation, Encoded, SessionStore, Turn, shared_spans
-from spd.cli.text.job import open_vocabulary
+from spd.cli.text.job import Vocabulary, open_vocabulary
 from spd.errors import IncompatibleError, NotFoundError, ResourceError, UsageError
 from spd.formats.folder import ModelFolder
-from tests.cli.conftest import SPECIALS, write_model, write_tokenizer
+from tests.cli.conftest import SPECIALS, TEMPLATE, edit, failing, write_tokenizer
 
 END = 258
 """<|im_end|>, which the template writes after a reply."""
@@ -25,12 +25,16 @@ def encoder(model: Path) -> ChatEncoder:
     return encoder_of(model)
 
 
+def vocabulary(folder: Path) -> Vocabulary:
+    return open_vocabulary("model", ModelFolder(folder))
+
+
 def encoder_of(folder: Path) -> ChatEncoder:
-    return ChatEncoder(open_vocabulary("model", ModelFolder(folder)), {})
+    return ChatEncoder(vocabulary(folder), {})
 
 
 def ids_of(text: str, folder: Path, **how: bool) -> tuple[int, ...]:
-    return tuple(open_vocabulary("model", ModelFolder(folder)).need_tokenizer().encode(text, **how))
+    return tuple(vocabulary(folder).need_tokenizer().encode(text, **how))
 
 
 def talk(*turns: Turn, system: str | None = None) -> Conversation:
@@ -50,46 +54,32 @@ def test_the_next_turn_begins_with_every_token_of_the_last(encoder: ChatEncoder,
     assert cut.ids == second.ids and cut.spans[1] == ("generated", len(reply) - 1), "the template ends it"
 
 
-def test_tokens_stay_the_ones_that_were_drawn(tmp_path: Path) -> None:
+def test_tokens_stay_the_ones_that_were_drawn(model: Path) -> None:
     """A reply whose tokens are not what encoding its text would give keeps them."""
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
-
-    folder = write_model(tmp_path / "merging")
-    alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    library = tokenizers.Tokenizer(models.BPE(vocab=alphabet | {"lo": 256}, merges=[("l", "o")]))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    library.decoder = decoders.ByteLevel()
-    library.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    library.save(str(folder / "tokenizer.json"))
-    encoder = encoder_of(folder)
-    drawn = (alphabet["l"], alphabet["o"])
+    library = json.loads((model / "tokenizer.json").read_text())
+    library["model"]["vocab"]["lo"], library["model"]["merges"] = 261, [["l", "o"]]
+    (model / "tokenizer.json").write_text(json.dumps(library))
+    drawn, encoder = (*ids_of("l", model), *ids_of("o", model)), encoder_of(model)
+    assert ids_of("lo", model) == (261,)
     first = encoder.encode(talk(Turn("Hi")))
     second = encoder.encode(talk(Turn("Hi", "lo", drawn, "length"), Turn("More")))
     assert second.ids[len(first.ids) :][:2] == drawn
 
 
-@pytest.mark.parametrize(
-    "turn",
-    [Turn("Hi", "edited by hand", (), "edited"), Turn("Hi", "cut before a stop string", (1, 2, 3), "stop")],
-)
-def test_what_was_not_drawn_is_encoded_anew(turn: Turn, encoder: ChatEncoder, model: Path) -> None:
-    first, second = encoder.encode(talk(Turn("Hi"))), encoder.encode(talk(turn, Turn("More")))
-    assert second.ids == ids_of(second.text, model, parse_special=True)
-    assert second.spans == (("prompt", len(first.ids)), ("prompt", len(second.ids) - len(first.ids)))
+def test_what_was_not_drawn_is_encoded_anew(encoder: ChatEncoder, model: Path) -> None:
+    stopped = Turn("Hi", "cut before a stop string", (1, 2, 3), "stop")
+    for turn in (Turn("Hi", "edited by hand", (), "edited"), stopped):
+        first, second = encoder.encode(talk(Turn("Hi"))), encoder.encode(talk(turn, Turn("More")))
+        assert second.ids == ids_of(second.text, model, parse_special=True)
+        assert second.spans == (("prompt", len(first.ids)), ("prompt", len(second.ids) - len(first.ids)))
 
 
-def test_a_template_that_drops_earlier_thinking_keeps_what_is_before_it(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "thinker")
-    template = json.loads((folder / "tokenizer_config.json").read_text())
-    template["chat_template"] = template["chat_template"].replace(
-        "message['content']", "message['content'].split('</think>')[-1]"
-    )
-    (folder / "tokenizer_config.json").write_text(json.dumps(template))
-    encoder = encoder_of(folder)
-    reply = "<think>hm</think>Yes"
+def test_a_template_that_drops_earlier_thinking_keeps_what_is_before_it(model: Path) -> None:
+    template = TEMPLATE.replace("message['content']", "message['content'].split('</think>')[-1]")
+    edit(model / "tokenizer_config.json", chat_template=template)
+    encoder, reply = encoder_of(model), "<think>hm</think>Yes"
     first = encoder.encode(talk(Turn("Hi")))
-    second = encoder.encode(talk(Turn("Hi", reply, ids_of(reply, folder), "stop"), Turn("More")))
+    second = encoder.encode(talk(Turn("Hi", reply, ids_of(reply, model), "stop"), Turn("More")))
     assert second.spans[0] == ("prompt", len(first.ids)) and "<think>" not in second.text
 
 
@@ -99,11 +89,11 @@ def test_a_reply_in_channels_is_told_by_its_answer(model: Path) -> None:
     write_tokenizer(model, (*SPECIALS, *marks))
     reply = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes"
     ids = ids_of(f"{reply}<|return|>", model, parse_special=True)
-    assert open_vocabulary("model", ModelFolder(model)).need_tokenizer().decode(ids) == reply
+    assert vocabulary(model).need_tokenizer().decode(ids) == reply
     text = encoder_of(model).encode(talk(Turn("Hi", reply, ids, "stop"), Turn("More"))).text
     assert "assistant\nYes<|im_end|>" in text and "hm" not in text
     write_tokenizer(model, (*SPECIALS, "<|end|>"))  # as Phi's, which ends replies
-    assert open_vocabulary("model", ModelFolder(model)).need_tokenizer().token_bytes(259) == b""
+    assert vocabulary(model).need_tokenizer().token_bytes(259) == b""
 
 
 def test_the_same_turns_give_the_same_prompt_however_they_came(encoder: ChatEncoder, model: Path) -> None:
@@ -128,8 +118,6 @@ def test_spans_of_a_shared_beginning() -> None:
     assert shared_spans(known, (7, 7)) == shared_spans(None, (7, 7)) == (("prompt", 2),)
 
 
-# -- the file --------------------------------------------------------------------------------------
-
 TURNS = (Turn("ünï\u2028\r\n", "a\nb\x00", (1, 2), "stop", 9), Turn("unanswered"))
 CHAT = Conversation("org/name", 7, "be terse", "abc", 3, TURNS)
 
@@ -150,62 +138,49 @@ def test_a_chat_comes_back_as_it_was(tmp_path: Path) -> None:
 HEADER = b'{"schema": "spd.chat/1", "model": "m", "seed": 1}\n'
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"", "line 1"),
-        (b"not json\n", "line 1"),
-        (b"[1]\n", "line 1"),
-        (b'{"schema": "spd.chat/2", "model": "m", "seed": 1}\n', "another version"),
-        (b'{"schema": "spd.chat/1", "seed": 1}\n', "model"),
-        (b'{"schema": "spd.chat/1", "model": 3, "seed": 1}\n', "model"),
-        (HEADER + b'{"user": "a", "rep', "line 2"),
-        (HEADER + b'{"reply": "a"}\n', "line 2"),
-        (HEADER + b'{"user": "a", "reply_ids": [1.5]}\n', "line 2"),
-        (HEADER + b"\xff\xfe\n", "utf-8"),
-        (b"[" * 100_000, "line 1"),
-        (None, "not a file"),  # a FIFO is not waited for
-    ],
-)
+DAMAGED: list[tuple[bytes | None, str]] = [
+    *((content, "line 1") for content in (b"", b"not json\n", b"[1]\n", b"[" * 100_000)),
+    (HEADER.replace(b"/1", b"/2"), "another version"),
+    (HEADER.replace(b'"model": "m", ', b""), "model"),
+    (HEADER.replace(b'"m"', b"3"), "model"),
+    *((HEADER + line, "line 2") for line in (b'{"user": "a", "rep', b'{"reply": "a"}\n')),
+    (HEADER + b'{"user": "a", "reply_ids": [1.5]}\n', "line 2"),
+    *((HEADER + b"\xff\xfe\n", "utf-8"), (None, "not a file")),  # a FIFO is not waited for
+]
+
+
+@pytest.mark.parametrize(("content", "words"), DAMAGED)
 def test_a_damaged_file_is_refused_by_name(content: bytes | None, words: str, tmp_path: Path) -> None:
-    store = SessionStore(tmp_path)
+    path = SessionStore(tmp_path).path("x")
     if content is None:
-        os.mkfifo(store.path("x"))
+        os.mkfifo(path)
     else:
-        store.path("x").write_bytes(content)
+        path.write_bytes(content)
     with pytest.raises(IncompatibleError) as error:
-        store.load("x")
-    assert words in error.value.message and str(store.path("x")) in error.value.message and error.value.fix
-
-
-def test_names_that_could_leave_the_folder(tmp_path: Path) -> None:
-    for name in ("../x", "a/b", "", ".x", "-x", "a\0b", "x" * 101, "a b", "ü"):
-        with pytest.raises(UsageError, match="not a name"):
-            SessionStore(tmp_path).path(name)
+        SessionStore(tmp_path).load("x")
+    assert words in error.value.message and str(path) in error.value.message and error.value.fix
 
 
 def test_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a process that is killed does: the new file is whole before it takes the old one's place."""
     store = SessionStore(tmp_path)
     store.save("x", CHAT)
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", failing(OSError(28, "No space left on device")))
     with pytest.raises(ResourceError, match="No space left"):
         store.save("x", dataclasses.replace(CHAT, turns=()))
     assert store.load("x") == CHAT and [p.name for p in tmp_path.iterdir()] == ["x.jsonl"]
 
 
-def test_one_chat_is_open_once(tmp_path: Path) -> None:
+def test_one_chat_is_open_once_under_a_name_that_stays_in_the_folder(tmp_path: Path) -> None:
     first, second = SessionStore(tmp_path), SessionStore(tmp_path)
+    for name in ("../x", "a/b", "", ".x", "-x", "a\0b", "x" * 101, "a b", "ü"):
+        with pytest.raises(UsageError, match="not a name"):
+            first.path(name)
     first.open("x")
     first.open("x")
     with pytest.raises(UsageError, match="another process"):
         second.open("x")
-    name = first.open_new()
-    assert second.open_new() != name
+    assert second.open_new() != first.open_new()
     second.open("x")
     first.close()
     second.close()

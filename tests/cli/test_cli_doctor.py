@@ -22,11 +22,11 @@ from spd.runtime import EngineConfig
 from spd.runtime.lab import diagnostics, replay
 from spd.runtime.lab.diagnostics import FAILED, OK, WARNING, Finding, Step
 from spd.runtime.lab.replay import Replay
+from tests.cli.conftest import ROOT, failing
 from tests.json_schema import faults
 
 pytestmark = pytest.mark.usefixtures("keep_threads")
 
-ROOT = Path(__file__).resolve().parents[2]
 LOOKED_AT = ["packages", "disk", "cpu", "cuda", "triton", "demo"]
 TRIED = ["gpu tiles", "generation"]
 
@@ -35,9 +35,8 @@ def statuses(shown: dict[str, Any]) -> dict[str, str]:
     return {check["name"]: check["status"] for check in shown["checks"]}
 
 
-def one(shown: dict[str, Any], name: str) -> dict[str, Any]:
-    found: dict[str, Any] = next(check for check in shown["checks"] if check["name"] == name)
-    return found
+def named(shown: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {check["name"]: check for check in shown["checks"]}
 
 
 def test_a_real_run() -> None:
@@ -48,45 +47,38 @@ def test_a_real_run() -> None:
     assert done.returncode == 0 and done.stderr == "", done
     shown = json.loads(done.stdout)
     assert faults(shown, "doctor") == [] and shown["ok"] is True
-    assert list(statuses(shown)) == LOOKED_AT + TRIED
-    for check in shown["checks"]:
-        assert check["line"] and "\n" not in check["line"]
-        assert bool(check["fix"]) == (check["status"] != OK)
-    if not one(shown, "cuda")["facts"]["devices"]:
-        assert one(shown, "gpu tiles")["line"] == "not asked: no GPU runs Triton's kernels here"
-    text = one(shown, "generation")["facts"]
+    checks = named(shown)
+    assert list(checks) == LOOKED_AT + TRIED
+    for check in checks.values():
+        assert check["line"] and "\n" not in check["line"] and bool(check["fix"]) == (check["status"] != OK)
+    if not checks["cuda"]["facts"]["devices"]:
+        assert checks["gpu tiles"]["line"] == "not asked: no GPU runs Triton's kernels here"
+    text = checks["generation"]["facts"]
     assert text["tokens"] == 48 > text["accepted"] > 0 and text["differences"] == []
-    assert one(shown, "demo")["facts"]["model"] == str(demo_folder())
+    assert checks["demo"]["facts"]["model"] == str(demo_folder())
 
 
 def test_lines_of_a_quick_look(spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    def odd() -> Finding:
-        return Finding(WARNING, "odd", ("mend it",))
-
-    monkeypatch.setattr(diagnostics, "triton_library", odd)
+    monkeypatch.setattr(diagnostics, "triton_library", lambda: Finding(WARNING, "odd", ("mend it",)))
     ran = spd_run("doctor", "--quick")
     assert ran.code == 0 and ran.err == ""
-    lines = ran.text.splitlines()
-    names = [line[10:22].strip() for line in lines if not line.startswith("    fix: ")][:-1]
-    assert names == LOOKED_AT
+    *lines, last = ran.text.splitlines()
+    assert [line[10:22].strip() for line in lines if not line.startswith("    fix: ")] == LOOKED_AT
     assert "warning   triton        odd\n    fix: mend it\n" in ran.text
-    assert lines[-1] == "no problems · details: spd doctor --json"
+    assert last == "no problems · details: spd doctor --json"
 
 
 def test_a_check_that_raises_is_a_failed_one(spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> Finding:
-        raise RuntimeError("the numbers are\nnot there")
-
-    monkeypatch.setattr(diagnostics, "storage", broken)
+    monkeypatch.setattr(diagnostics, "storage", failing(RuntimeError("the numbers are\nnot there")))
     ran = spd_run("doctor", "--quick")
     assert ran.code == 1 and ran.err == ""
     assert "failed    disk          RuntimeError: the numbers are\n    fix: " in ran.text
     assert ran.text.splitlines()[-1].startswith("1 problem ·")
     shown = spd_run("--json", "doctor", "--quick").json
-    assert shown["ok"] is False and statuses(shown)["disk"] == FAILED
-    assert "def broken" not in one(shown, "disk")["line"]
-    assert "in broken" in one(shown, "disk")["facts"]["traceback"]
-    assert all(status != FAILED for name, status in statuses(shown).items() if name != "disk")
+    assert shown["ok"] is False
+    assert [name for name, status in statuses(shown).items() if status == FAILED] == ["disk"]
+    disk = named(shown)["disk"]
+    assert "def fail" not in disk["line"] and "in fail" in disk["facts"]["traceback"]
 
 
 def test_what_hangs_on_a_failure_is_not_asked(spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,10 +93,8 @@ def test_what_hangs_on_a_failure_is_not_asked(spd_run: Callable, monkeypatch: py
 @pytest.mark.parametrize(
     ("drafts", "kernels", "said"),
     [
-        (None, None, "the same text"),
-        (None, True, "the same text"),
-        (None, False, "not the text of torch's"),
-        (True, None, "not the same text"),
+        *((None, None, "the same text"), (None, True, "the same text")),
+        *((None, False, "not the text of torch's"), (True, None, "not the same text")),
     ],
 )
 def test_other_text_is_a_failure(monkeypatch, drafts, kernels, said) -> None:
@@ -121,13 +111,13 @@ def test_other_text_is_a_failure(monkeypatch, drafts, kernels, said) -> None:
     assert len(finding.facts["differences"]) == (finding.status == FAILED)
 
 
-@pytest.mark.parametrize("found", ["AVX2", "AVX512", "AVX512-BF16", "AMX", "NEON", None])
-def test_the_instructions_are_named_and_what_better_ones_give(found, monkeypatch) -> None:
-    monkeypatch.setattr(build, "instructions", lambda dtype="bfloat16": found)
+def test_the_instructions_are_named_and_what_better_ones_give(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "find_compiler", lambda: ("gcc",))
-    line = diagnostics.processor().line
-    assert (f"C kernels for {found}" in line) == (found is not None)
-    assert ("AVX512-BF16 or AMX would" in line) == (found in ("AVX2", "AVX512"))
+    for found in ("AVX2", "AVX512", "AVX512-BF16", "AMX", "NEON", None):
+        monkeypatch.setattr(build, "instructions", lambda dtype="bfloat16", found=found: found)
+        line = diagnostics.processor().line
+        assert (f"C kernels for {found}" in line) == (found is not None)
+        assert ("AVX512-BF16 or AMX would" in line) == (found in ("AVX2", "AVX512"))
 
 
 @pytest.mark.parametrize(
@@ -136,15 +126,8 @@ def test_the_instructions_are_named_and_what_better_ones_give(found, monkeypatch
 )
 def test_versions(version: str | None, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against what the package's metadata ask for, torch among it."""
-    real = importlib.metadata.version
-
-    def found(name: str) -> str:
-        if name != "torch":
-            return real(name)
-        if version is None:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return version
-
+    real, lacking = importlib.metadata.version, failing(importlib.metadata.PackageNotFoundError("torch"))
+    found = lambda name: real(name) if name != "torch" else version or lacking()  # noqa: E731
     monkeypatch.setattr(importlib.metadata, "version", found)
     finding = diagnostics.package_versions()
     assert finding.status == status

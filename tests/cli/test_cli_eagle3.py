@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -11,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from spd.runtime.plan import machine
-from tests.cli.conftest import refused
+from tests.cli.conftest import edit, refused
+from tests.helpers import edit_weights
 from tests.recipes.tiny import VARIANTS, write_tiny
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 
@@ -29,18 +29,21 @@ QUICK = ("--raw", "--threads", 1, "--ctx", 256, "-n", 16, "--seed", 3)
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A target of two layers and a head that often agrees with it."""
-    folder = tmp_path_factory.mktemp("pair")
-    target = folder / "target"
-    return target, write_tiny_pair(
-        target, folder / "head", kind="copy", aux=(1, 2), target_options={"layers": 2}
-    )
+    target = (folder := tmp_path_factory.mktemp("pair")) / "target"
+    head = write_tiny_pair(target, folder / "head", kind="copy", aux=(1, 2), target_options={"layers": 2})
+    return target, head
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    (tmp_path / "prompts.txt").write_text("first\nsecond\n")
+    return tmp_path / "prompts.txt"
 
 
 def test_auto_takes_the_head_that_is_given_and_the_text_is_plain(spd_run, pair, tmp_path) -> None:
     target, head = pair
     words = ("generate", *QUICK, "-m", target, "--temperature", 0.8, "--json", "abc abc abc")
-    plain = spd_run(*words, "--spec", "off").json
-    trace = tmp_path / "trace"
+    plain, trace = spd_run(*words, "--spec", "off").json, tmp_path / "trace"
     shown = spd_run(*words, "--draft-model", head, "--no-adaptive", "--trace", trace).json
     assert shown["token_ids"] == plain["token_ids"]
     counts = shown["metrics"]["speculative_decoding"]
@@ -52,13 +55,22 @@ def test_auto_takes_the_head_that_is_given_and_the_text_is_plain(spd_run, pair, 
     assert "eagle3 k=4" in spd_run("explain", trace).text
 
 
-def test_a_certificate(spd_run: Run, pair: Pair, tmp_path: Path) -> None:
+def test_a_certificate(spd_run: Run, pair: Pair, prompts: Path) -> None:
     """Texts of both ways to decode."""
-    target, head = pair
-    (tmp_path / "prompts.txt").write_text("first\nsecond\n")
-    words = ("--prompts", tmp_path / "prompts.txt", "-n", 16, "--lag", 1, "--tokens", 30)
-    quick = ("--threads", 1, "--temperature", 1.2, "--json")
-    ran = spd_run("verify", "-m", target, "--draft-model", head, *words, *quick)
+    words = (
+        "-m",
+        pair[0],
+        "--draft-model",
+        pair[1],
+        "--prompts",
+        prompts,
+        "-n",
+        16,
+        "--threads",
+        1,
+        "--json",
+    )
+    ran = spd_run("verify", *words, "--lag", 1, "--tokens", 30, "--temperature", 1.2)
     assert ran.code == 0 and ran.json["passed"] and ran.json["drafts_accepted"] > 0
     assert ran.json["plans"]["candidate"]["spec"] == "eagle3"
     assert "draft/config.json" in ran.json["files"]
@@ -69,47 +81,35 @@ def test_inspect(spd_run: Run, pair: Pair) -> None:
     alone = spd_run("inspect", head)
     words = "  head            kind eagle3 · target hidden size 64 · draft vocab size 288 · aux layers 1, 2\n"
     assert alone.code == 0 and words in alone.text
-    facts = spd_run("inspect", head, "--json").json["target"]["head"]
-    assert (facts["target_hidden_size"], facts["draft_vocab_size"], facts["aux_layers"]) == (64, 288, [1, 2])
+    facts = {"target_hidden_size": 64, "draft_vocab_size": 288, "aux_layers": [1, 2]}
+    assert spd_run("inspect", head, "--json").json["target"]["head"].items() >= facts.items()
     shown = spd_run("inspect", target, "--draft", head, "--json").json
-    assert shown["compatible"] and (shown["speculation"]["method"], shown["speculation"]["draft_max"]) == (
-        "eagle3",
-        4,
-    )
-    assert shown["needs"]["parts"]["draft_weights"] > 0
+    assert shown["compatible"] and shown["needs"]["parts"]["draft_weights"] > 0
+    assert (shown["speculation"]["method"], shown["speculation"]["draft_max"]) == ("eagle3", 4)
 
 
-def test_a_bench_of_the_head(spd_run: Run, pair: Pair, tmp_path: Path) -> None:
-    target, head = pair
-    (tmp_path / "prompts.txt").write_text("first\n")
-    words = ("--prompts", tmp_path / "prompts.txt", "-n", 8, "--threads", 1, "--temperature", 0, "-r", 1)
-    ran = spd_run("bench", "-m", target, "--spec", "eagle3", "--draft-model", head, *words, "--json")
+def test_a_bench_of_the_head(spd_run: Run, pair: Pair, prompts: Path) -> None:
+    words = ("-m", pair[0], "--draft-model", pair[1], "--prompts", prompts, "-n", 8, "--threads", 1, "--json")
+    ran = spd_run("bench", *words, "--spec", "eagle3", "--temperature", 0, "-r", 1)
     assert ran.code == 0 and [row["method"] for row in ran.json["rows"]] == ["plain", "eagle3"]
     assert ran.json["equality"]["tokens"] > 0
-
-
-# -- what is refused -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("-m", "HEAD"), 4, "an EAGLE-3 head drafts for another model"),
-        (
-            ("-m", "TARGET", "--spec", "eagle3", "--draft-model", "TARGET"),
-            4,
-            "is a model, not an EAGLE-3 head",
-        ),
-        (("-m", "TARGET", "--spec", "draft", "--draft-model", "HEAD"), 4, "is an EAGLE-3 head, not a model"),
-        (("-m", "TARGET", "--spec", "eagle3"), 2, "--spec eagle3 needs an EAGLE-3 head"),
-        (("-m", "TARGET", "--spec", "ngram", "--draft-model", "HEAD"), 2, "another method was asked for"),
-        (("-m", "TARGET", "--spec", "eagle3", "--mtp", "HEAD"), 2, "--mtp is for --spec mtp"),
-        (("-m", "TARGET", "--mtp", "HEAD"), 4, "no folder with an MTP head"),
+        ("-m HEAD", 4, "an EAGLE-3 head drafts for another model"),
+        ("-m TARGET --spec eagle3 --draft-model TARGET", 4, "is a model, not an EAGLE-3 head"),
+        ("-m TARGET --spec draft --draft-model HEAD", 4, "is an EAGLE-3 head, not a model"),
+        ("-m TARGET --spec eagle3", 2, "--spec eagle3 needs an EAGLE-3 head"),
+        ("-m TARGET --spec ngram --draft-model HEAD", 2, "another method was asked for"),
+        ("-m TARGET --spec eagle3 --mtp HEAD", 2, "--mtp is for --spec mtp"),
+        ("-m TARGET --mtp HEAD", 4, "no folder with an MTP head"),
     ],
 )
 def test_words_that_do_not_fit(spd_run, pair, words, code, said) -> None:
     places = {"TARGET": pair[0], "HEAD": pair[1]}
-    refused(spd_run("generate", *(places.get(word, word) for word in words), "Hi"), code, said)
+    refused(spd_run("generate", *(places.get(word, word) for word in words.split()), "Hi"), code, said)
 
 
 def test_a_head_of_another_target(spd_run: Run, pair: Pair, tmp_path: Path) -> None:
@@ -122,23 +122,12 @@ def test_a_head_of_another_target(spd_run: Run, pair: Pair, tmp_path: Path) -> N
 
 def keys(**change: Any) -> Callable[[Path], None]:
     """Changes of config.json."""
-
-    def write(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | change))
-
-    return write
+    return lambda folder: edit(folder / "config.json", **change)
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
     """Changes of model.safetensors."""
-
-    def write(folder: Path) -> None:
-        held = load_file(folder / "model.safetensors")
-        change(held)
-        save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
-
-    return write
+    return lambda folder: edit_weights(folder, change)
 
 
 def pickled(folder: Path) -> None:
@@ -170,8 +159,7 @@ def test_heads_that_are_wrong(spd_run, pair, tmp_path, change, said) -> None:
 
 def test_a_refusal_for_memory_names_options_that_exist(spd_run, pair, monkeypatch) -> None:
     monkeypatch.setattr(machine, "free_memory", lambda device: 2**21)
-    target, head = pair
-    ran = spd_run("generate", "-m", target, "--draft-model", head, "--ctx", 512, "Hi")
+    ran = spd_run("generate", "-m", pair[0], "--draft-model", pair[1], "--ctx", 512, "Hi")
     assert ran.code == 5 and "draft weights" in ran.err and "--spec ngram, without --draft-model" in ran.err
     flags = set(re.findall(r"(?:fix:|^  ) +(--[a-z-]+) ", ran.err, re.MULTILINE))
     known = spd_run("generate", "--help").text

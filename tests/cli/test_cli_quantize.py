@@ -7,10 +7,11 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from spd.errors import CheckpointError
 from spd.formats.checkpoint import Checkpoint
@@ -44,10 +45,9 @@ def test_the_folder_speaks_as_the_model_rounded_at_load(spd_run: Callable, tmp_p
 
 
 def test_every_tensor_is_there_rounded_or_as_it_was(spd_run: Callable, tmp_path: Path) -> None:
-    """Of a hybrid, with its MTP layers and without."""
-    source = write_tiny_hybrid(
-        tmp_path / "source", mtp=True, dtype="bfloat16", hidden_size=64, intermediate_size=128
-    )
+    """Of a hybrid, with its MTP layers and without; one of another shape in a head stays."""
+    sizes = {"dtype": "bfloat16", "hidden_size": 64, "intermediate_size": 128}
+    source = write_tiny_hybrid(tmp_path / "source", mtp=True, **sizes)
     before = load_file(source / "model.safetensors")
     heads = {name for name in before if name.startswith("mtp.") and name.endswith("_proj.weight")}
     for folder, more in (("own", ()), ("all", ("--mtp-too",))):
@@ -68,35 +68,26 @@ def test_every_tensor_is_there_rounded_or_as_it_was(spd_run: Callable, tmp_path:
         assert rounded & heads == (heads if more else set())
         listed = json.loads((written.path / "config.json").read_text())["quantization_config"]["ignore"]
         assert not {name.removesuffix(".weight") for name in rounded} & set(listed)
-
-
-def test_a_tensor_of_another_shape_in_a_head_stays(spd_run: Callable, tmp_path: Path) -> None:
-    source = write_tiny_hybrid(tmp_path / "source", mtp=True, hidden_size=64, intermediate_size=128)
-    before = load_file(source / "model.safetensors")
-    name = next(each for each in before if each.startswith("mtp.") and each.endswith("up_proj.weight"))
-    save_file({**before, name: before[name].flatten()}, source / "model.safetensors")
-    spd_run("quantize", source, tmp_path / "written", "--mtp-too")
-    written = load_file(tmp_path / "written" / "model.safetensors")
-    assert torch.equal(written[name], before[name].flatten())
+    odd = next(name for name in sorted(heads) if name.endswith("up_proj.weight"))
+    change_tensors(source, **{odd: before[odd].flatten()})
+    spd_run("quantize", source, tmp_path / "odd", "--mtp-too")
+    assert torch.equal(load_file(tmp_path / "odd" / "model.safetensors")[odd], before[odd].flatten())
 
 
 def test_what_is_refused(spd_run: Callable, tmp_path: Path) -> None:
-    taken = tmp_path / "taken"
-    taken.mkdir()
+    (taken := tmp_path / "taken").mkdir()
     (taken / "file").write_text("mine")
     refused(spd_run("quantize", "demo", taken), 2, "exists already")
     assert (taken / "file").read_text() == "mine"
     spd_run("quantize", "demo", tmp_path / "once")
     refused(spd_run("quantize", tmp_path / "once", tmp_path / "twice"), 4, "quantized already")
-    broken = Path(shutil.copytree(demo_folder(), tmp_path / "broken"))
-    (broken / "model.safetensors").write_bytes((broken / "model.safetensors").read_bytes()[:-9])
-    refused(spd_run("quantize", broken, tmp_path / "nothing"), 4, "model.safetensors")
+    weights = Path(shutil.copytree(demo_folder(), tmp_path / "broken")) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    refused(spd_run("quantize", weights.parent, tmp_path / "nothing"), 4, "model.safetensors")
     assert not (tmp_path / "twice").exists() and not (tmp_path / "nothing").exists()
 
 
-ROOT = Path(__file__).resolve().parents[2]
 COPIES = (f"{PREFIX}embed_tokens.weight", f"{PREFIX}shared_head.head.weight")
-NORM = "model.norm.weight"
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +104,10 @@ def original(_original: Path, tmp_path: Path) -> Path:
 
 
 def head_of(folder: Path) -> dict[str, torch.Tensor]:
-    tensors = load_file(folder / "model.safetensors")
+    return head_among(load_file(folder / "model.safetensors"))
+
+
+def head_among(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: t for name, t in tensors.items() if name.startswith(PREFIX) and name not in COPIES}
 
 
@@ -143,15 +137,14 @@ def test_the_head_is_cut_out_byte_for_byte(spd_run: Callable, original: Path, tm
 
 def test_only_the_shards_that_are_needed_are_read(spd_run: Callable, tmp_path: Path) -> None:
     """The others are not even there: a head can be cut from what was downloaded for it."""
-    tensors = write_deepseek(tmp_path / "sharded", shards=6)
+    tensors = write_deepseek(sharded := tmp_path / "sharded", shards=6)
     for number in range(1, 5):
-        (tmp_path / "sharded" / f"model-{number:05}-of-00006.safetensors").unlink()
-    ran = spd_run("convert-mtp", tmp_path / "sharded", tmp_path / "head")
+        (sharded / f"model-{number:05}-of-00006.safetensors").unlink()
+    ran = spd_run("convert-mtp", sharded, tmp_path / "head")
     assert ran.code == 0, ran.err
-    wanted = {n: t for n, t in tensors.items() if n.startswith(PREFIX) and n not in COPIES}
-    assert equal(load_file(tmp_path / "head" / "model.safetensors"), wanted)
-    (tmp_path / "sharded" / "model-00005-of-00006.safetensors").unlink()  # the final norm: whose head is it?
-    refused(spd_run("convert-mtp", tmp_path / "sharded", tmp_path / "other"), 4, "model-00005-of-00006")
+    assert equal(load_file(tmp_path / "head" / "model.safetensors"), head_among(tensors))
+    (sharded / "model-00005-of-00006.safetensors").unlink()  # the final norm: whose head is it?
+    refused(spd_run("convert-mtp", sharded, tmp_path / "other"), 4, "model-00005-of-00006")
     assert not (tmp_path / "other").exists()
 
 
@@ -173,35 +166,25 @@ def test_fp8_goes_along_with_its_scales(spd_run: Callable, original: Path, tmp_p
     assert config["quantization_config"]["weight_block_size"] == [24, 24]
     scale = next(name for name in stored if name.endswith("_scale_inv"))
     change_tensors(twin, drop=(scale,))
-    refused(
-        spd_run("convert-mtp", twin, tmp_path / "bare"),
-        4,
-        "tensors of the MTP head are needed: 1 missing",
-        scale.removesuffix("_inv"),
-    )
+    said = "tensors of the MTP head are needed: 1 missing", scale.removesuffix("_inv")
+    refused(spd_run("convert-mtp", twin, tmp_path / "bare"), 4, *said)
 
 
-def test_a_model_that_lost_its_head_is_refused(spd_run: Callable, original: Path, tmp_path: Path) -> None:
-    lost = Path(shutil.copytree(original, tmp_path / "lost"))
-    change_tensors(lost, drop=(*head_of(original), *COPIES))
-    refused(spd_run("convert-mtp", lost, tmp_path / "x"), 4, "holds no MTP layers", "config.json speaks of 1")
-
-
-@pytest.mark.parametrize(
-    "lost", ["enorm.weight", "self_attn.kv_b_proj.weight", "mlp.experts.3.up_proj.weight"]
-)
-def test_a_partial_head_is_refused_by_name(spd_run, original, tmp_path, lost) -> None:
-    change_tensors(original, drop=(PREFIX + lost,))
-    refused(spd_run("convert-mtp", original, tmp_path / "head"), 4, "1 missing", PREFIX + lost)
-    assert sorted(os.listdir(tmp_path)) == ["original"]
-
-
-def test_wrong_and_foreign_tensors_are_refused_by_name(spd_run, original, tmp_path) -> None:
-    foreign = f"{PREFIX}self_attn.indexer.wk.weight"
-    change_tensors(original, **{foreign: torch.zeros(4)})
-    refused(spd_run("convert-mtp", original, tmp_path / "head"), 4, "belong to none", foreign)
-    change_tensors(original, drop=(foreign,), **{f"{PREFIX}eh_proj.weight": torch.zeros(32, 63)})
-    refused(spd_run("convert-mtp", original, tmp_path / "head"), 4, "of another shape", "[32, 63]")
+def test_heads_that_are_not_whole_are_refused_by_name(spd_run, original, tmp_path) -> None:
+    """Lost, in part or wholly; with a tensor that is foreign, or of another shape."""
+    foreign, whole = f"{PREFIX}self_attn.indexer.wk.weight", tuple(head_of(original))
+    faults: list[tuple[Any, ...]] = [
+        ({"drop": (*whole, *COPIES)}, "holds no MTP layers", "config.json speaks of 1"),
+        ({foreign: torch.zeros(4)}, "belong to none", foreign),
+        ({f"{PREFIX}eh_proj.weight": torch.zeros(32, 63)}, "of another shape", "[32, 63]"),
+    ]
+    for part in ("enorm.weight", "self_attn.kv_b_proj.weight", "mlp.experts.3.up_proj.weight"):
+        faults.append(({"drop": (PREFIX + part,)}, "1 missing", PREFIX + part))
+    for number, (change, *words) in enumerate(faults):
+        broken = Path(shutil.copytree(original, tmp_path / "broken" / str(number)))
+        change_tensors(broken, **change)
+        refused(spd_run("convert-mtp", broken, tmp_path / "head"), 4, *words)
+    assert sorted(os.listdir(tmp_path)) == ["broken", "original"]
 
 
 def test_nothing_is_overwritten_by_accident(spd_run: Callable, original: Path, tmp_path: Path) -> None:
@@ -217,6 +200,7 @@ def test_nothing_is_overwritten_by_accident(spd_run: Callable, original: Path, t
 
 
 def test_a_source_that_is_cut_short_while_it_is_read(spd_run, original, tmp_path, monkeypatch) -> None:
+    """Nothing is written; the mark of the verifier is never that of a part."""
     cut_when_read(monkeypatch, original / "model.safetensors")
     ran = spd_run("convert-mtp", original, tmp_path / "out" / "head")
     refused(ran, 4, f"{original / 'model.safetensors'}: ")
@@ -224,10 +208,8 @@ def test_a_source_that_is_cut_short_while_it_is_read(spd_run, original, tmp_path
 
 
 def test_the_mark_of_the_verifier_is_never_that_of_a_part(original, monkeypatch) -> None:
-    change_tensors(original, **{NORM: torch.ones(10**6)})
+    change_tensors(original, **{"model.norm.weight": torch.ones(10**6)})
     cut_when_read(monkeypatch, original / "model.safetensors")
-    with (
-        Checkpoint.open(original) as checkpoint,
-        pytest.raises(CheckpointError, match="was truncated while it was read"),
-    ):
+    cut = pytest.raises(CheckpointError, match="was truncated while it was read")
+    with Checkpoint.open(original) as checkpoint, cut:
         verifier_hash(checkpoint)

@@ -21,20 +21,17 @@ from spd.cli.signals import SignalGuard
 from spd.cli.text.job import open_vocabulary
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.folder import ModelFolder
-from tests.cli.conftest import refused
+from tests.cli.conftest import edit, refused
 from tests.cli.serve.conftest import TEMPLATE
 
-SHOW: dict[str, Any] = {
-    "name": "show",
-    "parameters": {"type": "object", "properties": {"path": {"type": "string"}, "n": {"type": "integer"}}},
-    "command": ["head", "-n{n}", "{path}", "{x y}"],
-}
+KINDS = {"path": {"type": "string"}, "n": {"type": "integer"}}
+SHOW: dict[str, Any] = {"name": "show", "parameters": {"type": "object", "properties": KINDS}}
+SHOW["command"] = ["head", "-n{n}", "{path}", "{x y}"]
 
 
 def read(model: Path, loaded: Any) -> ChatTools:
     """The tools of a file for a model that knows tools."""
-    settings = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
-    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    edit(model / "tokenizer_config.json", chat_template=TEMPLATE)
     (file := model / "tools.json").write_text(loaded if isinstance(loaded, str) else json.dumps(loaded))
     return ChatTools(str(file), open_vocabulary("demo", ModelFolder.of(model)))
 
@@ -44,22 +41,19 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
     return {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-@pytest.mark.parametrize(
-    ("loaded", "words"),
-    [
-        ("[{", "is not JSON"),
-        ({"tools": []}, "Invalid 'tools': expected an array"),
-        ([3], "'tools[0]': expected an object"),
-        ([{"name": "a"}], "'tools[0].command': it is missing"),
-        ([{**SHOW, "name": "a b"}], "'tools[0].name'"),
-        ([{**SHOW, "shell": True}], "'tools[0].shell'"),
-        ([SHOW, {**SHOW, "command": "cat"}], "'tools[1].command': expected an array"),
-        ([SHOW, SHOW], "name': show is given twice"),
-        ([{**SHOW, "command": []}], "'tools[0].command': expected a program"),
-        ([{**SHOW, "command": ["{path}"]}], "'tools[0].command[0]': the program has to be fixed"),
-        ([{**SHOW, "command": ["cat", "{file}"]}], "'tools[0].command[1]': {file} is not among"),
-    ],
-)
+WRONG = [
+    *(("[{", "is not JSON"), ({"tools": []}, "Invalid 'tools': expected an array")),
+    *(([3], "'tools[0]': expected an object"), ([{"name": "a"}], "'tools[0].command': it is missing")),
+    *(([{**SHOW, "name": "a b"}], "'tools[0].name'"), ([{**SHOW, "shell": True}], "'tools[0].shell'")),
+    ([SHOW, {**SHOW, "command": "cat"}], "'tools[1].command': expected an array"),
+    ([SHOW, SHOW], "name': show is given twice"),
+    ([{**SHOW, "command": []}], "'tools[0].command': expected a program"),
+    ([{**SHOW, "command": ["{path}"]}], "'tools[0].command[0]': the program has to be fixed"),
+    ([{**SHOW, "command": ["cat", "{file}"]}], "'tools[0].command[1]': {file} is not among"),
+]
+
+
+@pytest.mark.parametrize(("loaded", "words"), WRONG)
 def test_a_wrong_file_is_refused_with_its_field(model: Path, loaded: Any, words: str) -> None:
     with pytest.raises(UsageError, match=r"tools\.json") as caught:
         read(model, loaded)
@@ -70,9 +64,8 @@ def test_a_model_without_tools_and_a_pipe_are_refused(model: Path, spd_run: Call
     (file := model / "tools.json").write_text(json.dumps([SHOW]))
     with pytest.raises(IncompatibleError, match="no place for tools"):
         ChatTools(str(file), open_vocabulary("demo", ModelFolder.of(model)))
-    refused(
-        spd_run("chat", model, "--tools", file, stdin=b"Hi\n"), 2, "standard input or error is not a terminal"
-    )
+    ran = spd_run("chat", model, "--tools", file, stdin=b"Hi\n")
+    refused(ran, 2, "standard input or error is not a terminal")
     assert not script.engines
 
 
@@ -91,21 +84,18 @@ def test_only_a_yes_runs_a_command(model: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(ran) == 2 and len(asked) == 3
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+def test_what_a_command_brings() -> None:
+    shell, cannot = ["bash", "-c"], "(it cannot be run: "
+    for words, said in (
         (["echo", "a b"], "a b\n"),
-        (["bash", "-c", "echo out; echo err >&2; exit 3"], "out\nerr\n\n(exit status 3)"),
+        ([*shell, "echo out; echo err >&2; exit 3"], "out\nerr\n\n(exit status 3)"),
         (["cat"], ""),
-        (["no-such-program"], "(it cannot be run: [Errno 2] No such file or directory: 'no-such-program')"),
-        (["echo", "\0"], "(it cannot be run: embedded null byte)"),
-        (["echo", "x" * 3_000_000], "(it cannot be run: [Errno 7] Argument list too long: 'echo')"),
-        (["printf", r"\377"], "\ufffd"),
-        (["bash", "-c", "sleep 60 & echo on"], "on\n"),
-    ],
-)
-def test_what_a_command_brings(words: list[str], said: str) -> None:
-    assert run(words, SignalGuard()) == said
+        (["no-such-program"], f"{cannot}[Errno 2] No such file or directory: 'no-such-program')"),
+        (["echo", "\0"], f"{cannot}embedded null byte)"),
+        (["echo", "x" * 3_000_000], f"{cannot}[Errno 7] Argument list too long: 'echo')"),
+        *((["printf", r"\377"], "\ufffd"), ([*shell, "sleep 60 & echo on"], "on\n")),
+    ):
+        assert run(words, SignalGuard()) == said
 
 
 @pytest.mark.parametrize("line", ["echo on; sleep 60", "exec >&- 2>&-; sleep 60", "while :; do :; done"])
