@@ -95,8 +95,8 @@ class FakePlan:
     adaptive: bool = True
     device: str = "cpu"
     kernels_reason: str = "asked for"
-    drafter: Any = field(default_factory=lambda: SimpleNamespace(reason="asked for"))
-    need: Any = field(default_factory=lambda: SimpleNamespace(weights=2**20, draft_weights=0, caches=2**19))
+    drafter = SimpleNamespace(reason="asked for")
+    need = SimpleNamespace(weights=2**20, draft_weights=0, caches=2**19)
 
     @property
     def shape(self) -> Any:
@@ -105,10 +105,9 @@ class FakePlan:
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as JSON values."""
-        sizes = {"weight_bytes": 2**20, "draft_weight_bytes": 0, "cache_bytes": 2**19}
         said = {"model": self.model, "spec": self.spec, "spec_reason": "asked for", "adaptive": self.adaptive}
-        said["weights"] = self.shape.dtype
-        return {**said, **sizes, **vars(self.shape), "verify": self.wishes.verify, "device": self.device}
+        said |= {"weight_bytes": 2**20, "draft_weight_bytes": 0, "cache_bytes": 2**19, "weights": "bfloat16"}
+        return {**said, **vars(self.shape), "verify": self.wishes.verify, "device": self.device}
 
 
 @dataclass
@@ -129,14 +128,14 @@ class Script:
     engines: list[FakeEngine] = field(default_factory=list)
 
     @property
-    def request(self) -> Request:
-        """The one request that was added."""
-        return self.engines[-1].requests[-1]
+    def engine(self) -> FakeEngine:
+        """The last engine that was built."""
+        return self.engines[-1]
 
     @property
-    def engine(self) -> FakeEngine:
-        """The one engine that was built."""
-        return self.engines[-1]
+    def request(self) -> Request:
+        """The last request that was added."""
+        return self.engine.requests[-1]
 
 
 class FakeEngine:
@@ -196,12 +195,8 @@ class FakeEngine:
         if self.trace is not None:
             ms = {"draft": 1.0, "verify": 2.0, "rest": 0.5}
             self.trace(RoundRecord("0", self._steps, 9, "draft", [1], [1, 2], 1, [1, 2], ms, 4, 1))
-        wanted = self.requests[-1].params.logprobs
-        logprobs = (
-            ()
-            if wanted is None
-            else tuple(TokenLogprob(i, -0.5, ((i, -0.5), (66, float("-inf")))) for i in ids)
-        )
+        found = tuple(TokenLogprob(i, -0.5, ((i, -0.5), (66, float("-inf")))) for i in ids)
+        logprobs = () if self.requests[-1].params.logprobs is None else found
         reason = None if self._left else self.script.finish
         return [Event(name, ids, piece, reason, drafted=(True, False), logprobs=logprobs)]
 
@@ -216,10 +211,7 @@ class FakeEngine:
 
 
 def program(script: str, *, setup: str = "") -> str:
-    """Code of a process of its own that runs spd over a fake engine.
-
-    `script` holds the arguments of `Script`, `setup` what they need.
-    """
+    """Code of a process of its own that runs spd over a fake engine of `Script(script)`, after `setup`."""
     return f"""
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
@@ -232,13 +224,18 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+def saved_chat(place: Path, name: str = "*") -> list[dict[str, Any]]:
+    """The lines of the one saved chat of such a name; the first is its head."""
+    (path,) = (place / "state" / "spd" / "sessions").glob(f"{name}.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     """Puts the fake engine in the place of the real one, which is then never imported."""
     said = Script()
-    monkeypatch.setitem(
-        vars(spd.runtime), "Engine", lambda config, progress=None: FakeEngine(config, said, progress)
-    )
+    engine = lambda config, progress=None: FakeEngine(config, said, progress)  # noqa: E731
+    monkeypatch.setitem(vars(spd.runtime), "Engine", engine)
     return said
 
 
@@ -272,14 +269,11 @@ class Ran:
 
 
 class Stdin(io.TextIOWrapper):
-    """Standard input of given bytes; a terminal or not."""
+    """Standard input of given bytes; None is a terminal."""
 
-    def __init__(self, data: bytes, terminal: bool) -> None:
-        super().__init__(io.BytesIO(data), encoding="utf-8")
-        self._terminal = terminal
-
-    def isatty(self) -> bool:
-        return self._terminal
+    def __init__(self, data: bytes | None) -> None:
+        super().__init__(io.BytesIO(data or b""), encoding="utf-8")
+        self.isatty = lambda: data is None
 
 
 Run = Callable[..., Ran]
@@ -298,7 +292,7 @@ def spd_run(monkeypatch, capfdbinary, tmp_path) -> Iterator[Run]:
 
     def run(*argv: object, stdin: bytes | None = None, closed: bool = False) -> Ran:
         capfdbinary.readouterr()
-        monkeypatch.setattr(sys, "stdin", None if closed else Stdin(stdin or b"", stdin is None))
+        monkeypatch.setattr(sys, "stdin", None if closed else Stdin(stdin))
         code = main([str(word) for word in argv])
         out, err = capfdbinary.readouterr()
         return Ran(code, out, err.decode())

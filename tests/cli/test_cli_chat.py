@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from spd.cli.chat.slash import Commands
 from spd.cli.text.reply import DraftedText
 from spd.errors import ResourceError
 from spd.runtime.engine.request import Event, ThinkingBudget, derived_seed
-from tests.cli.conftest import SPECIALS, failing, refused, write_tokenizer
+from tests.cli.conftest import SPECIALS, failing, refused, saved_chat, write_tokenizer
 
 
 @pytest.fixture
@@ -32,12 +31,7 @@ def talk(spd_run: Callable, model: Path, script: Any) -> Callable:
 @pytest.fixture
 def saved(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     """The lines of a session file."""
-
-    def read(name: str = "t") -> list[dict[str, Any]]:
-        path = tmp_path / "state" / "spd" / "sessions" / f"{name}.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()]
-
-    return read
+    return lambda name="t": saved_chat(tmp_path, name)
 
 
 def test_lines_in_text_out_and_everything_saved(talk: Callable, saved: Callable, script: Any) -> None:

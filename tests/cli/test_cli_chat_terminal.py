@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import ROOT, edit, program
+from tests.cli.conftest import ROOT, edit, program, saved_chat
 from tests.cli.serve.conftest import TEMPLATE
 
 PIECES = ("Hello", " wörld", "!")
@@ -104,13 +104,7 @@ def terminal(model: Path, tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
     opened: list[Terminal] = []
     edit(model / "config.json", max_position_embeddings=90000)
 
-    def start(
-        *argv: str,
-        pieces: Any = ("Hello", " wörld", "!"),
-        pause: float = 0.0,
-        broken: float = 0.0,
-        **more: str,
-    ) -> Terminal:
+    def start(*argv: str, pieces: Any = PIECES, pause: float = 0, broken: float = 0, **more: str) -> Terminal:
         setup = f"""
 def load(progress):
     time.sleep({broken})
@@ -133,8 +127,7 @@ def load(progress):
 
 def turns(tmp_path: Path) -> list[dict[str, Any]]:
     """The turns of the only saved chat."""
-    (path,) = (tmp_path / "state" / "spd" / "sessions").glob("*.jsonl")
-    return [json.loads(line) for line in path.read_text().splitlines()][1:]
+    return saved_chat(tmp_path)[1:]
 
 
 def test_a_chat_on_a_terminal(terminal, tmp_path) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.conftest import refused, write_model
+from tests.cli.conftest import refused, saved_chat, write_model
 
 Write = Callable[..., Path]
 
@@ -74,28 +73,26 @@ def test_keys_of_other_commands_are_left_to_them(own, home, spd_run, model, scri
     assert spd_run("generate", "-m", model, "Hi").code == 0 and params(script).seed == 5
     assert spd_run("generate").err.startswith("\x1b[1;31merror:")
     assert spd_run("chat", model, "-c", "s", stdin=b"Hi\n").code == 0
-    saved = (home / "state" / "spd" / "sessions" / "s.jsonl").read_text()
-    assert json.loads(saved.splitlines()[0])["system"] == "be terse"
+    assert saved_chat(home)[0]["system"] == "be terse"
     assert spd_run("completions", "bash").code == 0
 
 
 def test_a_saved_chat_goes_before_files_and_environment(own, home, spd_run, script, monkeypatch) -> None:
     """What is typed, then what the chat was saved with, then SPD_MODEL, then the file."""
-    saved = home / "state" / "spd" / "sessions" / "s.jsonl"
-    chat = ["chat", "-c", "s"]
     model, other = (write_model(home / name, max_position_embeddings=4096) for name in ("one", "other"))
     script.ctx = 4096
-    assert spd_run(*chat, model, "--seed", 5, "-s", "be kind", stdin=b"Hi\n").code == 0
+    ran = spd_run("chat", "-c", "s", model, "--seed", 5, "-s", "be kind", stdin=b"Hi\n")
     own(f'model = "{home / "none"}"\nseed = 6\nsystem = "be terse"\n')
-    for more in ([], ["-c"]):
-        monkeypatch.setenv("SPD_MODEL", str(home / "nothing"))
-        assert spd_run("chat", *(more or chat[1:]), stdin=b"Again\n").code == 0
-        header = json.loads(saved.read_text().splitlines()[0])
+    monkeypatch.setenv("SPD_MODEL", str(home / "nothing"))
+    for name in ("s", None):
+        assert ran.code == 0
+        ran = spd_run("chat", "-c", *filter(None, [name]), stdin=b"Again\n")
+        header = saved_chat(home)[0]
         assert (header["model"], header["seed"], header["system"]) == (str(model), 5, "be kind")
-    assert header["draws"] == 3
+    assert ran.code == 0 and header["draws"] == 3
     for seed, how in ((7, [other]), (8, ["-m", other])):
         ran = spd_run("chat", "-c", *how, "--seed", seed, "-s", "be brief", stdin=b"More\n")
-        header = json.loads(saved.read_text().splitlines()[0])
+        header = saved_chat(home)[0]
         assert ran.code == 0 and (header["model"], header["seed"]) == (str(other), seed)
         assert (header["system"], header["draws"]) == ("be brief", 1)
     assert spd_run("chat", "-c", "new", stdin=b"Hi\n").code == 3, "nothing is saved under this name"
@@ -105,8 +102,8 @@ def test_a_saved_chat_without_a_system_message_has_none(own, home, spd_run, mode
     assert spd_run("chat", model, "-c", "s", stdin=b"Hi\n").code == 0
     first = script.request.prompt_ids
     (home / "system.txt").write_text("be terse")
-    for line in ('system = "be terse"', f'system = "@{home / "system.txt"}"'):
-        own(line + "\n")
+    for value in ("be terse", f"@{home / 'system.txt'}"):
+        own(f'system = "{value}"\n')
         assert spd_run("chat", "-c", stdin=b"Again\n").code == 0
         assert script.request.prompt_ids[: len(first)] == first
 

@@ -24,22 +24,15 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(
-    ("environ", "on_terminal", "off_terminal"),
-    [
-        ({}, True, False),
-        ({"TERM": "dumb"}, False, False),
-        ({"NO_COLOR": "1"}, False, False),
-        ({"NO_COLOR": ""}, True, False),
-        ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, False, False),
-        ({"FORCE_COLOR": "1", "TERM": "dumb"}, True, True),
-        ({"CLICOLOR_FORCE": "0"}, True, False),
+def test_colour_order() -> None:
+    for environ, on_terminal, off_terminal in (
+        *(({}, True, False), ({"TERM": "dumb"}, False, False), ({"NO_COLOR": "1"}, False, False)),
+        *(({"NO_COLOR": ""}, True, False), ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, False, False)),
+        *(({"FORCE_COLOR": "1", "TERM": "dumb"}, True, True), ({"CLICOLOR_FORCE": "0"}, True, False)),
         ({"CLICOLOR_FORCE": "1"}, True, True),
-    ],
-)
-def test_colour_order(environ: dict, on_terminal: bool, off_terminal: bool) -> None:
-    assert wants_color(Terminal(), environ) is on_terminal
-    assert wants_color(io.StringIO(), environ) is wants_color(None, environ) is off_terminal
+    ):
+        assert wants_color(Terminal(), environ) is on_terminal
+        assert wants_color(io.StringIO(), environ) is wants_color(None, environ) is off_terminal
 
 
 def test_control_characters_are_spelled_out() -> None:

@@ -6,15 +6,14 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from spd.formats.demo import DEMOS, demo_folder
+from tests.cli.conftest import saved_chat
+from tests.cli.test_cli_signals import finish, start
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPT = r"prompt n +(\d+)\ncache n +(\d+)\n"
 RAW = ["generate", "--raw", "--ctx", "512", "-n", "24", "--seed", "7", "def read_lines(path):"]
 
@@ -39,9 +38,8 @@ def test_the_text_is_the_same_with_each_method(spd_run, tmp_path, model, methods
         shown = ran.json
         replies[spec] = [shown[key] for key in ("text", "token_ids", "finish_reason", "logprobs")]
         assert [entry["token_id"] for entry in shown["logprobs"]] == shown["token_ids"]
-        assert all(
-            e["logprob"] <= e["top"][0]["logprob"] <= 0 and len(e["top"]) == 2 for e in shown["logprobs"]
-        )
+        for entry in shown["logprobs"]:
+            assert entry["logprob"] <= entry["top"][0]["logprob"] <= 0 and len(entry["top"]) == 2
         timings, counts = shown["timings"], shown["metrics"]["speculative_decoding"]
         assert timings["predicted_n"] == len(shown["token_ids"]) == shown["usage"]["completion_tokens"]
         assert timings["predicted_n"] == counts["num_spec_steps"] + timings["draft_n_accepted"]
@@ -51,46 +49,35 @@ def test_the_text_is_the_same_with_each_method(spd_run, tmp_path, model, methods
     assert all(reply == replies["off"] for reply in replies.values())
 
 
-def chat_file(tmp_path: Path, name: str) -> list[dict]:
-    """The lines of a saved chat."""
-    path = tmp_path / "state" / "spd" / "sessions" / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.mark.parametrize("model", DEMOS)
 def test_a_chat_prefills_only_what_is_new_with_the_same_text(spd_run, tmp_path, model) -> None:
     first, second = "What does os.path.join do?", "And what does os.path.split do, in a few words?"
     how = ["chat", model, "--ctx", "1024", "-n", "40", "--seed", "7", "--temperature", "0.8"]
-    lines = f"{first}\n/stats\n{second}\n/stats\n".encode()
-    ran = spd_run(*how, "-c", "a", stdin=lines)
+    ran = spd_run(*how, "-c", "a", stdin=f"{first}\n/stats\n{second}\n/stats\n".encode())
     assert ran.code == 0, ran
-    found = re.findall(PROMPT, ran.err)
-    (prompt, none), (new, cached) = [tuple(map(int, counts)) for counts in found]
-    turns = chat_file(tmp_path, "a")[1:]
+    (prompt, none), (new, cached) = [tuple(map(int, counts)) for counts in re.findall(PROMPT, ran.err)]
+    turns = saved_chat(tmp_path, "a")[1:]
     generated = len(turns[0]["reply_ids"])
     assert none == 0 and cached == prompt + generated - 1  # the last token's keys come with the next prompt
     assert 0 < new < prompt + generated
-
     for name, spec in (("b", "off"), ("c", "ngram")):
-        spd_run(*how, "-c", name, "--spec", spec, stdin=f"{first}\n".encode())
-        spd_run(*how, "-c", name, "--spec", spec, stdin=f"{second}\n".encode())
-        assert chat_file(tmp_path, name)[1:] == turns, "the text came from cached keys or from a fresh start"
+        for line in (first, second):
+            spd_run(*how, "-c", name, "--spec", spec, stdin=f"{line}\n".encode())
+        assert saved_chat(tmp_path, name)[1:] == turns, "from cached keys or from a fresh start"
 
 
 @pytest.mark.parametrize("lag", [0, 2])
 def test_turns_of_a_hybrid_taken_back_go_on_from_checkpoints(spd_run, tmp_path, lag) -> None:
     """Ten turns write what is new; a reply said again and a turn taken back find their prompt's states."""
-    asked = [
-        f"What does {name} do?" for name in ("len", "sorted", "zip", "any", "sum", "abs", "min", "max", "id")
-    ]
-    lines = [line for text in asked for line in (text, "/stats")]
+    names = ("len", "sorted", "zip", "any", "sum", "abs", "min", "max", "id")
+    lines = [line for name in names for line in (f"What does {name} do?", "/stats")]
     lines += ["/regen", "/stats", "/undo", "What does bool do?", "/stats"]
-    how = ["chat", "demo-hybrid", "--ctx", "2048", "-n", "24", "--seed", "3", "--lag", str(lag), "-c", "a"]
+    how = ["chat", "demo-hybrid", "--ctx", "2048", "-n", "24", "--seed", "3", "--lag", lag, "-c", "a"]
     ran = spd_run(*how, stdin="\n".join(lines).encode() + b"\n")
     assert ran.code == 0, ran
     found = [tuple(map(int, counts)) for counts in re.findall(PROMPT, ran.err)]
     *turns, again, other = [(new + cached, cached) for new, cached in found]
-    replies = [len(turn["reply_ids"]) for turn in chat_file(tmp_path, "a")[1:]]
+    replies = [len(turn["reply_ids"]) for turn in saved_chat(tmp_path, "a")[1:]]
     for (before, _), reply, (_, cached) in zip(turns, replies, turns[1:], strict=False):
         assert cached == before + reply - 1
     assert again[1] == turns[-1][0] - 1 == again[0] - 1
@@ -101,13 +88,12 @@ def test_turns_of_a_hybrid_taken_back_go_on_from_checkpoints(spd_run, tmp_path, 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, None])
 def test_a_real_run_ends_by_a_signal_or_with_its_reader(how: int | None) -> None:
     argv = [sys.executable, "-m", "spd", *RAW[:-1], "-n", "400", "--ignore-eos", "--spec", "off", "import os"]
-    process = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=-1, stderr=-1)
-    assert process.stdout is not None and process.stderr is not None
+    process = start(argv)
     first = os.read(process.stdout.fileno(), 1)
     if how is None:
         process.stdout.close()
         assert process.wait(100) == 141 and process.stderr.read() == b""
         return
     process.send_signal(how)
-    out, err = process.communicate(timeout=100)
-    assert process.returncode == -how and (first + out).endswith(b"\n") and err == "stopping…\n".encode()
+    code, out, err = finish(process)
+    assert (code, err) == (-how, "stopping…\n") and (first + out).endswith(b"\n")

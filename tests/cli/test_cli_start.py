@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +16,8 @@ from typer.main import get_command
 import spd
 from spd import errors
 from spd.cli.commands import COMMAND_TABLE, COMMANDS, build_app
-from tests.cli.conftest import refused
+from tests.cli.conftest import ROOT, refused
 
-ROOT = Path(__file__).resolve().parents[2]
 LIGHT = {"torch", "triton", "numpy", "transformers", "huggingface_hub", "pydantic", "jinja2"}
 LIGHT |= {"prompt_toolkit", "uvicorn"}
 HEAVY = LIGHT | {"tokenizers", "safetensors", "importlib.metadata", "secrets", "spd.formats.model_config"}

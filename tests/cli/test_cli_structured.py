@@ -41,23 +41,21 @@ def test_the_reply_follows_what_was_asked_for(spd_run, target, tmp_path) -> None
         assert re.fullmatch(wanted, replies[0].text.removesuffix("\n")), replies[0]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "template", "variables", "thinks"),
-    [
-        ("Hi", "no thinking", {}, False),
-        ("Hi", "enable_thinking", {}, True),
-        ("Hi", "enable_thinking", {"enable_thinking": False}, False),
-        ("Hi<think>\n", "opens it", {}, True),
+def test_where_a_grammar_begins() -> None:
+    for prompt, template, variables, thinks in (
+        *(("Hi", "no thinking", {}, False), ("Hi", "enable_thinking", {}, True)),
+        *(
+            ("Hi", "enable_thinking", {"enable_thinking": False}, False),
+            ("Hi<think>\n", "opens it", {}, True),
+        ),
         ("Hi<think>\n\n</think>\n\n", "enable_thinking", {}, False),
         ("<think>a</think>Hi", "enable_thinking", {}, True),
         ("<think>a</think>Hi", "an old turn's", {}, False),
         ("<think>a</think>Hi<think>", "opens it", {}, True),
-    ],
-)
-def test_where_a_grammar_begins(prompt: str, template: str, variables: Any, thinks: bool) -> None:
-    asked = Asked(messages=({"role": "user", "content": "x"},), variables=variables)
-    vocabulary: Any = SimpleNamespace(
-        need_tokenizer=lambda: SimpleNamespace(token_to_id={"</think>": 6}.get),
-        need_template=lambda: SimpleNamespace(default=template),
-    )
-    assert end_of_thinking(vocabulary, asked, prompt) == (6 if thinks else None)
+    ):
+        asked = Asked(messages=({"role": "user", "content": "x"},), variables=variables)
+        vocabulary: Any = SimpleNamespace(
+            need_tokenizer=lambda: SimpleNamespace(token_to_id={"</think>": 6}.get),
+            need_template=lambda template=template: SimpleNamespace(default=template),
+        )
+        assert end_of_thinking(vocabulary, asked, prompt) == (6 if thinks else None), (prompt, template)

@@ -10,15 +10,15 @@ import struct
 import subprocess
 import sys
 import termios
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from spd.cli.text.output import cells, fit_lines
-from tests.cli.conftest import program
+from tests.cli.conftest import ROOT, program
 from tests.recipes.tiny_dense import write_dense
 
-ROOT = Path(__file__).resolve().parents[2]
 STYLE = re.compile(r"\x1b\[([0-9;]*)m")
 PIECES = ["A reply of words that goes on beyond", " the edge of a narrow terminal without a break."]
 
@@ -29,21 +29,15 @@ def on_terminal(*argv: object, columns: int = 80, code: str = "", **more: str) -
     fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     unset = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "COLUMNS", "SPD_MODEL")
     kept = {name: value for name, value in os.environ.items() if name not in unset}
-    process = subprocess.Popen(
-        [sys.executable, *(("-c", code) if code else ("-m", "spd")), *map(str, argv)],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        cwd=ROOT,
-        env={**kept, "TERM": "xterm-256color", "PYTHONUTF8": "1", "HF_HUB_OFFLINE": "1", **more},
-    )
+    environment = {**kept, "TERM": "xterm-256color", "PYTHONUTF8": "1", "HF_HUB_OFFLINE": "1", **more}
+    command = [sys.executable, *(("-c", code) if code else ("-m", "spd")), *map(str, argv)]
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, **streams)
     os.close(theirs)
     seen = b""
-    while True:
-        try:
+    with suppress(OSError):  # the other side is closed
+        while True:
             seen += os.read(ours, 65536)
-        except OSError:  # the other side is closed
-            break
     os.close(ours)
     return process.wait(), seen.decode().replace("\r\n", "\n")
 
@@ -64,18 +58,16 @@ error: nothing to generate from
   fix: spd generate "your prompt"
        echo "your prompt" | spd generate
 """
-COLOURED_ERROR = PLAIN_ERROR.replace("error:", "\x1b[1;31merror:\x1b[0m").replace(
-    "fix:", "\x1b[32mfix:\x1b[0m"
-)
-NARROW_ERROR = PLAIN_ERROR.replace("is a terminal", "is a\n    terminal")
+STYLED = {"error:": "\x1b[1;31merror:\x1b[0m", "fix:": "\x1b[32mfix:\x1b[0m"}
+PLAIN = {"NO_COLOR": "1"}
 
 
-@pytest.mark.parametrize(
-    ("columns", "environment", "said"),
-    [(80, {}, COLOURED_ERROR), (80, {"NO_COLOR": "1"}, PLAIN_ERROR), (40, {"NO_COLOR": "1"}, NARROW_ERROR)],
-)
-def test_an_error(columns: int, environment: dict[str, str], said: str) -> None:
-    assert on_terminal("generate", "--temp", "1", columns=columns, **environment) == (2, said)
+def test_an_error() -> None:
+    styled, narrow = PLAIN_ERROR, PLAIN_ERROR.replace("is a terminal", "is a\n    terminal")
+    for word, shown in STYLED.items():
+        styled = styled.replace(word, shown)
+    for columns, environment, said in ((80, {}, styled), (80, PLAIN, PLAIN_ERROR), (40, PLAIN, narrow)):
+        assert on_terminal("generate", "--temp", "1", columns=columns, **environment) == (2, said)
 
 
 def test_reports_break_between_words(folder: Path) -> None:
@@ -92,22 +84,18 @@ def test_a_streamed_reply_is_left_to_the_terminal_and_its_figures_are_not(model:
     argv = ["generate", "-m", model, "--stats", "Hi"]
     status, text = on_terminal(*argv, columns=40, code=program(f"pieces={PIECES!r}"), NO_COLOR="1")
     reply, *figures = plain(text).rstrip("\n").split("\n")
-    assert status == 0
-    assert reply == "".join(PIECES)
+    assert (status, reply) == (0, "".join(PIECES))
     assert " ".join(" ".join(figures).split()).startswith("4 tok · ")
     assert len(figures) > 1 and max(map(len, figures)) < 40
 
 
 def test_lines_are_broken_between_words() -> None:
     fact = "target    demo · DeepseekV3ForCausalLM · 10.69 M params"
-    assert fit_lines(fact, 40).split("\n") == [
-        "target    demo · DeepseekV3ForCausalLM",
-        "          · 10.69 M params",
-    ]
+    assert fit_lines(fact, 40) == "target    demo · DeepseekV3ForCausalLM\n          · 10.69 M params"
     assert fit_lines(fact, 56) == fact and fit_lines(fact, None) == fact
     path = "/a/path/" + "x" * 60
-    assert fit_lines(f"in {path} is nothing", 40).split("\n") == ["in", f"  {path}", "  is nothing"]
+    assert fit_lines(f"in {path} is nothing", 40) == f"in\n  {path}\n  is nothing"
     command = "  fix: spd generate --draft-model org/name-of-a-model --temperature 0"
     assert fit_lines(command, 40) == command
     told = "  /regen     reply to the last message once more"  # a line of /help is not to be pasted
-    assert fit_lines(told, 40).split("\n") == [told[:38], " " * 13 + "once more"]
+    assert fit_lines(told, 40) == f"{told[:38]}\n{' ' * 13}once more"
