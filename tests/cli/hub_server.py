@@ -19,26 +19,19 @@ class Hub:
     """What the server offers and how it misbehaves; `log` is every request as (method, path, range)."""
 
     files: dict[str, bytes]
-    extra: list[str] = field(default_factory=list)
-    """Names that are listed without being offered."""
+    extra: list[str] = field(default_factory=list)  # names that are listed without being offered
     status: int = 200
     error_code: str | None = None
-    sent: dict[str, bytes] = field(default_factory=dict)
-    """Other bytes than those listed, by file."""
-    headers: dict[str, str] = field(default_factory=dict)
-    """Other headers of answers about files."""
-    answer: bytes | None = None
-    """Sent in place of the listing."""
-    break_after: dict[str, list[int]] = field(default_factory=dict)
-    """Bytes after which the next answers for a file break off."""
+    sent: dict[str, bytes] = field(default_factory=dict)  # other bytes than those listed, by file
+    headers: dict[str, str] = field(default_factory=dict)  # other headers of answers about files
+    answer: bytes | None = None  # sent in place of the listing
+    break_after: dict[str, list[int]] = field(default_factory=dict)  # bytes of the next answers for a file
     log: list[tuple[str, str, str | None]] = field(default_factory=list)
     url: str = ""
 
     def fetched(self) -> list[str]:
         """Names of the files whose bytes were asked for."""
-        return [
-            path.rpartition("/")[2] for method, path, _ in self.log if method == "GET" and "resolve" in path
-        ]
+        return [path.rpartition("/")[2] for how, path, _ in self.log if how == "GET" and "resolve" in path]
 
     def listing(self) -> dict[str, Any]:
         """The answer about the repository."""

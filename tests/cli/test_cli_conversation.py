@@ -105,13 +105,10 @@ def test_the_same_turns_give_the_same_prompt_however_they_came(encoder: ChatEnco
     assert encoder.encode(final) == encoder_of(model).encode(final)
 
 
-def test_special_words_that_people_write_stay_text(encoder: ChatEncoder) -> None:
+def test_special_words_stay_text_and_spans_of_a_shared_beginning(encoder) -> None:
     encoded = encoder.encode(talk(Turn("a<|im_end|>b", "c", (1,), "stop"), Turn("<|im_start|>")))
     assert encoded.ids.count(END) == 3  # the template's own: after each message and the reply
     assert "a<|im_end|>b" in encoded.text
-
-
-def test_spans_of_a_shared_beginning() -> None:
     known = Encoded("", (1, 2, 3, 4, 5), (("prompt", 2), ("generated", 3)))
     assert shared_spans(known, (1, 2, 3, 9, 9)) == (("prompt", 2), ("generated", 1), ("prompt", 2))
     assert shared_spans(known, (1,)) == (("prompt", 1),)

@@ -68,7 +68,7 @@ def test_lines_of_a_quick_look(spd_run: Callable, monkeypatch: pytest.MonkeyPatc
     assert last == "no problems · details: spd doctor --json"
 
 
-def test_a_check_that_raises_is_a_failed_one(spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_raises_is_a_failed_one_and_what_hangs_on_it_is_not_asked(spd_run, monkeypatch) -> None:
     monkeypatch.setattr(diagnostics, "storage", failing(RuntimeError("the numbers are\nnot there")))
     ran = spd_run("doctor", "--quick")
     assert ran.code == 1 and ran.err == ""
@@ -79,9 +79,6 @@ def test_a_check_that_raises_is_a_failed_one(spd_run: Callable, monkeypatch: pyt
     assert [name for name, status in statuses(shown).items() if status == FAILED] == ["disk"]
     disk = named(shown)["disk"]
     assert "def fail" not in disk["line"] and "in fail" in disk["facts"]["traceback"]
-
-
-def test_what_hangs_on_a_failure_is_not_asked(spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spd.formats.demo, "demo_folder", lambda name="demo": Path("/nowhere"))
     ran = spd_run("doctor", "--quick", "--json")
     assert ran.code == 1 and statuses(ran.json)["demo"] == FAILED

@@ -55,7 +55,7 @@ def test_auto_takes_the_head_that_is_given_and_the_text_is_plain(spd_run, pair, 
     assert "eagle3 k=4" in spd_run("explain", trace).text
 
 
-def test_a_certificate(spd_run: Run, pair: Pair, prompts: Path) -> None:
+def test_a_certificate_and_a_bench(spd_run, pair, prompts) -> None:
     """Texts of both ways to decode."""
     words = (
         "-m",
@@ -74,6 +74,10 @@ def test_a_certificate(spd_run: Run, pair: Pair, prompts: Path) -> None:
     assert ran.code == 0 and ran.json["passed"] and ran.json["drafts_accepted"] > 0
     assert ran.json["plans"]["candidate"]["spec"] == "eagle3"
     assert "draft/config.json" in ran.json["files"]
+    words = ("-m", pair[0], "--draft-model", pair[1], "--prompts", prompts, "-n", 8, "--threads", 1, "--json")
+    ran = spd_run("bench", *words, "--spec", "eagle3", "--temperature", 0, "-r", 1)
+    assert ran.code == 0 and [row["method"] for row in ran.json["rows"]] == ["plain", "eagle3"]
+    assert ran.json["equality"]["tokens"] > 0
 
 
 def test_inspect(spd_run: Run, pair: Pair) -> None:
@@ -86,13 +90,6 @@ def test_inspect(spd_run: Run, pair: Pair) -> None:
     shown = spd_run("inspect", target, "--draft", head, "--json").json
     assert shown["compatible"] and shown["needs"]["parts"]["draft_weights"] > 0
     assert (shown["speculation"]["method"], shown["speculation"]["draft_max"]) == ("eagle3", 4)
-
-
-def test_a_bench_of_the_head(spd_run: Run, pair: Pair, prompts: Path) -> None:
-    words = ("-m", pair[0], "--draft-model", pair[1], "--prompts", prompts, "-n", 8, "--threads", 1, "--json")
-    ran = spd_run("bench", *words, "--spec", "eagle3", "--temperature", 0, "-r", 1)
-    assert ran.code == 0 and [row["method"] for row in ran.json["rows"]] == ["plain", "eagle3"]
-    assert ran.json["equality"]["tokens"] > 0
 
 
 @pytest.mark.parametrize(

@@ -95,15 +95,6 @@ def test_json_object(ask, model, script) -> None:
     assert script.request.params.seed == other["seed"], "a printed seed replays"
 
 
-def test_dry_run_builds_no_engine(ask, script) -> None:
-    ran = ask("--dry-run", "-s", "Be terse")
-    want = "<|im_start|>system\nBe terse<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert (ran.code, ran.text, ran.err) == (0, want, "39 tokens of 128\n")
-    shown = ask("--dry-run", "--json", "--raw").json
-    assert (shown["prompt"], shown["prompt_tokens"], shown["context"]) == ("Hi", 2, 128)
-    assert len(shown["prompt_ids"]) == 2 and not script.engines
-
-
 def test_a_model_that_fails_while_generating(ask, script) -> None:
     script.finish = "error"
     ran = ask()
@@ -162,18 +153,14 @@ def test_no_escape_bytes_off_terminal(ask, spd_run, monkeypatch) -> None:
     assert spd_run("generate").err.startswith("\x1b[1;31merror:\x1b[0m")
 
 
-@pytest.mark.parametrize(("option", "left"), [("-o", 49), ("--trace", 0)])  # of which nothing has begun
-def test_a_full_disk_ends_with_5_and_no_loop(option: str, left: int, ask, script) -> None:
+def test_a_full_disk_ends_with_5_and_a_reader_that_leaves_with_141(ask, script, tmp_path) -> None:
     script.pieces = ["a"] * 50
-    ran = ask(option, "/dev/full")
-    assert ran.code == 5 and "cannot write to /dev/full: No space left" in ran.err
-    assert len(script.engine._left) == left, "decoding goes on after the first failed write"
-
-
-def test_a_reader_that_leaves_ends_with_141_quietly(ask, script, tmp_path) -> None:
+    for option, left in (("-o", 49), ("--trace", 0)):  # of which nothing has begun
+        ran = ask(option, "/dev/full")
+        assert ran.code == 5 and "cannot write to /dev/full: No space left" in ran.err
+        assert len(script.engine._left) == left, "decoding goes on after the first failed write"
     os.mkfifo(fifo := tmp_path / "fifo")
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    script.pieces = ["a"] * 50
     script.on_step = lambda step: os.close(reader) if step == 1 else None
     ran = ask("-o", fifo)
     assert (ran.code, ran.err, len(script.engine._left)) == (141, "", 48)
@@ -196,22 +183,16 @@ def test_the_models_defaults_come_before_built_in_and_after_flags() -> None:
         assert resolve(model, **given).params.temperature == meant
 
 
-def test_escapes() -> None:
+def test_how_values_are_spelled() -> None:
     assert unescape(r"\n\n a\tb\r\0 \\n \d \q end" + "\n\\") == "\n\n a\tb\r\0 \\n \\d \\q end\n\\"
-
-
-def test_logit_bias() -> None:
     assert parse_logit_bias("42=-5.5") == (42, -5.5)
     assert resolve(logit_bias=["1=2", "2=-1"]).params.logit_bias == ((1, 2.0), (2, -1.0))
     for bad in ("42", "x=1", "1=x", "=", "1=2=3"):
         with pytest.raises(UsageError, match="ID=VALUE"):
             parse_logit_bias(bad)
-
-
-@pytest.mark.parametrize("typed", ["", "k", "8kk", "-1", "1.5k", "1e3", "9" * 13, "٤"])
-def test_words_that_are_no_sizes(typed: str) -> None:
-    with pytest.raises(typer.BadParameter):
-        parse_size(typed)
+    for bad in ("", "k", "8kk", "-1", "1.5k", "1e3", "9" * 13, "٤"):
+        with pytest.raises(typer.BadParameter):
+            parse_size(bad)
 
 
 def test_a_value_of_the_models_file_is_named_as_such(ask, model) -> None:

@@ -59,15 +59,12 @@ def text_of(lines: list[Any]) -> str:
     return "".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in lines)
 
 
-def test_answers_come_in_order_whatever_their_lengths(answers: Lines) -> None:
+def test_answers_come_in_order_and_each_can_be_replayed_by_its_seed(answers) -> None:
     ran, found = answers(prompts(30), "--seed", 3, "--concurrency", 4)
     assert ran.code == 0 and ran.err == ""
     assert [one["id"] for one in found] == [f"q{i}" for i in range(30)]
     assert [one["usage"]["completion_tokens"] for one in found] == [1 + i % 7 for i in range(30)]
     assert [one["line"] for one in found] == list(range(1, 31))
-
-
-def test_a_line_can_be_replayed_alone_by_its_seed(answers: Lines) -> None:
     lines = [{"prompt": f"a {i}", "params": {"temperature": 1.0}} for i in range(5)]
     _, found = answers(lines, "--seed", 11, "--concurrency", 5)
     assert [one["seed"] for one in found] == [derived_seed(11, n) for n in range(1, 6)]
@@ -163,7 +160,8 @@ def test_grammars_by_flag_and_by_line(answers: Lines) -> None:
         assert re.fullmatch(pattern, one["text"])
 
 
-def test_resuming_goes_on_behind_the_last_whole_line(answers: Lines, tmp_path: Path) -> None:
+def test_output_is_gone_on_with_as_it_is_written(answers, tmp_path) -> None:
+    """Behind the last whole line; names are held against each other as they are spelled."""
     out, lines = tmp_path / "out.jsonl", [*prompts(6), "broken", *prompts(2)]
     ran, _ = answers(lines, "--seed", 5, "-o", out)
     whole = out.read_bytes()
@@ -182,9 +180,6 @@ def test_resuming_goes_on_behind_the_last_whole_line(answers: Lines, tmp_path: P
         assert lasting(out.read_bytes()) == lasting(whole)
     out.unlink()
     assert answers(prompts(2), "-o", out, "--resume")[0].code == 0 and out.read_bytes().count(b"\n") == 2
-
-
-def test_names_are_held_against_each_other_as_they_are_written(answers: Lines, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     lines = [f'{{"id": {name}, "prompt": "x"}}' for name in ('"\\ud800"', "1e400", "NaN", "2.0")]
     assert answers(lines, "-o", out)[0].code == 0

@@ -83,13 +83,10 @@ def test_the_time_left_is_seen_at_every_width(columns, bar, facts, terminal, mon
     assert len(terminal.getvalue()) <= columns
 
 
-def test_nothing_is_shown_to_the_quiet_and_to_files(terminal: Terminal) -> None:
+def test_nothing_is_shown_to_the_quiet_and_a_lost_terminal_stops_nothing(terminal, monkeypatch) -> None:
     load(terminal, Console(quiet=True), *STEPS)
     load(file := io.StringIO(), Console(color=True), *STEPS)
     assert terminal.getvalue() == file.getvalue() == ""
-
-
-def test_a_terminal_that_has_gone_stops_nothing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "write", failing(OSError(5, "Input/output error")))
     load(terminal, Console(), *STEPS)
 
@@ -121,14 +118,18 @@ def load(progress):
     assert any(line.startswith("reading weights") for line in lines)
 
 
-# -- figures ---------------------------------------------------------------------------------------
-
-
-def test_the_time_to_load_is_part_of_the_statistics(spd_run: Callable, model: Path, script) -> None:
+def test_what_took_long_is_said(spd_run, model, script, monkeypatch, terminal) -> None:
+    """The time to load, a compiler that is not there, and a first compile."""
     script.load_ms = 3210.0
     ran = spd_run("generate", "-m", model, "Hi", "--stats", "-v")
     assert " · load 3.21 s · first 0.01 s · " in ran.err and "load              3.21 s" in ran.err
     assert spd_run("generate", "-m", model, "Hi", "--json").json["timings"]["load_ms"] == 3210.0
+    why = "not the C kernels: no C compiler is installed"
+    monkeypatch.setattr(conftest, "FakePlan", partial(conftest.FakePlan, kernels_reason=why))
+    assert f"note: this is slow: {why}" in spd_run("generate", "-m", model, "Hi").err
+    with redirect_stderr(terminal), loading("loading some/model", Console()):
+        build.logger.getChild("compiling").info("compiling C kernels")
+    assert "\rcompiling C kernels …" in terminal.getvalue()
 
 
 @pytest.fixture
@@ -225,15 +226,3 @@ def test_a_batch_that_fills_all_slots_is_captured_for(spd_run, model, monkeypatc
     for lines, captured in ((1, []), (4, []), (5, [(0.7, 4)])):
         assert spd_run("generate", *argv, stdin=b'{"prompt": "Hi"}\n' * lines).code == 0
         assert asked == captured
-
-
-def test_a_missing_compiler_is_said(spd_run, model, script, monkeypatch) -> None:
-    why = "not the C kernels: no C compiler is installed"
-    monkeypatch.setattr(conftest, "FakePlan", partial(conftest.FakePlan, kernels_reason=why))
-    assert f"note: this is slow: {why}" in spd_run("generate", "-m", model, "Hi").err
-
-
-def test_a_first_compile_is_named(terminal: Terminal) -> None:
-    with redirect_stderr(terminal), loading("loading some/model", Console()):
-        build.logger.getChild("compiling").info("compiling C kernels")
-    assert "\rcompiling C kernels …" in terminal.getvalue()

@@ -35,11 +35,8 @@ def test_colour_order() -> None:
         assert wants_color(io.StringIO(), environ) is wants_color(None, environ) is off_terminal
 
 
-def test_control_characters_are_spelled_out() -> None:
+def test_control_characters_are_spelled_out_and_json_is_strict() -> None:
     assert printable("a\x1b[31mb\x00\x9bc\td\r\ne\rf\udcffé") == "a\\x1b[31mb\\x00\\x9bc\td\r\ne\\rf\\udcffé"
-
-
-def test_json_is_strict_one_line() -> None:
     shown = to_json({"a": float("-inf"), "b": (1.5, float("nan")), 3: Path("x"), "é": "a\nb", "t": True})
     assert json.loads(shown) == {"a": None, "b": [1.5, None], "3": "x", "é": "a\nb", "t": True}
     assert "\n" not in shown and "é" in shown
@@ -64,21 +61,19 @@ def test_a_slow_non_blocking_reader_gets_everything() -> None:
     os.close(reader)
 
 
-def test_a_file_that_a_full_disk_left_empty_is_removed(tmp_path, monkeypatch) -> None:
+def test_what_cannot_be_written(tmp_path, monkeypatch) -> None:
+    """It is said early; a file that a full disk left empty is removed."""
+    check_writable(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    for bad in (tmp_path, tmp_path / "no" / "file"):
+        with pytest.raises(UsageError, match="cannot write"):
+            check_writable(bad)
     (tmp_path / "old").write_text("x")
     monkeypatch.setattr("spd.cli.text.output._write_all", failing(OSError(errno.ENOSPC, "No space left")))
     for name in ("new", "old"):
         with pytest.raises(ResourceError, match=f"cannot write to .*{name}: No space left"):
             Sink(tmp_path / name).write("x")
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
-
-
-def test_early_check_of_a_file(tmp_path: Path) -> None:
-    check_writable(tmp_path / "new")
-    assert not (tmp_path / "new").exists()
-    for bad in (tmp_path, tmp_path / "no" / "file"):
-        with pytest.raises(UsageError, match="cannot write"):
-            check_writable(bad)
 
 
 def test_an_error_that_knows_no_fix_gets_the_help_of_its_place(capfd: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,7 @@ def test_names_of_other_tools_stand_for_ours_and_hide_none() -> None:
     assert parsed("generate", "--n-predict", "7", "-md", "x")["draft_model"] == "x"
 
 
-def test_what_is_cut_says_what_does_it_now(spd_run: Callable) -> None:
+def test_what_is_cut_or_unknown_says_what_to_type(spd_run) -> None:
     every = set.union(*(names(params) for params in options().values())) | {"-vv"}
     for flag, words in CUT.items():
         with pytest.raises(UsageError, match="is no longer an option") as caught:
@@ -61,6 +61,8 @@ def test_what_is_cut_says_what_does_it_now(spd_run: Callable) -> None:
         assert named <= every, (flag, words)
     refused(spd_run("chat", "--no-think"), 2, "--no-think is no longer an option", "fix: --think off")
     refused(spd_run("generate", "-p", "Hi"), 2, "-p is no longer", 'fix: spd generate "your prompt"')
+    for word, words in ELSEWHERE.items():
+        refused(spd_run(word), 2, f"no such command '{word}'", words)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +90,3 @@ def test_flags_before_the_command_are_its_own(spd_run: Callable, model: Path, sc
     assert spd_run("--json", "generate", "-m", model, "Hi").json["text"] == "Hello wörld!"
     assert "Traceback" in spd_run("-vv", "generate", "--temperature", "9e9", "-m", model, "Hi").err
     assert spd_run("--json").json["error"]["exit"] == 2
-
-
-def test_an_unknown_command_says_what_to_type(spd_run: Callable) -> None:
-    for word, words in ELSEWHERE.items():
-        refused(spd_run(word), 2, f"no such command '{word}'", words)

@@ -18,10 +18,12 @@ from tests.cli.conftest import edit, refused
 START, END = "<|im_start|>", "<|im_end|>"
 
 
-def test_stdin_is_not_read_when_it_is_a_terminal_or_not_needed(spd_run, model, script) -> None:
+def test_stdin_that_is_not_needed_and_arguments_that_are_no_text(spd_run, model, script) -> None:
     refused(spd_run("generate", "-m", model, closed=True), 2, "nothing to generate from")
     assert spd_run("generate", "-m", model, "--prompt-ids", "5", stdin=b"junk").code == 0
     assert script.request.prompt_ids == (5,)
+    refused(spd_run("generate", "-m", model, "caf\udce9"), 2, "the prompt is not Unicode text")
+    refused(spd_run("generate", "-m", model, "x", "-s", "\udcff"), 2, "the system message is not Unicode")
 
 
 INPUTS: dict[str, tuple[bytes, list[object]]] = {
@@ -43,36 +45,25 @@ def test_a_pipe_with_a_name_is_a_file(spd_run, model, script, tmp_path, monkeypa
         assert ran.code == 0, ran
 
 
-def test_bytes_in_the_argument_that_are_no_text(spd_run: Callable, model: Path) -> None:
-    refused(spd_run("generate", "-m", model, "caf\udce9"), 2, "the prompt is not Unicode text")
-    refused(spd_run("generate", "-m", model, "x", "-s", "\udcff"), 2, "the system message is not Unicode")
-
-
-def test_empty_prompts(spd_run: Callable, model: Path, script) -> None:
+def test_empty_prompts_and_special_tokens_in_text(spd_run, model, script) -> None:
     """The first token stands for nothing where there is one, else what ends a text."""
     for settings, token in (({}, 258), ({"bos_token": START}, 257)):
         edit(model / "tokenizer_config.json", **settings)
         spd_run("generate", "-m", model, "--raw", "")
         assert script.request.prompt_ids == (token,)
-
-
-def test_special_tokens_in_text_stay_text(spd_run: Callable, model: Path, script) -> None:
     spd_run("generate", "-m", model, f"a{END}b")
     assert script.request.prompt_ids.count(258) == 1, "only the template's own"
     spd_run("generate", "-m", model, "--raw", END)
     assert len(script.request.prompt_ids) == len(END)
 
 
-def test_template_arguments(spd_run: Callable, model: Path) -> None:
+def test_template_arguments_and_a_model_without_a_template(spd_run, model, script) -> None:
     words = ["a=1", "b=true", "c=null", "d=text", 'e=[1, "x"]', "f=", "g=a=b"]
     meant = {"a": 1, "b": True, "c": None, "d": "text", "e": [1, "x"], "f": "", "g": "a=b"}
     assert template_variables(GenerateOptions(template_arg=words)) == meant
     edit(model / "tokenizer_config.json", chat_template="{{ mood }}|{{ messages[0].content }}")
     ran = spd_run("generate", "-m", model, "--dry-run", "Hi", "--template-arg", "mood=calm")
     assert ran.text == "calm|Hi\n"
-
-
-def test_a_base_model_needs_raw(spd_run: Callable, model: Path, script) -> None:
     (model / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
     refused(spd_run("generate", "-m", model, "Hi"), 4, "has no chat template", "fix: spd generate --raw")
     assert spd_run("generate", "-m", model, "--raw", "Hi").code == 0

@@ -261,8 +261,3 @@ def test_in_a_terminal(model: Path) -> None:
 def test_no_control_character_comes_to_a_terminal(piece: str, shown: str, model: Path) -> None:
     code = program(model, "-q", pieces=1, pause=0)[2].replace('"word "', repr(piece))
     assert on_terminal(code=code, TERM="dumb") == (0, shown)
-
-
-def test_a_terminal_without_a_prompt_does_not_wait(model: Path) -> None:
-    code, shown = on_terminal(code=program(model, command=("generate",))[2])
-    assert code == 2 and "stdin is a terminal" in shown

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -89,7 +88,7 @@ def test_programs_are_not_looked_for_in_the_working_folder(spd_run, tmp_path, mo
     assert os.environ["PATH"].startswith(f"{tmp_path}/own:") and os.environ["CPATH"] == ""
 
 
-def test_no_words_at_all_show_help_of_this_editions_commands(spd_run: Callable) -> None:
+def test_help_shows_this_editions_commands_panels_and_examples(spd_run) -> None:
     names = "chat generate serve bench compare explain verify inspect convert-mtp quantize pull ls rm doctor"
     assert tuple(get_command(build_app()).commands) == COMMANDS == (*names.split(), "completions")
     ran = spd_run()
@@ -98,9 +97,6 @@ def test_no_words_at_all_show_help_of_this_editions_commands(spd_run: Callable) 
     assert [row for row in rows if row[0] in COMMANDS] == [
         (name, COMMAND_TABLE[name][1]) for name in COMMANDS
     ]
-
-
-def test_help_has_panels_and_examples(spd_run: Callable) -> None:
     text = spd_run("generate", "--help").text
     panels = ["Most used", "Prompt and sampling", "Model and drafts", "Output", "Advanced"]
     assert [name for name in re.findall(r"^(\w.*):$", text, re.MULTILINE) if name in panels] == panels
@@ -124,12 +120,6 @@ def test_help_cuts_no_name_at_any_width_and_is_short(name, columns, spd_run, mon
     assert wanted <= found and not re.search(r"--[\w-]*…", ran.text)
 
 
-def test_usage_errors_as_json(spd_run: Callable) -> None:
-    ran = spd_run("--json", "generate", "--temperature", "warm")
-    assert ran.json["error"].items() >= {"code": "usage", "exit": 2, "fix": ["spd generate --help"]}.items()
-    assert (ran.code, ran.err) == (2, "")
-
-
 HELP = "spd generate --help"
 ERRORS = [
     *((errors.UsageError("x"), HELP), (errors.NotFoundError("x"), "check the name")),
@@ -140,16 +130,13 @@ ERRORS = [
 ]
 
 
-def test_every_exit_code_is_told_and_tried() -> None:
+def test_errors_are_written_in_one_place_with_every_exit_code() -> None:
+    """But for a rank that has lost the others and everything else with them."""
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     codes = {kind.exit_code for kind in kinds if issubclass(kind, errors.SpdError)}
     assert {getattr(error, "exit_code", 1) for error, _ in ERRORS} == codes == set(range(1, 10))
     told = (ROOT / "docs" / "guide.md").read_text().partition("Exit codes: ")[2].partition("\n\n")[0]
     assert [int(number) for number in re.findall(r"\b\d+\b", told)] == [*range(10), 130, 141, 143]
-
-
-def test_errors_are_written_where_what_to_type_is_added() -> None:
-    """But for a rank that has lost the others and everything else with them."""
     said = [path for path in (ROOT / "spd").rglob("*.py") if re.search(r"""["']error:""", path.read_text())]
     assert sorted(path.name for path in said) == ["output.py", "rank.py"]
 

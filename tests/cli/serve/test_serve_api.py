@@ -175,7 +175,7 @@ def test_a_template_without_tools_refuses_calls_that_may_come(served: Served) ->
     assert served.say(tools=[]) and served.say(tools=TOOLS, tool_choice="none")
 
 
-def test_the_rest(served: Served) -> None:
+def test_other_paths_and_what_is_cached(served) -> None:
     assert served.send("GET", "/health")[1]["status"] == "ok"
     assert served.send("GET", "/v1/models")[1]["data"][0]["id"] == "demo"
     assert [served.send("GET", f"/v1/models/{name}")[0] for name in ("demo", "other")] == [200, 404]
@@ -186,9 +186,6 @@ def test_the_rest(served: Served) -> None:
     named = dict(line.rsplit(" ", 1) for line in figures.splitlines() if not line.startswith("#"))
     assert int(named["spd_generation_tokens_total"]) > 100 and named["spd_requests_running"] == "0"
     assert int(named['spd_spec_decode_num_accepted_tokens_per_pos_total{position="0"}']) > 0
-
-
-def test_a_prompt_that_was_seen_is_cached(served: Served) -> None:
     system = {"role": "system", "content": "Be exact about every function. " * 30}
     first, second = (served.chat(messages=[system, *MESSAGES], max_tokens=2)["usage"] for _ in range(2))
     assert first["prompt_tokens_details"]["cached_tokens"] == 0

@@ -222,15 +222,12 @@ def test_a_call_comes_when_it_is_whole_and_text_that_is_none_at_once() -> None:
     assert piece.text == "{now} it"
 
 
-def test_a_template_says_which_form() -> None:
+def test_a_template_says_which_form_and_a_call_keeps_its_id() -> None:
+    """Kimi's templates show it to the model in place of the name."""
     for form in FORMS.values():
         assert call_form(f"{{% if tools %}}{' '.join(form.signs or (form.opening,))}{{% endif %}}") is form
     guessed = call_form("nothing")
     assert guessed == FORMS["Hermes, Qwen3"] and Tools(FUNCTIONS, guessed).grammar is None
-
-
-def test_a_call_keeps_the_id_that_the_model_gave() -> None:
-    """Kimi's templates show it to the model in place of the name."""
     pieces = CallParser(tools_of("Kimi K2")).feed(case_of("Kimi")[1])
     assert [piece.id for piece in pieces] == ["functions.get_weather:0", "functions.now:1"]
 

@@ -7,22 +7,35 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from spd.cli.serve.wishes import CHAT, IGNORED, UNSUPPORTED
-from tests.cli.serve.conftest import Served
+from tests.cli.conftest import until
+from tests.cli.serve.conftest import QUESTION, Served
 
 PAGE = (Path(__file__).parents[3] / "docs" / "serve.md").read_text(encoding="utf-8")
 
+SHARED = """
+import json, sys
+def fails(kind, call, **fields):
+    try:
+        call(**fields)
+    except kind as error:
+        return error
+    raise AssertionError(fields)
+weather = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"]}
+weather["additionalProperties"] = False
+tool = {"name": "get_weather", "description": "Weather."}
+messages = [{"role": "user", "content": "What does os.path.join do?"}]
+"""
 SCRIPT = """
-import json, sys, openai
+import openai, pydantic, typing
 client = openai.OpenAI(base_url=sys.argv[1], api_key="unused", max_retries=0)
 assert [m.id for m in client.models.list()] == ["demo"]
-messages = [{"role": "user", "content": "What does os.path.join do?"}]
-ask = lambda **f: client.chat.completions.create(model="demo", messages=messages, **{"max_tokens": 24, **f})
+ask = lambda **f: client.chat.completions.create(
+    **{"model": "demo", "messages": messages, "max_tokens": 24, **f})
 
 whole = ask(temperature=0, logprobs=True, top_logprobs=2)
 text = whole.choices[0].message.content
@@ -34,27 +47,22 @@ chunks = list(ask(temperature=0, stream=True, stream_options={"include_usage": T
 assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
 assert chunks[-1].usage.completion_tokens == 24
 
-tool = {"type": "function", "function": {"name": "get_weather", "description": "Weather.", "parameters": {
-    "type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"],
-    "additionalProperties": False}}}
-called = ask(tools=[tool], tool_choice="required", max_tokens=200, seed=1, parallel_tool_calls=False)
+forced = {"tools": [{"type": "function", "function": {**tool, "parameters": weather}}], "max_tokens": 200,
+    "tool_choice": "required", "parallel_tool_calls": False, "seed": 1}
+called = ask(**forced)
 message = called.choices[0].message
 assert called.choices[0].finish_reason == "tool_calls"
 call = message.tool_calls[0]
 assert call.function.name == "get_weather" and list(json.loads(call.function.arguments)) == ["city"]
-with client.chat.completions.stream(
-    model="demo", messages=messages, tools=[tool], tool_choice="required", max_tokens=200, seed=1,
-    parallel_tool_calls=False,
-) as stream:
+with client.chat.completions.stream(model="demo", messages=messages, **forced) as stream:
     events = [event.type for event in stream]
     final = stream.get_final_completion().choices[0].message.tool_calls[0]
 assert "tool_calls.function.arguments.delta" in events
 assert final.function.arguments == call.function.arguments
-answered = client.chat.completions.create(model="demo", max_tokens=8, messages=[
-    *messages, message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}])
+result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+answered = ask(max_tokens=8, messages=[*messages, message, result])
 assert answered.choices[0].message.role == "assistant"
 
-import pydantic, typing
 class Answer(pydantic.BaseModel):
     ok: bool
     kind: typing.Literal["a", "bc"]
@@ -63,17 +71,12 @@ parsed = client.chat.completions.parse(
 assert isinstance(parsed.choices[0].message.parsed, Answer)
 
 for fields, kind in (
-    ({"temperature": -1}, openai.BadRequestError),
-    ({"max_tokens": "x"}, openai.BadRequestError),
+    *(({"temperature": -1}, openai.BadRequestError), ({"max_tokens": "x"}, openai.BadRequestError)),
     ({"messages": [{"role": "user", "content": "word " * 9000}]}, openai.BadRequestError),
     ({"model": "gpt-x"}, openai.NotFoundError),
 ):
-    try:
-        client.chat.completions.create(**{"model": "demo", "messages": messages, **fields})
-    except kind as error:
-        assert error.body["message"] and error.type == "invalid_request_error", error.body
-    else:
-        raise AssertionError(fields)
+    error = fails(kind, ask, **fields)
+    assert error.body["message"] and error.type == "invalid_request_error", error.body
 
 stream = ask(stream=True, max_tokens=3000, extra_body={"ignore_eos": True})
 next(iter(stream))
@@ -81,37 +84,28 @@ stream.close()
 completed = client.completions.create(model="demo", prompt="def read(", max_tokens=6, temperature=0)
 assert completed.choices[0].text and completed.object == "text_completion"
 
-tool = {"type": "function", "name": "get_weather", "description": "Weather.", "strict": True, "parameters": {
-    "type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"],
-    "additionalProperties": False}}
-respond = lambda **f: client.responses.create(
-    model="demo", input="What does os.path.join do?", temperature=0, max_output_tokens=24, **f)
-answer = respond()
+asked = {"model": "demo", "input": messages[0]["content"], "temperature": 0, "max_output_tokens": 24}
+answer = client.responses.create(**asked)
 assert answer.output_text == text and answer.status == "incomplete" and answer.usage.output_tokens == 24
 assert answer.usage.input_tokens_details.cached_tokens is not None
-with client.responses.stream(model="demo", input="What does os.path.join do?", max_output_tokens=24,
-                             temperature=0) as stream:
+with client.responses.stream(**asked) as stream:
     deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
     assert "".join(deltas) == text
+tool = {"type": "function", "strict": True, "parameters": weather, **tool}
 called = client.responses.create(model="demo", input="x", tools=[tool], tool_choice="required",
                                  parallel_tool_calls=False, max_output_tokens=200)
 (call,) = [item for item in called.output if item.type == "function_call"]
 assert call.name == "get_weather" and list(json.loads(call.arguments)) == ["city"]
 parsed = client.responses.parse(model="demo", input="x", text_format=Answer, max_output_tokens=80)
 assert isinstance(parsed.output_parsed, Answer)
-try:
-    respond(previous_response_id="resp_1")
-except openai.BadRequestError as error:
-    assert error.param == "previous_response_id"
-else:
-    raise AssertionError
+error = fails(openai.BadRequestError, client.responses.create, **asked, previous_response_id="resp_1")
+assert error.param == "previous_response_id"
 print("all held")
 """
 
 ANTHROPIC = """
-import json, sys, anthropic
+import anthropic
 client = anthropic.Anthropic(base_url=sys.argv[1].removesuffix("/v1"), api_key="unused", max_retries=0)
-messages = [{"role": "user", "content": "What does os.path.join do?"}]
 ask = {"model": "demo", "messages": messages, "max_tokens": 24, "extra_body": {"temperature": 0}}
 whole = client.messages.create(**ask)
 text = whole.content[0].text
@@ -123,9 +117,7 @@ assert final.usage.output_tokens == 24 and final.stop_reason == "max_tokens"
 assert client.messages.create(**ask, stop_sequences=["two"]).stop_sequence == "two"
 count = client.messages.count_tokens(model="demo", messages=messages).input_tokens
 assert count == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
-tool = {"name": "get_weather", "description": "Weather.", "input_schema": {
-    "type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"],
-    "additionalProperties": False}}
+tool["input_schema"] = weather
 forced = {"tools": [tool], "tool_choice": {"type": "tool", "name": "get_weather"}, "max_tokens": 200}
 with client.messages.stream(**{**ask, **forced}) as stream:
     called = stream.get_final_message()
@@ -139,12 +131,7 @@ for fields, kind in (
     ({"messages": [{"role": "user", "content": "word " * 9000}]}, anthropic.BadRequestError),
     ({"model": "claude-x"}, anthropic.NotFoundError),
 ):
-    try:
-        client.messages.create(**{**ask, **fields})
-    except kind as error:
-        assert error.body["error"]["message"], error.body
-    else:
-        raise AssertionError(fields)
+    assert fails(kind, client.messages.create, **{**ask, **fields}).body["error"]["message"]
 print("all held")
 """
 
@@ -154,39 +141,36 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
+def python_with(package: str) -> str:
+    """An interpreter that has a package."""
+    python = os.environ.get("OPENAI_PYTHON", sys.executable)
+    if subprocess.run([python, "-c", f"import {package}"], check=False, capture_output=True).returncode:
+        pytest.skip(f"no interpreter has the {package} package; OPENAI_PYTHON names one")
+    return python
+
+
 @pytest.mark.openai
 @pytest.mark.parametrize("package", ["openai", "anthropic"])
 def test_the_official_clients(served: Served, package: str) -> None:
     """Everything above, then what the page shows."""
-    python = os.environ.get("OPENAI_PYTHON", sys.executable)
-    if subprocess.run([python, "-c", f"import {package}"], check=False, capture_output=True).returncode:
-        pytest.skip(f"no interpreter has the {package} package; OPENAI_PYTHON names one")
     shown = blocks("python")[0].replace("7373", str(served.port))
-    code = SCRIPT + shown if package == "openai" else ANTHROPIC
-    command = [python, "-c", code, f"http://127.0.0.1:{served.port}/v1"]
+    code = SHARED + (SCRIPT + shown if package == "openai" else ANTHROPIC)
+    command = [python_with(package), "-c", code, f"http://127.0.0.1:{served.port}/v1"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ran.stdout.startswith("all held\n" + "Join two or more" * (package == "openai")), ran.stderr
-    ends = time.monotonic() + 5
-    while served.service.open and time.monotonic() < ends:
-        time.sleep(0.01)
-    assert served.service.open == 0
+    until(lambda: served.service.open == 0)
 
 
 @pytest.mark.openai
 def test_llm(served: Served, tmp_path: Path) -> None:
     """The command `llm` with the page's lines: whole, streamed, and held to a schema."""
-    python = os.environ.get("OPENAI_PYTHON", sys.executable)
-    if subprocess.run([python, "-c", "import llm"], check=False, capture_output=True).returncode:
-        pytest.skip("no interpreter has the llm package; OPENAI_PYTHON names one")
+    command = [python_with("llm"), "-m", "llm", "-m", "spd", QUESTION, "-o", "temperature", "0"]
     lines = blocks("yaml")[0].replace("7373", str(served.port))
     (tmp_path / "extra-openai-models.yaml").write_text(lines, encoding="utf-8")
-    environment = {**os.environ, "LLM_USER_PATH": str(tmp_path)}
 
     def ask(*options: str) -> str:
-        command = [python, "-m", "llm", "-m", "spd", "What does os.path.join do?", "-o", "temperature", "0"]
-        ran = subprocess.run(
-            [*command, *options], env=environment, capture_output=True, text=True, timeout=60, check=False
-        )
+        how = {"env": {**os.environ, "LLM_USER_PATH": str(tmp_path)}, "timeout": 60}
+        ran = subprocess.run([*command, *options], capture_output=True, text=True, **how)
         assert ran.returncode == 0, ran.stderr
         return ran.stdout
 

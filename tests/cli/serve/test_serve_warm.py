@@ -157,12 +157,6 @@ def test_it_says_so_and_imports_no_torch(home: Path, server: int, words: list[st
     assert ran.stderr.rstrip().endswith("set()")
 
 
-def test_another_engine_is_not_used(home: Path, server: int) -> None:
-    words = ["--spec", "off", "--ctx", "512", "--dtype", "float32"]
-    ran = spd(home, "generate", "-v", "--threads", "1", "-n", "2", *words, QUESTION)
-    assert ran.returncode == 0 and "not used: another dtype, spec, ctx" in ran.stderr
-
-
 @pytest.mark.parametrize("words", [["--json", QUESTION], ["--jsonl"]])
 def test_ctrl_c_ends_the_request_and_keeps_what_came(home: Path, server: int, words: list[str]) -> None:
     command = ["generate", "--threads", "1", "--ignore-eos", "-n", "4000", *words]
@@ -189,20 +183,20 @@ def health(port: int) -> dict[str, Any]:
         return json.load(answer)
 
 
-def test_status(home: Path, server: int) -> None:
+def test_status_another_engine_and_a_drafter_that_is_not_there(home, server, monkeypatch) -> None:
     ran = spd(home, "serve", "--status")
     assert ran.returncode == 0
     assert ran.stdout.startswith(f"demo · http://127.0.0.1:{server}/v1 · pid ")
     assert spd(home, "serve", "--status", "demo-hybrid").returncode == 3
-
-
-def test_a_drafter_that_is_not_there_yet_is_asked_for(home, server, monkeypatch) -> None:
+    words = ["--spec", "off", "--ctx", "512", "--dtype", "float32"]
+    ran = spd(home, "generate", "-v", "--threads", "1", "-n", "2", *words, QUESTION)
+    assert ran.returncode == 0 and "not used: another dtype, spec, ctx" in ran.stderr
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert spd(home, "generate", "--draft-model", "org/none", "--pull", QUESTION).returncode == 8
 
 
-def test_a_server_that_has_gone(tmp_path: Path) -> None:
+def test_a_server_that_has_gone_and_a_port_that_is_taken(tmp_path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "x.sock"))
         listener.listen()
@@ -210,6 +204,8 @@ def test_a_server_that_has_gone(tmp_path: Path) -> None:
         listener.accept()[0].close()
     with closing(line), pytest.raises(EngineError, match="the server has ended"):
         line.send(do="generate")
+    with listen("127.0.0.1", 0) as first, pytest.raises(UsageError, match="Address already in use"):
+        listen("127.0.0.1", first.getsockname()[1])
 
 
 def test_a_folder_that_is_not_ones_own_alone_is_refused(tmp_path: Path) -> None:
@@ -223,11 +219,6 @@ def test_a_folder_that_is_not_ones_own_alone_is_refused(tmp_path: Path) -> None:
         ran.append(spd(tmp_path, "generate", QUESTION))
     for each in ran:
         assert each.returncode == 5 and "not a folder of yours alone" in each.stderr
-
-
-def test_a_port_is_taken_before_a_model_is_loaded() -> None:
-    with listen("127.0.0.1", 0) as first, pytest.raises(UsageError, match="Address already in use"):
-        listen("127.0.0.1", first.getsockname()[1])
 
 
 def test_a_chat_is_told_that_its_server_has_ended(tmp_path: Path) -> None:
