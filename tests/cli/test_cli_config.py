@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,28 +26,20 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def own(home: Path) -> Write:
     """`own("temperature = 1")` writes the person's file."""
-
-    def write(text: str) -> Path:
-        path = home / "config" / "spd" / "config.toml"
-        path.write_text(text)
-        return path
-
-    return write
-
-
-def params(script: Any) -> Any:
-    return script.request.params
+    file = home / "config" / "spd" / "config.toml"
+    return lambda text: file.write_text(text) and file
 
 
 def test_what_is_typed_wins_then_environment_then_file(own, spd_run, model, script, monkeypatch) -> None:
     rest = 'stop = ["a", "b"]\nadaptive = false\ntop-p = 0.3\n[generate]\ntop-p = 0.7\n'
     own(f'model = "{model}"\ntemperature = 0.25\nctx = "64"\n{rest}')
     assert spd_run("generate", "Hi").code == 0
-    assert (params(script).temperature, params(script).top_p, params(script).stop) == (0.25, 0.7, ("a", "b"))
+    params = script.request.params
+    assert (params.temperature, params.top_p, params.stop) == (0.25, 0.7, ("a", "b"))
     assert (script.engine.config.ctx, script.engine.config.adaptive) == (64, False)
     spd_run("generate", "Hi", "--temperature", "1", "--adaptive", "--stop", "c")
-    assert (params(script).temperature, params(script).stop) == (1.0, ("c",))
-    assert script.engine.config.adaptive
+    params = script.request.params
+    assert (params.temperature, params.stop) == (1.0, ("c",)) and script.engine.config.adaptive
     monkeypatch.setenv("SPD_MODEL", str(model.parent / "none"))
     assert spd_run("generate", "Hi").code == 3
     assert spd_run("inspect", "demo", "--json").json["target"]["model"] == "demo"
@@ -63,14 +54,15 @@ def test_a_named_file_stands_for_the_persons_and_v_says_so(
     monkeypatch.setenv("SPD_CONFIG", str(named))
     for argv in (["generate"], ["generate", "-v"]):
         ran = spd_run(*argv, "-m", model, "Hi")
-        assert ran.code == 0 and (params(script).temperature, params(script).top_p) == (0.0, 0.9)
+        params = script.request.params
+        assert ran.code == 0 and (params.temperature, params.top_p) == (0.0, 0.9)
     assert f"config  {named} sets top-p\n" in ran.err and "top p 0.9 (given)" in ran.err
 
 
 def test_keys_of_other_commands_are_left_to_them(own, home, spd_run, model, script) -> None:
     """And a byte order mark is no key."""
     own('\ufeffseed = 5\r\nmarkdown = "off"\r\ncolor = "always"\r\n[chat]\r\nsystem = "be terse"\r\n')
-    assert spd_run("generate", "-m", model, "Hi").code == 0 and params(script).seed == 5
+    assert spd_run("generate", "-m", model, "Hi").code == 0 and script.request.params.seed == 5
     assert spd_run("generate").err.startswith("\x1b[1;31merror:")
     assert spd_run("chat", model, "-c", "s", stdin=b"Hi\n").code == 0
     assert saved_chat(home)[0]["system"] == "be terse"

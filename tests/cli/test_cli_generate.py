@@ -54,7 +54,7 @@ def test_each_event_is_out_before_the_next_step(ask, script, tmp_path) -> None:
     assert out.read_text() == "Hello wörld!\n", "a refused run does not touch the file"
 
 
-def test_the_request(ask, script) -> None:
+def test_the_request_and_the_engine(ask, script, model) -> None:
     argv = ["--stop", r"\n\n", "--set", "stop_token_id=7", "-n", 9, "--seed", 5, "--ignore-eos"]
     argv += ["--temperature", 1, "--set", "logit-bias=3=-1", "--set", "logit_bias=4=2", "--set", "min_p=0.1"]
     ask(*argv)
@@ -62,9 +62,6 @@ def test_the_request(ask, script) -> None:
     assert (params.stop, params.stop_token_ids, params.max_tokens, params.seed) == (("\n\n",), (7,), 9, 5)
     assert params.ignore_eos and params.temperature == 1.0 and params.top_k == 20 and params.min_p == 0.1
     assert params.logit_bias == ((3, -1.0), (4, 2.0))
-
-
-def test_the_engine_configuration(ask, model, script) -> None:
     argv = "--device cpu --dtype float32 --ctx 64 --spec ngram --draft-max 3 --no-adaptive --lag 2"
     argv += " --graphs off --kernels torch --memory-fraction 0.5 --threads 3"
     ask(*argv.split())

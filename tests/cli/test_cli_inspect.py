@@ -51,7 +51,7 @@ def flat(ran: Any) -> str:
     return " ".join(ran.text.split())
 
 
-def test_lines_and_json(spd_run: Callable, whole: Path) -> None:
+def test_lines_and_json_and_whom_auto_takes(spd_run, whole) -> None:
     ran = spd_run("inspect", "-m", whole)
     assert ran.code == 0 and ran.err == ""
     lines = {line[:16].strip(): line[18:] for line in ran.text.splitlines()}
@@ -67,6 +67,13 @@ def test_lines_and_json(spd_run: Callable, whole: Path) -> None:
     assert (target["parameters"], target["weight_bytes"], target["tensors"]) == (count, 2 * count, len(sizes))
     assert target["kv_bytes_per_token"] == 2 * 2 * 1 * 4 * 2
     assert len(target["vocabulary"]["sha256"]) == 64 and target["vocabulary"]["used"] == 259
+    told = flat(spd_run("inspect", whole))
+    assert "speculation method ngram · reason no draft model is known" in told
+    assert " mtp possible no · why " in told and ": holds no MTP layers draft possible no · " in told
+    assert "why --spec draft needs a draft model" in told
+    told = flat(spd_run("inspect", whole, "--draft", whole))
+    assert "speculation method draft · reason it is given with --draft · draft max 4" in told
+    assert " draft possible yes ngram possible yes " in told
 
 
 def test_tensors_that_are_missing_or_too_many(spd_run: Callable, model: Path) -> None:
@@ -110,16 +117,6 @@ def test_what_would_run_is_what_the_plan_says(spd_run: Callable) -> None:
         assert (parts["weights"], parts["draft_weights"]) == (plan.need.weights, plan.need.draft_weights)
         assert parts["cache"] + parts["draft_cache"] + parts["states"] == plan.need.caches
         assert parts["workspace"] == plan.need.workspace
-
-
-def test_whom_auto_takes_and_who_cannot(spd_run: Callable, whole: Path) -> None:
-    told = flat(spd_run("inspect", whole))
-    assert "speculation method ngram · reason no draft model is known" in told
-    assert " mtp possible no · why " in told and ": holds no MTP layers draft possible no · " in told
-    assert "why --spec draft needs a draft model" in told
-    told = flat(spd_run("inspect", whole, "--draft", whole))
-    assert "speculation method draft · reason it is given with --draft · draft max 4" in told
-    assert " draft possible yes ngram possible yes " in told
 
 
 def test_memory_that_is_not_there(spd_run: Callable, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:

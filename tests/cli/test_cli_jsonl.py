@@ -115,8 +115,8 @@ def test_what_is_wrong_with_a_line_is_said_in_its_place(answers: Lines) -> None:
         assert found[2 * i + 1]["usage"]["completion_tokens"] == 2
 
 
-def test_what_a_line_begins_with() -> None:
-    """A line's own system message takes the place of the shared one; shared turns stay before its own."""
+def test_what_all_lines_begin_with(answers, tmp_path) -> None:
+    """A line's own system message takes the place of the shared one, which is prefilled once."""
     s, t = ({"role": "system", "content": c} for c in "st")
     q, a, x = ({"role": r, "content": c} for r, c in (("user", "q"), ("assistant", "a"), ("user", "x")))
 
@@ -136,10 +136,6 @@ def test_what_a_line_begins_with() -> None:
     assert asked({"prompt": "x"}, thinking=False).variables == {"thinking": False}
     with pytest.raises(UsageError, match="is the whole prompt here"):
         asked({"prompt": "x", "system": "t"}, raw=True)
-
-
-def test_what_all_lines_begin_with_is_prefilled_once(answers: Lines, tmp_path: Path) -> None:
-    """--system, --messages: found in the cache by every line but the first, also side by side."""
     chat = tmp_path / "chat.json"
     shared = [{"role": "system", "content": "s " * 60}, {"role": "user", "content": "q"}]
     chat.write_text(json.dumps(shared))

@@ -8,7 +8,6 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
 from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
@@ -32,8 +31,7 @@ from spd.runtime.plan import machine
 from spd.runtime.round.round import Round
 from tests.cli import conftest
 from tests.cli.conftest import failing, program, refused, until
-from tests.cli.test_cli_output import Terminal
-from tests.cli.test_cli_terminal import on_terminal
+from tests.cli.test_cli_terminal import Terminal, on_terminal
 
 
 @pytest.fixture
@@ -68,19 +66,18 @@ def test_a_bar_names_phase_and_amount_and_goes_away(terminal: Terminal) -> None:
 FACTS = " · 1,024 tok of 4,096 tok · 102 tok/s"
 
 
-@pytest.mark.parametrize(
-    ("columns", "bar", "facts"),
-    [(40, "[#...] ", ""), (80, "[#......] ", FACTS), (120, f"[{5 * '#'}{15 * '.'}] ", FACTS)],
-)
-def test_the_time_left_is_seen_at_every_width(columns, bar, facts, terminal, monkeypatch) -> None:
-    monkeypatch.setattr(module, "columns_of", lambda stream: columns)
-    monkeypatch.setattr(time, "perf_counter", iter((0.0, 10.0, 10.0)).__next__)
-    with redirect_stderr(terminal):
-        ticker = Ticker(Console())
-        for done in (0, 1024):
-            ticker.count("reading the prompt", done, 4096, "{:,} tok".format)
-    assert terminal.getvalue() == f"\rreading the prompt 25% {bar}0:30 left{facts}"
-    assert len(terminal.getvalue()) <= columns
+def test_the_time_left_is_seen_at_every_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "DELAY", 0.0)
+    for columns, bar, facts in ((40, "...", ""), (80, "......", FACTS), (120, f"####{15 * '.'}", FACTS)):
+        terminal, times = Terminal(), iter((0.0, 10.0, 10.0))
+        monkeypatch.setattr(module, "columns_of", lambda stream, columns=columns: columns)
+        monkeypatch.setattr(time, "perf_counter", times.__next__)
+        with redirect_stderr(terminal):
+            ticker = Ticker(Console())
+            for done in (0, 1024):
+                ticker.count("reading the prompt", done, 4096, "{:,} tok".format)
+        assert terminal.getvalue() == f"\rreading the prompt 25% [#{bar}] 0:30 left{facts}"
+        assert len(terminal.getvalue()) <= columns
 
 
 def test_nothing_is_shown_to_the_quiet_and_a_lost_terminal_stops_nothing(terminal, monkeypatch) -> None:
@@ -92,10 +89,8 @@ def test_nothing_is_shown_to_the_quiet_and_a_lost_terminal_stops_nothing(termina
 
 
 def test_a_long_prompt_is_seen_while_it_is_read(terminal, spd_run, tiny, monkeypatch) -> None:
-    told: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(
-        Ticker, "count", lambda self, what, done, total, amount: told.append((what, done, total))
-    )
+    told = list[Any]()
+    monkeypatch.setattr(Ticker, "count", lambda self, *given, amount: told.append(given))
     argv = ["-m", tiny("qwen3", layers=1), "-n", 1, "--threads", 1, "--raw"]
     assert spd_run("generate", *argv, stdin=b"word " * 90).code == 0
     read = [(done, total) for what, done, total in told if what == "reading the prompt"]
@@ -118,15 +113,15 @@ def load(progress):
     assert any(line.startswith("reading weights") for line in lines)
 
 
-def test_what_took_long_is_said(spd_run, model, script, monkeypatch, terminal) -> None:
+def test_what_took_long_is_said(ask, script, monkeypatch, terminal) -> None:
     """The time to load, a compiler that is not there, and a first compile."""
     script.load_ms = 3210.0
-    ran = spd_run("generate", "-m", model, "Hi", "--stats", "-v")
+    ran = ask("--stats", "-v")
     assert " · load 3.21 s · first 0.01 s · " in ran.err and "load              3.21 s" in ran.err
-    assert spd_run("generate", "-m", model, "Hi", "--json").json["timings"]["load_ms"] == 3210.0
+    assert ask("--json").json["timings"]["load_ms"] == 3210.0
     why = "not the C kernels: no C compiler is installed"
     monkeypatch.setattr(conftest, "FakePlan", partial(conftest.FakePlan, kernels_reason=why))
-    assert f"note: this is slow: {why}" in spd_run("generate", "-m", model, "Hi").err
+    assert f"note: this is slow: {why}" in ask().err
     with redirect_stderr(terminal), loading("loading some/model", Console()):
         build.logger.getChild("compiling").info("compiling C kernels")
     assert "\rcompiling C kernels …" in terminal.getvalue()
@@ -140,18 +135,17 @@ def bare(tmp_path: Path) -> Path:
     return folder
 
 
-def test_random_weights_need_one_file(spd_run: Callable, bare: Path, random_weights: None) -> None:
+def test_random_weights_need_one_file(spd_run, bare, request) -> None:
+    """And cannot read text; without them a file is missing."""
+    refused(spd_run("generate", "-m", bare, "Hi"), 4, "--prompt-ids")
     argv = ["generate", "-m", bare, "--prompt-ids", "5,6,7", "-n", 6, "--temperature", 0, "--threads", 1]
+    refused(spd_run(*argv), 4, "model.safetensors")
+    request.getfixturevalue("random_weights")
     ran = spd_run(*argv)
     assert ran.code == 0 and re.fullmatch(r"\d+(,\d+){5}\n", ran.text) and ran.err == "", ran
     shown = spd_run(*argv, "--json").json
     assert shown["token_ids"] == [int(token) for token in ran.text.split(",")]
     assert shown["plan"]["load"] == "dummy" and shown["timings"]["load_ms"] > 0
-
-
-def test_random_weights_cannot_read_text(spd_run: Callable, bare: Path) -> None:
-    refused(spd_run("generate", "-m", bare, "Hi"), 4, "--prompt-ids")
-    refused(spd_run("generate", "-m", bare, "--prompt-ids", "1,2"), 4, "model.safetensors")
 
 
 def test_memory_that_runs_out_ends_with_5(spd_run, bare, monkeypatch, random_weights) -> None:

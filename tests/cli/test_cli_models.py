@@ -95,9 +95,7 @@ def test_shards_are_those_that_the_index_names(hub: Hub, cache: Path, spd_run: C
     assert not any("evil" in path or "sub/" in path for _, path, _ in hub.log)
 
 
-@pytest.mark.parametrize(
-    "shard", ["../../evil.safetensors", "/x.safetensors", r"a\b.safetensors", "x.bin", 3]
-)
+@pytest.mark.parametrize("name", ["../../evil.safetensors", "/x.safetensors", r"a\b.safetensors", "x.bin", 3])
 def test_hostile_names_in_the_index(name: object, hub: Hub, cache: Path, spd_run: Callable) -> None:
     del hub.files["model.safetensors"]
     hub.files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": name}}).encode()

@@ -36,15 +36,12 @@ def parsed(command: str, *argv: str) -> dict[str, Any]:
     return values
 
 
-def test_there_are_few_options() -> None:
+def test_there_are_few_options_and_names_of_other_tools_hide_none() -> None:
     counts = {name: len(params) for name, params in options().items()}
     assert {name: count for name, count in counts.items() if count > LIMITS.get(name, 30)} == {}
     assert len(FOREIGN) <= 12 and len(Commands.names()) <= 16
     for param in options()["generate"]:
         assert (param.opts[-1] in ADVANCED | {"--concurrency"}) == (param.rich_help_panel == LAST), param.opts
-
-
-def test_names_of_other_tools_stand_for_ours_and_hide_none() -> None:
     ours = names(options()["generate"])
     assert set(FOREIGN.values()) <= ours and not set(FOREIGN) & ours
     assert parsed("generate", "--temp=0.5", "-md", "x")["temperature"] == 0.5
@@ -65,25 +62,17 @@ def test_what_is_cut_or_unknown_says_what_to_type(spd_run) -> None:
         refused(spd_run(word), 2, f"no such command '{word}'", words)
 
 
-@pytest.mark.parametrize(
-    ("argv", "name", "value"),
-    [
-        (["generate", "-s", "--temp=3"], "system", "--temp=3"),
-        (["generate", "--stop", "--json"], "stop", ("--json",)),
-        (["generate", "-s", "--num-beams"], "system", "--num-beams"),
-        (["generate", "--", "--json"], "prompt", "--json"),
-        (["generate", "-s-md"], "system", "-md"),
-        (["generate", "-n200", "-"], "max_tokens", 200),
-        (["chat", "-c"], "continue_", ""),
-        (["chat", "--continue", "-q"], "continue_", ""),
-        (["chat", "-c", "org/name"], "model_argument", "org/name"),
-        (["chat", "-c", "notes"], "continue_", "notes"),
-        (["serve", "--stop", "demo"], "model_argument", "demo"),
-        (["convert-mtp", "demo", "destination"], "destination", "destination"),
-    ],
-)
-def test_a_value_is_never_taken_for_an_option(argv: list[str], name: str, value: object) -> None:
-    assert parsed(*argv)[name] == value
+def test_a_value_is_never_taken_for_an_option() -> None:
+    for typed, name, value in (
+        *(("generate -s --temp=3", "system", "--temp=3"), ("generate --stop --json", "stop", ("--json",))),
+        *(("generate -s --num-beams", "system", "--num-beams"), ("generate -- --json", "prompt", "--json")),
+        *(("generate -s-md", "system", "-md"), ("generate -n200 -", "max_tokens", 200)),
+        *(("chat -c", "continue_", ""), ("chat --continue -q", "continue_", "")),
+        *(("chat -c org/name", "model_argument", "org/name"), ("chat -c notes", "continue_", "notes")),
+        ("serve --stop demo", "model_argument", "demo"),
+        ("convert-mtp demo destination", "destination", "destination"),
+    ):
+        assert parsed(*typed.split())[name] == value, typed
 
 
 def test_flags_before_the_command_are_its_own(spd_run: Callable, model: Path, script: Any) -> None:

@@ -26,7 +26,17 @@ BODIES = {f"spd.cli.commands.{module}" for module, *_ in COMMAND_TABLE.values()}
 COMPLETIONS = "spd.cli.commands.doctor"
 QUESTION = {"COMP_WORDS": "spd ls --j", "COMP_CWORD": "2", "_SPD_COMPLETE": "complete_bash"}
 OF_MODELS = {**QUESTION, "COMP_WORDS": "spd generate -m ", "COMP_CWORD": "3", "HF_HUB_CACHE": "CACHE"}
-OF_COMMANDS = {**QUESTION, "COMP_WORDS": "spd ", "COMP_CWORD": "1"}
+OF_COMMANDS, CACHE = {**QUESTION, "COMP_WORDS": "spd ", "COMP_CWORD": "1"}, {"HF_HUB_CACHE": "CACHE"}
+LOADED = [
+    ("--version", {}, f"spd {spd.__version__}\n", {"typer", "rich", "spd.cli", *HEAVY}),
+    *(("--help", {}, "inspect", HEAVY | BODIES | STYLED), ("completions bash", {}, "complete", HEAVY)),
+    ("inspect --help", {}, "spd inspect", HEAVY | STYLED | BODIES - {"spd.cli.commands.inspect"}),
+    ("inspect demo", {}, "DeepseekV3ForCausalLM", LIGHT | WRITERS),
+    ("ls", CACHE, "Qwen/Qwen3-0.6B", LIGHT),
+    ("", QUESTION, "--json\n", HEAVY | BODIES - {"spd.cli.commands.models", COMPLETIONS}),
+    ("", OF_COMMANDS, "\n".join(COMMANDS) + "\n", HEAVY | BODIES - {COMPLETIONS}),
+    ("", OF_MODELS, "Qwen/Qwen3-0.6B\ndemo\ndemo-hybrid\n", HEAVY),
+]
 
 
 def loaded_after(*argv: str, run: str = "from spd.__main__ import main\nmain()", **environment: str) -> Any:
@@ -40,20 +50,7 @@ def loaded_after(*argv: str, run: str = "from spd.__main__ import main\nmain()",
     return done.stdout, set(done.stderr.split())
 
 
-@pytest.mark.parametrize(
-    ("argv", "environment", "said", "never"),
-    [
-        ("--version", {}, f"spd {spd.__version__}\n", {"typer", "rich", "spd.cli", *HEAVY}),
-        ("--help", {}, "inspect", HEAVY | BODIES | STYLED),
-        ("inspect --help", {}, "spd inspect", HEAVY | STYLED | BODIES - {"spd.cli.commands.inspect"}),
-        ("completions bash", {}, "complete", HEAVY),
-        ("inspect demo", {}, "DeepseekV3ForCausalLM", LIGHT | WRITERS),
-        ("ls", {"HF_HUB_CACHE": "CACHE"}, "Qwen/Qwen3-0.6B", LIGHT),
-        ("", QUESTION, "--json\n", HEAVY | BODIES - {"spd.cli.commands.models", COMPLETIONS}),
-        ("", OF_COMMANDS, "\n".join(COMMANDS) + "\n", HEAVY | BODIES - {COMPLETIONS}),
-        ("", OF_MODELS, "Qwen/Qwen3-0.6B\ndemo\ndemo-hybrid\n", HEAVY),
-    ],
-)
+@pytest.mark.parametrize(("argv", "environment", "said", "never"), LOADED)
 def test_what_is_loaded(argv, environment, said, never, tmp_path) -> None:
     (tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / "abc").mkdir(parents=True)
     environment = {name: value.replace("CACHE", str(tmp_path)) for name, value in environment.items()}

@@ -1,16 +1,18 @@
-"""Thinking is told from the answer: in the text, in JSON, on a terminal, in a chat; and --think."""
+"""Thinking is told from the answer: in text, JSON, on a terminal, in a chat; --think; shapes of a reply."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from spd.cli.text.prompt import ThinkingSplitter, parted
+from spd.cli.text.prompt import Asked, ThinkingSplitter, end_of_thinking, parted
 from spd.runtime.engine.request import ThinkingBudget
 from tests.cli.conftest import SPECIALS, TEMPLATE, edit, program, write_tokenizer
 from tests.cli.test_cli_signals import program as slow_program
@@ -18,7 +20,8 @@ from tests.cli.test_cli_signals import start
 from tests.cli.test_cli_terminal import on_terminal
 
 OPENED = TEMPLATE.replace("assistant\\n'", "assistant\\n<think>\\n'")
-SCHEMA = '{"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}'
+SCHEMA = '{"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]'
+SCHEMA += ', "additionalProperties": false}'
 
 
 def set_template(folder: Path, template: str) -> None:
@@ -195,3 +198,43 @@ def test_what_ended_early_says_so(argv, words, spd_run, thinker) -> None:
     ran = spd_run(*BASE, "-m", thinker, "--think", 0, "--spec", "off", *argv, "--json", "Hi")
     assert ran.code == 0 and words in ran.err and bool(ran.err) == bool(words), ran
     assert ran.json["finish_reason"] == ("stop" if "--stop" in argv else "length")
+
+
+def test_the_reply_follows_what_was_asked_for(spd_run, tiny, tmp_path) -> None:
+    schema, lark = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text(SCHEMA)
+    lark.write_text('start: "on" | "off"\n')
+    base = ["generate", "--threads", 1, "--ctx", 256, "-n", 60, "--temperature", 0, "Hi"]
+    base += ["-m", tiny("qwen3", layers=1)]
+    pattern = r'\s*\{\s*"a"\s*:\s*(1|22)\s*\}\s*'
+    ways = ([], ["--spec", "off"], ["--spec", "ngram", "--lag", 2])
+    for flags, wanted, among in (
+        (["--grammar", "/[x-z]{3,5}/"], "[x-z]{3,5}", ways),
+        (["--schema", SCHEMA], pattern, ways),
+        (["--schema", schema], pattern, ways[:1]),
+        (["--grammar", lark], "on|off", ways[:1]),
+        (["--grammar", '?start: "on" | "off"'], "on|off", ways[:1]),
+    ):
+        replies = [spd_run(*base, *flags, *more) for more in among]
+        assert replies[0].code == 0 and len({reply.out for reply in replies}) == 1
+        assert re.fullmatch(wanted, replies[0].text.removesuffix("\n")), replies[0]
+
+
+def test_where_a_grammar_begins() -> None:
+    for prompt, template, variables, thinks in (
+        *(("Hi", "no thinking", {}, False), ("Hi", "enable_thinking", {}, True)),
+        *(
+            ("Hi", "enable_thinking", {"enable_thinking": False}, False),
+            ("Hi<think>\n", "opens it", {}, True),
+        ),
+        ("Hi<think>\n\n</think>\n\n", "enable_thinking", {}, False),
+        ("<think>a</think>Hi", "enable_thinking", {}, True),
+        ("<think>a</think>Hi", "an old turn's", {}, False),
+        ("<think>a</think>Hi<think>", "opens it", {}, True),
+    ):
+        asked = Asked(messages=({"role": "user", "content": "x"},), variables=variables)
+        vocabulary: Any = SimpleNamespace(
+            need_tokenizer=lambda: SimpleNamespace(token_to_id={"</think>": 6}.get),
+            need_template=lambda template=template: SimpleNamespace(default=template),
+        )
+        assert end_of_thinking(vocabulary, asked, prompt) == (6 if thinks else None), (prompt, template)

@@ -26,12 +26,17 @@ def run(spd_run: Callable[..., Any], tmp_path: Path, random_weights: None) -> Ca
     return lambda *more: spd_run(*words, "--threads", 1, "--dtype", "float32", "-n", 24, *more)
 
 
-def test_a_certificate(run: Callable[..., Any]) -> None:
+def test_certificates(run) -> None:
+    """A rule that promises no text is compared at zero."""
     ran = run("--lag", 1, "--json", "--tokens", 100)
     assert ran.code == 0 and faults(ran.json, "verify") == []
     assert ran.json["passed"] and ran.json["tokens"] >= 100 and ran.json["drafts_accepted"] > 0
     assert set(ran.json["files"]) >= {"config.json", "tokenizer.json", "draft/config.json"}
     assert ran.json["plans"]["reference"]["spec"] == "off" and ran.json["plans"]["candidate"]["lag"] == 1
+    ran = run("-n", 8, "--verify", "rejection", "--temperature", "0,0.5")
+    assert ran.code == 0, ran
+    told = {line[:18].strip(): line[18:] for line in ran.text.splitlines()}
+    assert told.items() >= {"temperatures": "0", "untested": "0.5", "tokens": "16", "texts": "2"}.items()
 
 
 def test_words_and_a_fault(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,13 +46,6 @@ def test_words_and_a_fault(run: Callable[..., Any], monkeypatch: pytest.MonkeyPa
     ran = run("--kernels", "torch")
     assert ran.code == 6 and ran.text.endswith("passed            no\n") and "2 of 2 texts differ" in ran.err
     assert re.search(r"differences .* · seed \d+ · .* · margin .* · near tie no\n", ran.text), ran.text
-
-
-def test_a_rule_that_promises_no_text_is_compared_at_zero(run: Callable[..., Any]) -> None:
-    ran = run("-n", 8, "--verify", "rejection", "--temperature", "0,0.5")
-    assert ran.code == 0, ran
-    told = {line[:18].strip(): line[18:] for line in ran.text.splitlines()}
-    assert told.items() >= {"temperatures": "0", "untested": "0.5", "tokens": "16", "texts": "2"}.items()
 
 
 def test_settings_held_against_each_other(tmp_path: Path) -> None:

@@ -19,15 +19,9 @@ from tests.recipes.published_hybrids import Entry, Release, config_of, mtp_tenso
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 100\n"
 HUB = "https://huggingface.co/org/name"
-COMMANDS = {
-    "generate": ("generate", "-m", "?", "Hi"),
-    "chat": ("chat", "?", "--no-save"),
-    "bench": ("bench", "-m", "?"),
-    "verify": ("verify", "-m", "?"),
-    "inspect": ("inspect", "?"),
-    "convert-mtp": ("convert-mtp", "?", "head"),
-    "draft": ("generate", "--draft-model", "?", "Hi"),
-}
+COMMANDS = {"generate": "generate -m ? Hi", "chat": "chat ? --no-save", "bench": "bench -m ?"}
+COMMANDS |= {"verify": "verify -m ?", "inspect": "inspect ?", "convert-mtp": "convert-mtp ? head"}
+COMMANDS |= {"draft": "generate --draft-model ? Hi"}
 INCOMPLETE = "the copy in the local cache is incomplete: "
 READS_NO_TEXT = "bench verify inspect convert-mtp draft"
 THINGS = [  # what is named, the exit code, its words, what is to be typed, and the commands that take it
@@ -66,48 +60,39 @@ def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
-    def model(name: str, **files: str) -> Path:
-        folder = write_model(tmp_path / name, max_position_embeddings=2048)
-        for file, text in files.items():
-            (folder / file.replace("__", ".")).write_text(text)
-        return folder
-
     def cached(name: str) -> str:
-        (tmp_path / f"hub/models--org--{name}/refs").mkdir(parents=True)
-        (tmp_path / f"hub/models--org--{name}/refs/main").write_text("a" * 40)
+        (refs := tmp_path / f"hub/models--org--{name}/refs").mkdir(parents=True)
+        (refs / "main").write_text("a" * 40)
         return f"hub/models--org--{name}/snapshots/{'a' * 40}"
 
-    adapter = json.dumps({"base_model_name_or_path": "org/base"})
-    for folder in ("ggufs", cached("empty"), "mtp"):
-        (tmp_path / folder).mkdir(parents=True)
-    for folder in ("lora", cached("adapter")):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "adapter_config.json").write_text(adapter)
-        (tmp_path / folder / "adapter_model.safetensors").write_text("")
-    (tmp_path / "ggufs" / "m.gguf").write_bytes(b"GGUF")
-    model("lfs", model__safetensors=POINTER)
-    model("pickle", pytorch_model__bin="")
-    model(cached("half"))
-    (model(cached("begun")) / "tokenizer.json").unlink()
-    parts = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
-    model(cached("parts"), model__safetensors__index__json=json.dumps(parts))
-    config = json.loads((model("parent/one") / "config.json").read_text())
-    model("parent/two")
-    model("deep/org/name")
-    head = head_config(config, "x", "", 1, quantized=False)
-    (tmp_path / "mtp" / "config.json").write_text(json.dumps(head))
+    adapter, half, parts, begun = (cached(name) for name in ("adapter", "half", "parts", "begun"))
+    for name in ("lfs", "pickle", half, begun, parts, "parent/one", "parent/two", "deep/org/name"):
+        config = write_model(tmp_path / name, max_position_embeddings=2048) / "config.json"
+    (tmp_path / begun / "tokenizer.json").unlink()
+    head = head_config(json.loads(config.read_text()), "x", "", 1, quantized=False)
+    base = json.dumps({"base_model_name_or_path": "org/base"})
+    (tmp_path / cached("empty")).mkdir(parents=True)
+    for file, text in {
+        "ggufs/m.gguf": "GGUF",
+        "mtp/config.json": json.dumps(head),
+        **{f"{folder}/adapter_config.json": base for folder in ("lora", adapter)},
+        **{f"{folder}/adapter_model.safetensors": "" for folder in ("lora", adapter)},
+        **{"lfs/model.safetensors": POINTER, "pickle/pytorch_model.bin": ""},
+        f"{parts}/model.safetensors.index.json": '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}',
+    }.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
     shutil.copytree(demo_eagle3_folder(), tmp_path / "eagle3")
     return tmp_path
 
 
 @pytest.mark.parametrize(("thing", "code", "words", "fix", "taken"), THINGS, ids=[row[0] for row in THINGS])
 def test_it_is_said_what_it_is(thing, code, words, fix, taken, things, spd_run) -> None:
-    for name, argv in COMMANDS.items():
-        if name not in taken.split():
-            ran = spd_run(*(thing if word == "?" else word for word in argv), stdin=b"Hi\n")
-            said, _, fixes = ran.err.partition("\n  fix: ")
-            assert ran.code == code and said.startswith("error: ") and words in said, (name, ran)
-            assert "\n" not in said and fix in fixes, (name, ran)
+    for name in COMMANDS.keys() - set(taken.split()):
+        ran = spd_run(*COMMANDS[name].replace("?", thing).split(), stdin=b"Hi\n")
+        said, _, fixes = ran.err.partition("\n  fix: ")
+        assert ran.code == code and said.startswith("error: ") and words in said, (name, ran)
+        assert "\n" not in said and fix in fixes, (name, ran)
 
 
 DENSE = Release(64, 96, 4, 2, 1, 32)

@@ -152,15 +152,15 @@ def test_how_a_reply_ends(served: Served, path: str) -> None:
     assert (last if "mess" in path else last["response"])["error"]["message"]
 
 
-MALFORMED = {SAID[8:50]: "length", "<tool_call>[1]</tool_call> So.": "stop"}
+NO_CALL = "<tool_call>[1]</tool_call> So."
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/chat/completions"])
-@pytest.mark.parametrize("text", MALFORMED)
-def test_a_malformed_call_is_text_with_a_note(served: Served, path: str, text: str) -> None:
+@pytest.mark.parametrize(("text", "reason"), [(SAID[8:50], "length"), (NO_CALL, "stop")])
+def test_a_malformed_call_is_text_with_a_note(served, path, text, reason) -> None:
     """Whole and streamed, in every API; a reply without one has none."""
     body = calm(path)
-    with scripted(served, text, text, reason=MALFORMED[text]):
+    with scripted(served, text, text, reason=reason):
         whole = served.ask(path, body)
         events = served.stream(path, **body) if "chat" in path else served.named_events(path, **body)
     with scripted(served, SAID):
@@ -172,9 +172,9 @@ def test_a_malformed_call_is_text_with_a_note(served: Served, path: str, text: s
         last, told = events[-1]["response"], whole["output"][0]["content"][0]["text"]
     else:
         last, told = events[-2], whole["content"][0]["text"]
-    assert told == text and "notes" not in fine
     (note,) = whole["notes"]
-    assert last["notes"] == [note] and note.startswith("what follows <tool_call> is no whole call")
+    assert told == text and "notes" not in fine and last["notes"] == [note]
+    assert note.startswith("what follows <tool_call> is no whole call")
     assert served.service.counters["malformed_calls_total"] >= 2
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -49,27 +49,24 @@ def test_many_clients_get_the_text_that_one_engine_gives_alone(served: Served, a
             text = served.chat(f"Explain example {seed}.", **fields)["choices"][0]["message"]["content"]
         found[seed, stream] = text
 
-    threads = [threading.Thread(target=ask, args=(s, b)) for s in range(8) for b in (True, False)]
-    threads += [threading.Thread(target=leave, args=(served, seed)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    def leave(seed: int) -> None:
+        """Ask for a long text, and go when it begins."""
+        body = json.dumps({"messages": MESSAGES, "max_tokens": 2000, "seed": seed, "stream": True})
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        with connected(served.port) as connection:
+            connection.sendall((head + body).encode())
+            connection.recv(300)
+
+    with ThreadPoolExecutor(22) as pool:
+        asked = [pool.submit(ask, seed, stream) for seed in range(8) for stream in (True, False)]
+        asked += [pool.submit(leave, seed) for seed in range(6)]
+    assert all(one.result() is None for one in asked)
     for seed in range(8):
         text = alone(f"Explain example {seed}.", **wanted(seed))
         assert found[seed, True] == found[seed, False] == text
 
 
-def leave(served: Served, seed: int) -> None:
-    """Ask for a long text, and go when it begins."""
-    body = json.dumps({"messages": MESSAGES, "max_tokens": 2000, "seed": seed, "stream": True})
-    with connected(served.port) as connection:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-        connection.sendall((head + body).encode())
-        connection.recv(300)
-
-
-def test_a_whole_answer(served: Served) -> None:
+def test_a_whole_answer_and_the_stream_of_one(served) -> None:
     answer = served.chat(temperature=0, max_tokens=20, n=2, logprobs=True, top_logprobs=3)
     assert answer["object"] == "chat.completion" and answer["model"] == "demo"
     first, second = answer["choices"]
@@ -84,9 +81,6 @@ def test_a_whole_answer(served: Served) -> None:
     assert len(entries) == 20 and all(len(entry["top_logprobs"]) == 3 for entry in entries)
     assert all(set(entry) == {"token", "bytes", "logprob", "top_logprobs"} for entry in entries)
     assert b"".join(bytes(e["bytes"]) for e in entries).decode() == first["message"]["content"]
-
-
-def test_a_stream_says_what_the_whole_says(served: Served) -> None:
     fields = {"seed": 5, "temperature": 0.8, "max_tokens": 30, "n": 2, "logprobs": True}
     whole = served.chat(**fields)
     usage = {"include_usage": True, "continuous_usage_stats": True}
