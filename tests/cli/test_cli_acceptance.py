@@ -50,8 +50,8 @@ def test_the_examples_of_help_are_commands(name: str) -> None:
     assert found
 
 
-def test_a_locale_with_fewer_letters(folder: Path) -> None:
-    """Marks and prompts that the locale has no letters for: no traceback, and the words arrive."""
+def test_locales_with_fewer_letters(folder) -> None:
+    """Marks and prompts that the locale has no letters for: no traceback, and the words arrive, in UTF-8."""
     runs = [spd("inspect", folder, LC_ALL="C")]
     runs.append(spd("generate", "--dry-run", "café", "-m", folder, "--raw", LC_ALL="C"))
     for encoding in ("ascii", "latin-1"):
@@ -60,9 +60,6 @@ def test_a_locale_with_fewer_letters(folder: Path) -> None:
         assert b"--verbose" in runs[-1].stdout
     for done in runs:
         assert done.returncode == 0 and b"Traceback" not in done.stderr and done.stdout, done
-
-
-def test_arguments_are_utf_8_where_the_locale_says_nothing(folder: Path) -> None:
     beside = folder.parent / "größe.txt"
     beside.write_text("Σ\n")
     asked = ["--raw", "--dry-run", "-m", folder, "-f", beside, "naïve café"]

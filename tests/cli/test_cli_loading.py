@@ -90,7 +90,7 @@ def test_nothing_is_shown_to_the_quiet_and_a_lost_terminal_stops_nothing(termina
 
 def test_a_long_prompt_is_seen_while_it_is_read(terminal, spd_run, tiny, monkeypatch) -> None:
     told = list[Any]()
-    monkeypatch.setattr(Ticker, "count", lambda self, *given, amount: told.append(given))
+    monkeypatch.setattr(Ticker, "count", lambda self, *given, **_: told.append(given[:3]))
     argv = ["-m", tiny("qwen3", layers=1), "-n", 1, "--threads", 1, "--raw"]
     assert spd_run("generate", *argv, stdin=b"word " * 90).code == 0
     read = [(done, total) for what, done, total in told if what == "reading the prompt"]

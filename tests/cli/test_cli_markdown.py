@@ -87,13 +87,20 @@ def test_what_a_person_sees() -> None:
     assert {words: screen.style_of(words) for words in styles} == styles
 
 
-def test_a_word_is_shown_before_its_style_is_known() -> None:
+def test_what_is_drawn_anew() -> None:
+    """A word that is shown before its style is known; all of it where a terminal shrinks."""
     stream, screen = stream_of(40, 24)
     screen.feed(stream.feed("a **bo"))
     stream._next = 0.0
     assert screen.text == "a **bo"
     screen.feed(stream.feed("ld** word\n") + stream.finish())
     assert screen.text == "a bold word\n" and screen.style_of("bold") == "1"
+    size = [os.terminal_size((60, 24))]
+    stream = MarkdownStream(lambda: size[0], color=True)
+    stream.feed("one two three four five six seven eight nine ten elev")
+    size[0], stream._next = os.terminal_size((20, 24)), 0.0
+    again = stream.feed("en")
+    assert again == "\r\x1b[2A\x1b[3Mone two three four\nfive six seven\neight nine ten\neleven"
 
 
 def test_what_has_left_the_screen_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,12 +115,3 @@ def test_what_has_left_the_screen_stays(monkeypatch: pytest.MonkeyPatch) -> None
         assert all(row >= top for row in screen.redrawn)
     screen.feed(stream.finish())
     assert screen.text.split("\n")[:-1] == [f"line {number} b" for number in range(30)]
-
-
-def test_a_terminal_that_shrinks_breaks_its_rows_and_all_is_drawn_anew() -> None:
-    size = [os.terminal_size((60, 24))]
-    stream = MarkdownStream(lambda: size[0], color=True)
-    stream.feed("one two three four five six seven eight nine ten elev")
-    size[0], stream._next = os.terminal_size((20, 24)), 0.0
-    again = stream.feed("en")
-    assert again == "\r\x1b[2A\x1b[3Mone two three four\nfive six seven\neight nine ten\neleven"

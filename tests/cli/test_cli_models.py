@@ -19,7 +19,7 @@ from huggingface_hub.hf_api import BlobLfsInfo, RepoSibling
 from spd.cli.commands import models
 from spd.cli.serve import run
 from spd.cli.signals import Interrupted
-from spd.errors import NetworkError
+from spd.errors import NetworkError, UsageError
 from spd.formats import hub_download
 from tests.cli.conftest import failing, refused
 from tests.cli.hub_server import COMMIT, NAME, Hub, serve
@@ -227,20 +227,17 @@ def test_ctrl_c_leaves_no_half_file(hub: Hub, cache: Path) -> None:
     assert not list(cache.rglob("*.incomplete"))
 
 
-@pytest.mark.parametrize("argv", [["--raw", "--prompt-ids", "1,2"], ["--jsonl"]])
-def test_pull_is_consent(argv: list[str], hub: Hub, cache: Path, spd_run: Callable, script: Any) -> None:
+@pytest.mark.parametrize(
+    "typed", ["generate --raw --prompt-ids 1,2 -m", "generate --jsonl -m", "serve --port 0"]
+)
+def test_pull_is_consent(typed, hub, cache, spd_run, script, monkeypatch) -> None:
     """Without it a script downloads nothing."""
-    refused(spd_run("generate", "-m", NAME, *argv, stdin=b"Hi"), 3, f"spd pull {NAME}")
+    monkeypatch.setattr(run, "load", failing(UsageError("no lines to answer")))
+    refused(spd_run(*typed.split(), NAME, stdin=b"Hi"), 3, f"spd pull {NAME}")
     assert hub.log == [] and not cache.exists()
-    ran = spd_run("generate", "-m", NAME, "--pull", *argv, stdin=b"")
+    ran = spd_run(*typed.split(), NAME, "--pull", stdin=b"")
     assert ran.code == 0 or "no lines to answer" in ran.err
     assert "model.safetensors" in hub.fetched(), ran
-
-
-def test_a_server_pulls_too(hub: Hub, cache: Path, spd_run: Callable, monkeypatch: Any) -> None:
-    monkeypatch.setattr(run, "load", lambda *_: 1 / 0)
-    ran = spd_run("serve", NAME, "--pull", "--port", "0")
-    assert "ZeroDivisionError" in ran.err and "model.safetensors" in hub.fetched(), ran
 
 
 @pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 3), ("\n", 3), ("", 3)])
