@@ -58,15 +58,10 @@ class HubHandler(BaseHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
         """Nothing."""
 
-    def do_HEAD(self) -> None:
-        self._answer(body=False)
-
     def do_GET(self) -> None:
-        self._answer(body=True)
-
-    def _answer(self, *, body: bool) -> None:
+        """Headers, and for GET the body."""
         hub: Hub = self.server.hub  # type: ignore[attr-defined]
-        path = self.path.partition("?")[0]
+        path, body = self.path.partition("?")[0], self.command == "GET"
         hub.log.append((self.command, path, self.headers.get("Range")))
         if hub.status != 200:
             headers = {"X-Error-Code": hub.error_code} if hub.error_code else {}
@@ -78,6 +73,8 @@ class HubHandler(BaseHTTPRequestHandler):
             self._send_file(hub, path.rpartition("/")[2], body)
         else:
             self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, body)
+
+    do_HEAD = do_GET
 
     def _send_file(self, hub: Hub, name: str, body: bool) -> None:
         data = hub.sent.get(name, hub.files[name])

@@ -31,10 +31,6 @@ LOOKED_AT = ["packages", "disk", "cpu", "cuda", "triton", "demo"]
 TRIED = ["gpu tiles", "generation"]
 
 
-def statuses(shown: dict[str, Any]) -> dict[str, str]:
-    return {check["name"]: check["status"] for check in shown["checks"]}
-
-
 def named(shown: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {check["name"]: check for check in shown["checks"]}
 
@@ -76,12 +72,12 @@ def test_a_check_that_raises_is_a_failed_one_and_what_hangs_on_it_is_not_asked(s
     assert ran.text.splitlines()[-1].startswith("1 problem ·")
     shown = spd_run("--json", "doctor", "--quick").json
     assert shown["ok"] is False
-    assert [name for name, status in statuses(shown).items() if status == FAILED] == ["disk"]
+    assert [name for name, check in named(shown).items() if check["status"] == FAILED] == ["disk"]
     disk = named(shown)["disk"]
     assert "def fail" not in disk["line"] and "in fail" in disk["facts"]["traceback"]
     monkeypatch.setattr(spd.formats.demo, "demo_folder", lambda name="demo": Path("/nowhere"))
     ran = spd_run("doctor", "--quick", "--json")
-    assert ran.code == 1 and statuses(ran.json)["demo"] == FAILED
+    assert ran.code == 1 and named(ran.json)["demo"]["status"] == FAILED
     lacking = Step("x", lambda: Finding(OK, "asked"), ("y",)).run({"y": Finding(FAILED, "")})
     assert lacking.line == "not checked, because y failed"
     assert Step("x", lambda: Finding(OK, "asked"), ("y",)).run({"y": Finding(WARNING, "")}).line == "asked"

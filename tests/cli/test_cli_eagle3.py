@@ -117,16 +117,6 @@ def test_a_head_of_another_target(spd_run: Run, pair: Pair, tmp_path: Path) -> N
     assert shown.code == 4 and "\ncompatible        no\n" in shown.text
 
 
-def keys(**change: Any) -> Callable[[Path], None]:
-    """Changes of config.json."""
-    return lambda folder: edit(folder / "config.json", **change)
-
-
-def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
-    """Changes of model.safetensors."""
-    return lambda folder: edit_weights(folder, change)
-
-
 def pickled(folder: Path) -> None:
     """It is never opened; the fix makes what can be read of it, without running any of it."""
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
@@ -134,15 +124,16 @@ def pickled(folder: Path) -> None:
 
 
 QWEN3 = {"speculators_model_type": "eagle3", "transformer_layer_config": {"model_type": "qwen3"}}
-WRONG: list[tuple[Callable[[Path], None], str]] = [
-    (tensors(lambda held: held.pop("fc.weight")), "'fc.weight': is missing"),
-    (tensors(lambda held: held.pop("d2t")), "'d2t': is missing"),
-    (tensors(lambda held: held["d2t"].add_(300)), "tensor d2t: does not lead to"),
-    (tensors(lambda held: held.update({"fc.weight": torch.zeros(64, 64)})), "'fc.weight'"),
+SQUARE, BEYOND = {"fc.weight": torch.zeros(64, 64)}, {"eagle_aux_hidden_state_layer_ids": [0, 5]}
+WRONG: list[tuple[Callable[[Path], object], str]] = [
+    (lambda folder: edit_weights(folder, lambda held: held.pop("fc.weight")), "'fc.weight': is missing"),
+    (lambda folder: edit_weights(folder, lambda held: held.pop("d2t")), "'d2t': is missing"),
+    (lambda folder: edit_weights(folder, lambda held: held["d2t"].add_(300)), "tensor d2t: does not lead to"),
+    (lambda folder: edit_weights(folder, lambda held: held.update(SQUARE)), "'fc.weight'"),
     (pickled, "spd.cli.unpickle"),
-    (keys(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 5]}), "behind 1, 6 layers"),
-    (keys(vocab_size=512), "vocabulary size: head 512, target 320"),
-    (keys(**QWEN3), "model_type"),
+    (lambda folder: edit(folder / "config.json", eagle_config=BEYOND), "behind 1, 6 layers"),
+    (lambda folder: edit(folder / "config.json", vocab_size=512), "vocabulary size: head 512, target 320"),
+    (lambda folder: edit(folder / "config.json", **QWEN3), "model_type"),
 ]
 
 

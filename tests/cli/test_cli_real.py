@@ -10,17 +10,14 @@ import sys
 
 import pytest
 
-from spd.formats.demo import DEMOS, demo_folder
+from spd.formats.demo import DEMOS
 from tests.cli.conftest import saved_chat
 from tests.cli.test_cli_signals import finish, start
 
 PROMPT = r"prompt n +(\d+)\ncache n +(\d+)\n"
 RAW = ["generate", "--raw", "--ctx", "512", "-n", "24", "--seed", "7", "def read_lines(path):"]
 
-pytestmark = [
-    pytest.mark.skipif(not (demo_folder() / "config.json").exists(), reason="the demo is not there"),
-    pytest.mark.usefixtures("keep_threads"),
-]
+pytestmark = pytest.mark.usefixtures("keep_threads")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ import pytest
 
 from spd.cli.text import output
 from spd.cli.text.output import Console, Sink, cells, fit_lines, printable, to_json
-from spd.errors import ResourceError, UsageError
+from spd.errors import IncompatibleError, ResourceError, UsageError
 from tests.cli.conftest import ROOT, failing, program
 from tests.recipes.tiny_dense import write_dense
 
@@ -167,6 +167,11 @@ def test_what_cannot_be_written(tmp_path, monkeypatch) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
-def test_an_error_that_knows_no_fix_gets_the_help_of_its_place(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_lines_of_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    """None of them is broken by what it says; one that knows no fix gets the help of its place."""
+    error = IncompatibleError("no\x1b[2J way\nsecond", reason=["because\nof two"], fix=["do\nthis", "that"])
+    output.write_error(error, Console(), as_json=False)
+    shown = "error: no\\x1b[2J way\\nsecond\n  because\\nof two\n  fix: do\\nthis\n       that\n"
+    assert capfd.readouterr() == ("", shown)
     output.write_error(UsageError("x"), Console(help="/help"), as_json=False)
     assert capfd.readouterr() == ("", "error: x\n  fix: /help\n")
