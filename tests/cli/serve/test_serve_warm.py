@@ -34,28 +34,24 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runtime")
 
 
-def begin(home: Path, *words: str) -> subprocess.Popen[str]:
-    """Begin a command, whose server or client has its sockets there."""
+def begin(home: Path, *words: str, code: str = "") -> subprocess.Popen[str]:
+    """Begin spd, or code around it, whose server or client has its sockets there."""
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(home), "SPD_CONFIG": os.devnull}
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    return subprocess.Popen([sys.executable, *words], env=environment, text=True, **pipes)
+    command = [sys.executable, *(("-c", code) if code else ("-m", "spd")), *words]
+    return subprocess.Popen(command, env=environment, text=True, **pipes)
 
 
-def run(home: Path, *words: str, said: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a command on some input to its end."""
-    process = begin(home, *words)
+def spd(home: Path, *words: str, said: str = "", code: str = "") -> subprocess.CompletedProcess[str]:
+    """Run spd on some input to its end."""
+    process = begin(home, *words, code=code)
     out, err = process.communicate(said, timeout=120)
     return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
-def spd(home: Path, *words: str, said: str = "") -> subprocess.CompletedProcess[str]:
-    """Run spd."""
-    return run(home, "-m", "spd", *words, said=said)
-
-
 def start(home: Path, *words: str) -> tuple[subprocess.Popen[str], int]:
     """A server that is ready, and its port."""
-    process = begin(home, "-m", "spd", "serve", "--port", "0", "--threads", "1", *words)
+    process = begin(home, "serve", "--port", "0", "--threads", "1", *words)
     found = re.search(r":(\d+)/v1", process.stderr.readline())
     assert found
     return process, int(found[1])
@@ -152,15 +148,14 @@ def test_it_says_so_and_imports_no_torch(home: Path, server: int, words: list[st
         f"try: main([*{words!r}, '-v', '-n', '3', '--threads', '1'])\n"
         f"finally: print({unused} & set(sys.modules), file=sys.stderr)"
     )
-    ran = run(home, "-c", code, said='{"prompt": "a"}')
+    ran = spd(home, said='{"prompt": "a"}', code=code)
     assert f"server  http://127.0.0.1:{server}/v1" in ran.stderr
     assert ran.stderr.rstrip().endswith("set()")
 
 
 @pytest.mark.parametrize("words", [["--json", QUESTION], ["--jsonl"]])
 def test_ctrl_c_ends_the_request_and_keeps_what_came(home: Path, server: int, words: list[str]) -> None:
-    command = ["generate", "--threads", "1", "--ignore-eos", "-n", "4000", *words]
-    process = begin(home, "-m", "spd", *command)
+    process = begin(home, "generate", "--threads", "1", "--ignore-eos", "-n", "4000", *words)
     process.stdin.write('{"prompt": "a"}')
     process.stdin.close()
     process.stdin = None
@@ -223,7 +218,7 @@ def test_a_folder_that_is_not_ones_own_alone_is_refused(tmp_path: Path) -> None:
 
 def test_a_chat_is_told_that_its_server_has_ended(tmp_path: Path) -> None:
     process, _ = start(tmp_path)
-    chat = begin(tmp_path, "-m", "spd", "chat", "--no-save", "--threads", "1", "-n", "3")
+    chat = begin(tmp_path, "chat", "--no-save", "--threads", "1", "-n", "3")
     chat.stdin.write(f"{QUESTION}\n")
     chat.stdin.flush()
     assert chat.stdout.readline().strip()
