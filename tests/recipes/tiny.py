@@ -2,15 +2,15 @@
 
 Plain torch, safetensors and json; imports nothing from `spd`, so that what it writes is evidence
 independent of the program that reads it. Every tensor is drawn from (seed, tensor name), so a variant
-keeps its bits when another one changes. By hand: `python -m tests.recipes.tiny OUT` writes all VARIANTS.
+keeps its bits when another one changes.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,18 +24,6 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 FIRST_SPECIAL = 256
 SMALLEST_TOKENIZER = FIRST_SPECIAL + len(SPECIAL_TOKENS)
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-MODEL_TYPES = {
-    "LlamaForCausalLM": "llama",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "DeepseekV2ForCausalLM": "deepseek_v2",
-    "DeepseekV3ForCausalLM": "deepseek_v3",
-    "Glm4MoeForCausalLM": "glm4_moe",
-    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
-    "MiMoForCausalLM": "mimo",
-    "Ernie4_5ForCausalLM": "ernie4_5",
-    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
-}
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' -}}"
@@ -50,92 +38,51 @@ SCORE_STD = 2.0
 LOGIT_STD = 3.0
 EMBEDDING_STD = 0.05
 
-LLAMA = "LlamaForCausalLM"
-QWEN3 = "Qwen3ForCausalLM"
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "original_max_position_embeddings": 128,
-    "beta_fast": 32,
-    "beta_slow": 1,
+LLAMA, QWEN3, QWEN3_MOE = "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+BOUND_YARN = {**YARN, "beta_fast": 32, "beta_slow": 1}
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0},
+    **{"high_freq_factor": 4.0, "original_max_position_embeddings": 64},
 }
 LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 EXPERTS = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "n_group": 4,
-    "topk_group": 2,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
+    **{"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32},
+    **{"first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 4},
+    **{"topk_group": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 }
-SOFTMAX = {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False}
 DEEPSEEK = {"architecture": "DeepseekV3ForCausalLM", "tie": False, "kv_heads": 4, "layers": 3}
+V3 = {**LATENT, **EXPERTS, "q_lora_rank": 24}
+DEEPSEEK_V2 = {**DEEPSEEK, "architecture": "DeepseekV2ForCausalLM"}
+V2 = {**V3, "topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False}
+GLM4 = {"architecture": "Glm4MoeForCausalLM", "attention_bias": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama2": {"architecture": LLAMA, "kv_heads": 4, "tie": False},
-    "llama3": {
-        "architecture": LLAMA,
-        "tie": False,
-        "rope": {
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-    },
+    "llama3": {"architecture": LLAMA, "tie": False, "rope": LLAMA3},
     "linear": {"architecture": LLAMA, "rope": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
-    "yarn": {
-        "architecture": QWEN3,
-        "rope": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "original_max_position_embeddings": 128,
-        },
-    },
+    "yarn": {"architecture": QWEN3, "rope": YARN},
     "tied": {"architecture": LLAMA, "tie": True},
     "biases": {"architecture": LLAMA, "tie": False, "attention_bias": True, "mlp_bias": True},
     "qwen3": {"architecture": QWEN3, "tie": False},
     "qwen3_bias": {"architecture": QWEN3, "attention_bias": True},
     "wide_heads": {"architecture": QWEN3, "head_dim": 32, "tie": False},
-    "gqa1": {"architecture": LLAMA, "heads": 8, "kv_heads": 8},
-    "gqa2": {"architecture": LLAMA, "heads": 8, "kv_heads": 4},
-    "gqa4": {"architecture": LLAMA, "heads": 8, "kv_heads": 2},
-    "gqa8": {"architecture": LLAMA, "heads": 8, "kv_heads": 1},
-    "deepseek_v3": {
-        **DEEPSEEK,
-        "rope": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-        "extra": {**LATENT, **EXPERTS, "q_lora_rank": 24},
-    },
-    "deepseek_v3_lite": {**DEEPSEEK, "extra": {**LATENT, **EXPERTS, "q_lora_rank": None}},
+    **{f"gqa{8 // keys}": {"architecture": LLAMA, "heads": 8, "kv_heads": keys} for keys in (8, 4, 2, 1)},
+    "deepseek_v3": {**DEEPSEEK, "rope": {**BOUND_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, "extra": V3},
+    "deepseek_v3_lite": {**DEEPSEEK, "extra": {**V3, "q_lora_rank": None}},
     "deepseek_v3_bias": {
-        **DEEPSEEK,
-        "attention_bias": True,
-        "extra": {**LATENT, **EXPERTS, "q_lora_rank": 24, "norm_topk_prob": False, "topk_group": 4},
+        **{**DEEPSEEK, "attention_bias": True},
+        "extra": {**V3, "norm_topk_prob": False, "topk_group": 4},
     },
     "deepseek_v2": {
-        **DEEPSEEK,
-        "architecture": "DeepseekV2ForCausalLM",
-        "rope": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
-        "extra": {**LATENT, **EXPERTS, **SOFTMAX, "q_lora_rank": 24, "topk_method": "group_limited_greedy"},
+        **{**DEEPSEEK_V2, "rope": {**BOUND_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
+        "extra": {**V2, "topk_method": "group_limited_greedy"},
     },
     "deepseek_v2_lite": {
-        **DEEPSEEK,
-        "architecture": "DeepseekV2ForCausalLM",
-        "rope": {**YARN, "mscale": 0.707, "mscale_all_dim": 1.0},
-        "extra": {**LATENT, **EXPERTS, **SOFTMAX, "q_lora_rank": None, "n_shared_experts": 2},
+        **{**DEEPSEEK_V2, "rope": {**BOUND_YARN, "mscale": 0.707, "mscale_all_dim": 1.0}},
+        "extra": {**V2, "q_lora_rank": None, "n_shared_experts": 2},
     },
     "glm4_moe": {
-        "architecture": "Glm4MoeForCausalLM",
-        "tie": False,
-        "attention_bias": True,
+        **{**GLM4, "tie": False},
         "extra": {
             **EXPERTS,
             "use_qk_norm": True,
@@ -145,26 +92,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
     },
     "glm4_moe_air": {
-        "architecture": "Glm4MoeForCausalLM",
-        "attention_bias": True,
+        **{**GLM4, "rope_style": "parameters"},
         "extra": {**EXPERTS, "use_qk_norm": False, "partial_rotary_factor": 0.5},
-        "rope_style": "parameters",
     },
     "glm4_moe_lite": {
-        **DEEPSEEK,
-        "architecture": "Glm4MoeLiteForCausalLM",
-        "extra": {**LATENT, **EXPERTS, "q_lora_rank": 24, "n_group": 1, "topk_group": 1},
+        **{**DEEPSEEK, "architecture": "Glm4MoeLiteForCausalLM"},
+        "extra": {**V3, "n_group": 1, "topk_group": 1},
     },
     "qwen3_moe": {
-        "architecture": "Qwen3MoeForCausalLM",
-        "tie": False,
+        **{"architecture": QWEN3_MOE, "tie": False},
         "extra": {
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 32,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [0],
+            **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
+            **{"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [0]},
         },
     },
     "mimo": {"architecture": "MiMoForCausalLM", "tie": False, "attention_bias": True},
@@ -172,18 +111,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {
         "architecture": "Ernie4_5_MoeForCausalLM",
         "extra": {
-            "use_bias": False,
-            "moe_num_experts": 8,
-            "moe_k": 3,
-            "moe_num_shared_experts": 2,
-            "moe_intermediate_size": 32,
-            "moe_layer_start_index": 1,
-            "moe_layer_end_index": -1,
+            **{"use_bias": False, "moe_num_experts": 8, "moe_k": 3, "moe_num_shared_experts": 2},
+            **{"moe_intermediate_size": 32, "moe_layer_start_index": 1, "moe_layer_end_index": -1},
             "moe_layer_interval": 1,
         },
     },
     "sharded": {"architecture": QWEN3, "tie": False, "shards": 3},
 }
+
+
+def model_type(architecture: str) -> str:
+    """What config.json says beside a class's name: qwen3_moe of Qwen3MoeForCausalLM."""
+    stem = architecture.removesuffix("ForCausalLM").replace("MiMo", "Mimo")
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", stem).lower()
 
 
 def write_tiny(
@@ -219,26 +159,17 @@ def write_tiny(
     and choose the blocks of the layers. `eos` defaults to the tokenizer's two end tokens.
     Raises ValueError for shapes no checkpoint has, and for a tokenizer in fewer than 259 tokens.
     """
-    _check_shape(architecture, heads, kv_heads, head_dim, vocab if tokenizer else None)
+    if heads % kv_heads or head_dim % 2:
+        raise ValueError(f"heads {heads} must be a multiple of kv_heads {kv_heads}, head_dim {head_dim} even")
     if eos is None:
         eos = (FIRST_SPECIAL + 2, FIRST_SPECIAL) if tokenizer else ()
     config: dict[str, Any] = {
-        "architectures": [architecture],
-        "model_type": MODEL_TYPES[architecture],
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "vocab_size": vocab,
-        "max_position_embeddings": max_positions,
-        "rms_norm_eps": 1e-6 if architecture == QWEN3 else 1e-5,
-        "hidden_act": "silu",
-        "tie_word_embeddings": tie,
-        "attention_bias": attention_bias,
-        "torch_dtype": dtype,
-        "bos_token_id": FIRST_SPECIAL if tokenizer else None,
+        **{"architectures": [architecture], "model_type": model_type(architecture), "hidden_size": hidden},
+        **{"intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads},
+        **{"num_key_value_heads": kv_heads, "head_dim": head_dim, "vocab_size": vocab},
+        **{"max_position_embeddings": max_positions, "rms_norm_eps": 1e-6 if architecture == QWEN3 else 1e-5},
+        **{"hidden_act": "silu", "tie_word_embeddings": tie, "attention_bias": attention_bias},
+        **{"torch_dtype": dtype, "bos_token_id": FIRST_SPECIAL if tokenizer else None},
         "eos_token_id": list(eos) if len(eos) > 1 else (eos[0] if eos else None),
         "use_cache": True,
     }
@@ -254,19 +185,11 @@ def write_tiny(
     tensors = random_tensors(config, seed, residual_gain or (lambda layer: 1.0))
     write_tensors(folder, {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}, shards)
     write_json(folder / "config.json", config)
-    write_json(folder / "generation_config.json", _generation_config(config))
+    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
+    write_json(folder / "generation_config.json", {**ends, "do_sample": False})
     if tokenizer:
         write_tokenizer(folder, vocab, max_positions)
     return folder
-
-
-def _check_shape(architecture: str, heads: int, kv_heads: int, head_dim: int, tokens: int | None) -> None:
-    if architecture not in MODEL_TYPES:
-        raise ValueError(f"architecture: {architecture!r} is not one of {', '.join(MODEL_TYPES)}")
-    if heads % kv_heads or head_dim % 2:
-        raise ValueError(f"heads {heads} must be a multiple of kv_heads {kv_heads}, head_dim {head_dim} even")
-    if tokens is not None and tokens < SMALLEST_TOKENIZER:
-        raise ValueError(f"vocab: a byte-level tokenizer needs {SMALLEST_TOKENIZER}, not {tokens}")
 
 
 def _put_rope(config: dict[str, Any], rope: Mapping[str, Any], style: str) -> None:
@@ -280,11 +203,6 @@ def _put_rope(config: dict[str, Any], rope: Mapping[str, Any], style: str) -> No
     config["rope_theta"] = rope["rope_theta"]
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     config["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
-
-
-def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
-    return {**kept, "do_sample": False}
 
 
 def generator_of(name: str) -> torch.Generator:
@@ -364,74 +282,42 @@ def write_tokenizer(folder: Path, vocab: int, max_positions: int) -> None:
     alphabet = byte_alphabet()
     # The specials stand in the vocabulary too, or the library would number them after its last entry.
     ids = {token: index for index, token in enumerate((*alphabet, *SPECIAL_TOKENS))}
-    merges: list[list[str]] = []
     common = [alphabet[byte] for byte in (32, *range(97, 123), *range(33, 97), *range(123, 127))]
-    wanted = vocab - SMALLEST_TOKENIZER
-    for total in range(2 * len(common) - 1):
-        for first in range(max(0, total - len(common) + 1), min(total + 1, len(common))):
-            if len(merges) < wanted:
-                pair = [common[first], common[total - first]]
-                ids["".join(pair)] = SMALLEST_TOKENIZER + len(merges)
-                merges.append(pair)
-    if len(merges) < wanted:
-        raise ValueError(f"vocab: at most {SMALLEST_TOKENIZER + len(merges)} with a tokenizer, not {vocab}")
+    last, wanted = len(common) - 1, vocab - SMALLEST_TOKENIZER
+    merges = [
+        [common[first], common[total - first]]
+        for total in range(2 * last + 1)
+        for first in range(max(0, total - last), min(total, last) + 1)
+    ]
+    if not 0 <= wanted <= len(merges):
+        most = SMALLEST_TOKENIZER + len(merges)
+        raise ValueError(f"vocab: {SMALLEST_TOKENIZER} to {most} with a tokenizer, not {vocab}")
+    del merges[wanted:]
+    ids |= {"".join(pair): SMALLEST_TOKENIZER + number for number, pair in enumerate(merges)}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    added = [{"id": FIRST_SPECIAL + i, "content": token, **flags} for i, token in enumerate(SPECIAL_TOKENS)]
+    added = {FIRST_SPECIAL + i: {"content": token, **flags} for i, token in enumerate(SPECIAL_TOKENS)}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    write_json(
-        folder / "tokenizer.json",
-        {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": added,
-            "normalizer": None,
-            "pre_tokenizer": byte_level,
-            "post_processor": None,
-            "decoder": byte_level,
-            "model": {
-                "type": "BPE",
-                "dropout": None,
-                "unk_token": None,
-                "continuing_subword_prefix": None,
-                "end_of_word_suffix": None,
-                "fuse_unk": False,
-                "byte_fallback": False,
-                "ignore_merges": False,
-                "vocab": ids,
-                "merges": merges,
-            },
+    whole = {
+        **{"version": "1.0", "truncation": None, "padding": None},
+        **{"added_tokens": [{"id": number, **token} for number, token in added.items()], "normalizer": None},
+        **{"pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level},
+        "model": {
+            **{"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None},
+            **{"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False},
+            **{"ignore_merges": False, "vocab": ids, "merges": merges},
         },
-    )
-    decoder = {
-        str(entry["id"]): {key: value for key, value in entry.items() if key != "id"} for entry in added
     }
-    write_json(
-        folder / "tokenizer_config.json",
-        {
-            "add_bos_token": False,
-            "add_prefix_space": False,
-            "added_tokens_decoder": decoder,
-            "bos_token": None,
-            "chat_template": CHAT_TEMPLATE,
-            "clean_up_tokenization_spaces": False,
-            "eos_token": SPECIAL_TOKENS[2],
-            "model_max_length": max_positions,
-            "pad_token": SPECIAL_TOKENS[0],
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "unk_token": None,
-        },
-    )
+    write_json(folder / "tokenizer.json", whole)
+    config = {
+        **{"add_bos_token": False, "add_prefix_space": False},
+        **{"added_tokens_decoder": {str(number): token for number, token in added.items()}},
+        **{"bos_token": None, "chat_template": CHAT_TEMPLATE, "clean_up_tokenization_spaces": False},
+        **{"eos_token": SPECIAL_TOKENS[2], "model_max_length": max_positions, "pad_token": SPECIAL_TOKENS[0]},
+        **{"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": None},
+    }
+    write_json(folder / "tokenizer_config.json", config)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write one JSON object, indented, with a final newline."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Write every tiny variant below a folder.")
-    parser.add_argument("out", type=Path)
-    out: Path = parser.parse_args().out
-    for variant, shape in VARIANTS.items():
-        print(write_tiny(out / variant, **shape))
