@@ -15,460 +15,235 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.recipes.tiny import LLAMA, QWEN3, write_json, write_tensors, write_tiny
-from tests.recipes.tiny_changes import (
-    MIXTRAL,
-    Tensors,
-    fused,
-    packed_experts,
-    renamed,
-    unchanged,
-    with_apart_gates,
-    with_centred_norms,
-    with_convolutions,
-    with_fused_mlp,
-    with_gemma_norms,
-    with_glm4_norms,
-    with_head_gates,
-    with_mamba,
-    with_narrow_values,
-    with_post_norms_alone,
-    with_routed_norms,
-    with_shared_expert,
-    with_shared_mlp,
-    with_sides,
-    with_single_blocks,
-    with_sinks,
-    with_whole_norms,
-    without_output_bias,
-)
+from tests.recipes import tiny_changes as to
+from tests.recipes.tiny import LLAMA, QWEN3, QWEN3_MOE, model_type, write_json, write_tensors, write_tiny
 
 WINDOW = 24
+SLIDES, PADS = {"sliding_window": WINDOW}, {"pad_token_id": 0}
+FULL, SLIDING = "full_attention", "sliding_attention"
 GEMMA = {
-    "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 24,
-    "sliding_window": WINDOW,
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
+    **{"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24, **SLIDES},
+    **{"attn_logit_softcapping": None, "final_logit_softcapping": None},
 }
+GEMMA3 = {**GEMMA, "model_type": "gemma3_text"}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
-
-
+DYNAMIC = {"rope_theta": 1e4, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
-SPARSE = {"architecture": "Qwen3MoeForCausalLM", "tie": False, "extra": EXPERTS}
-
-
+TIED, PLAIN, NORMED = {"architecture": LLAMA}, {"architecture": LLAMA, "tie": False}, {"architecture": QWEN3}
+BIASED = {**PLAIN, "attention_bias": True}
+SPARSE = {"architecture": QWEN3_MOE, "tie": False, "extra": EXPERTS}
+DENSE_FIRST = {**SPARSE, "extra": {**EXPERTS, "mlp_only_layers": [0]}}
+SPARSE_LAST = {**SPARSE, "extra": {**EXPERTS, "mlp_only_layers": [0, 1, 2]}}
+LOCAL = {"num_local_experts": 8, "intermediate_size": 32}
 NEMOTRON: dict[str, Any] = {
-    **{"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "layer_norm_epsilon": 1e-5},
-    **{"hybrid_override_pattern": "M*-M", "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 4},
+    **{"layer_norm_epsilon": 1e-5, "hybrid_override_pattern": "M*-M"},
+    **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 4},
     **{"ssm_state_size": 24, "conv_kernel": 4, "use_conv_bias": True, "mlp_hidden_act": "relu2"},
     **{"time_step_min": 0.0, "use_bias": False, "mlp_bias": False, "attention_bias": False},
 }
 """With `time_step_min` the library bounds steps of prompts, and of no other tokens: see that it does not."""
-GRANITE_HYBRID = {
-    **{"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid"},
-    **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 4, "mamba_d_state": 24, "mamba_d_conv": 4},
-    **{"mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False, "attention_bias": False},
-    **{"position_embedding_type": "nope", "num_local_experts": 0, "shared_intermediate_size": 128},
-    "layer_types": ["mamba", "attention", "mamba", "mamba"],
-}
-LFM2 = {
-    **{"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "norm_eps": 1e-5, "conv_L_cache": 3},
-    **{"block_ff_dim": 120, "block_multiple_of": 16, "full_attn_idxs": [2], "pad_token_id": 0},
-}
-GEMMA4 = {
-    **{"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "sliding_window": WINDOW},
-    **{"hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": 8.0, "global_head_dim": 32},
-    **{"num_global_key_value_heads": 1, "attention_k_eq_v": True, "num_kv_shared_layers": 2},
-    **{"use_double_wide_mlp": True, "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 320},
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "rope_parameters": {
-        "full_attention": {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": 0.25},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 200.0},
-    },
+NEMOTRON_MOE: dict[str, Any] = {
+    **{**NEMOTRON, "hybrid_override_pattern": "M*-E", "n_routed_experts": 8, "n_group": 1},
+    **{"moe_shared_expert_intermediate_size": 48, "topk_group": 1, "routed_scaling_factor": 1.5},
 }
 GRANITE = {
     **{"embedding_multiplier": 12.0, "residual_multiplier": 0.4, "logits_scaling": 2.0},
     **{"attention_multiplier": 0.2, "attention_bias": False},
 }
-PHI3 = {
-    "architectures": ["Phi3ForCausalLM"],
-    "model_type": "phi3",
-    "partial_rotary_factor": 0.75,
-    "pad_token_id": 0,
+GRANITE_HYBRID: dict[str, Any] = {
+    **{**GRANITE, "model_type": "granitemoehybrid", "mamba_n_heads": 8, "mamba_d_head": 16},
+    **{"mamba_n_groups": 4, "mamba_d_state": 24, "mamba_d_conv": 4},
+    **{"mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False},
+    **{"position_embedding_type": "nope", "num_local_experts": 0, "shared_intermediate_size": 128},
+    "layer_types": ["mamba", "attention", "mamba", "mamba"],
+}
+GEMMA4: dict[str, Any] = {
+    **{"model_type": "gemma4_text", **SLIDES},
+    **{"hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": 8.0, "global_head_dim": 32},
+    **{"num_global_key_value_heads": 1, "attention_k_eq_v": True, "num_kv_shared_layers": 2},
+    **{"use_double_wide_mlp": True, "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 320},
+    "layer_types": [SLIDING, FULL] * 2,
+    "rope_parameters": {
+        FULL: {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": 0.25},
+        SLIDING: {"rope_type": "default", "rope_theta": 200.0},
+    },
 }
 LONG_ORIGINAL = 256
-FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Tensors], Tensors]]] = {
-    "mistral": (
-        {"architecture": LLAMA, "tie": False},
-        {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": WINDOW},
-        unchanged,
+Family = tuple[dict[str, Any], dict[str, Any], Callable[[to.Tensors], to.Tensors]]
+
+
+def family(
+    name: str, shape: dict[str, Any], change: Callable[[to.Tensors], to.Tensors] = to.unchanged, **keys: Any
+) -> Family:
+    """By its class's name, `write_tiny`'s options, what makes its tensors, and keys of config.json."""
+    architecture = f"{name}ForCausalLM"
+    return shape, {"architectures": [architecture], "model_type": model_type(architecture), **keys}, change
+
+
+FAMILIES: dict[str, Family] = {
+    "mistral": family("Mistral", PLAIN, **SLIDES),
+    "qwen2": family(
+        *("Qwen2", {"architecture": LLAMA, "attention_bias": True}, to.without_output_bias),
+        **{"use_sliding_window": True, **SLIDES, "max_window_layers": 1},
     ),
-    "qwen2": (
-        {"architecture": LLAMA, "attention_bias": True},
-        {
-            "architectures": ["Qwen2ForCausalLM"],
-            "model_type": "qwen2",
-            "use_sliding_window": True,
-            "sliding_window": WINDOW,
-            "max_window_layers": 1,
+    "phi3": family("Phi3", PLAIN, to.fused, partial_rotary_factor=0.75, **PADS, **SLIDES),
+    "phi3_long": family(
+        *("Phi3", TIED, to.fused),
+        **{"partial_rotary_factor": 0.75, **PADS, "original_max_position_embeddings": LONG_ORIGINAL},
+        rope_scaling={
+            **{"type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.4, 2.0, 3.0]},
+            "long_factor": [float(2 + i) for i in range(6)],
         },
-        without_output_bias,
     ),
-    "phi3": ({"architecture": LLAMA, "tie": False}, {**PHI3, "sliding_window": WINDOW}, fused),
-    "phi3_long": (
-        {"architecture": LLAMA},
-        {
-            **PHI3,
-            "original_max_position_embeddings": LONG_ORIGINAL,
-            "rope_scaling": {
-                "type": "longrope",
-                "short_factor": [1.0, 1.1, 1.3, 1.4, 2.0, 3.0],
-                "long_factor": [float(2 + i) for i in range(6)],
-            },
+    "gemma2": family(
+        *("Gemma2", TIED, to.with_gemma_norms),
+        **{**GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 8.0},
+    ),
+    "gemma3": family(
+        *("Gemma3", {**NORMED, "rope": {"rope_theta": 1e6, **LINEAR}}, to.with_gemma_norms),
+        **{**GEMMA3, "sliding_window_pattern": 3, "rope_local_base_freq": 100.0},
+    ),
+    "gemma": family("Gemma", {**TIED, "kv_heads": 1}, to.with_centred_norms, hidden_act="gelu_pytorch_tanh"),
+    "arcee": family(
+        *("Arcee", {**PLAIN, "rope": {"rope_theta": 1e4, **YARN}}, to.renamed(gate_proj="none")),
+        hidden_act="relu2",
+    ),
+    "olmo2": family("Olmo2", PLAIN, to.with_whole_norms, **PADS),
+    "glm": family("Glm", BIASED, to.with_fused_mlp, attention_bias=True, partial_rotary_factor=0.5, **PADS),
+    "cohere": family(
+        *("Cohere", TIED, to.renamed(post_attention_layernorm="none")),
+        **{"layer_norm_eps": 1e-5, "logit_scale": 0.7, **PADS},
+    ),
+    "ministral": family("Ministral", PLAIN, **SLIDES, layer_types=[SLIDING, FULL] * 2),
+    "smollm3": family("SmolLM3", TIED, model_type="smollm3", no_rope_layers=[1, 0, 1, 0], **PADS),
+    "olmo3": family("Olmo3", {**PLAIN, "rope": {"rope_theta": 5e5, **YARN}}, to.with_whole_norms, **SLIDES),
+    "granite": family("Granite", TIED, **GRANITE),
+    "granite_moe": family(
+        *("GraniteMoe", SPARSE, to.packed_experts),
+        **{**GRANITE, "model_type": "granitemoe", **LOCAL, "num_experts_per_tok": 3},
+    ),
+    "seed_oss": family(
+        "SeedOss", BIASED, to.without_output_bias, attention_bias=True, attention_out_bias=False
+    ),
+    "ministral3": family(
+        *("Ministral3", PLAIN),
+        rope_theta=None,
+        rope_parameters={
+            **{**YARN, "original_max_position_embeddings": 64, "rope_theta": 1e4},
+            **{"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
-        fused,
     ),
-    "gemma2": (
-        {"architecture": LLAMA},
-        {
-            **GEMMA,
-            "architectures": ["Gemma2ForCausalLM"],
-            "model_type": "gemma2",
-            "attn_logit_softcapping": 3.0,
-            "final_logit_softcapping": 8.0,
+    "glm4": family(
+        "Glm4", BIASED, to.with_glm4_norms, attention_bias=True, partial_rotary_factor=0.5, **PADS
+    ),
+    "exaone4": family(
+        "Exaone4", {**NORMED, "tie": False}, to.with_post_norms_alone, **SLIDES, sliding_window_pattern=2
+    ),
+    "cohere2": family(
+        *("Cohere2", TIED, to.renamed(post_attention_layernorm="none")),
+        **{**SLIDES, "layer_norm_eps": 1e-5, "logit_scale": 0.7, "layer_types": [SLIDING, FULL] * 2, **PADS},
+    ),
+    "gemma4": family("Gemma4", {**NORMED, "rope_style": "parameters"}, to.with_sides, **GEMMA4),
+    "gemma4_moe": family(
+        *("Gemma4", {**NORMED, "rope_style": "parameters"}, partial(to.with_sides, sparse=True)),
+        **{**GEMMA4, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3},
+        moe_intermediate_size=32,
+    ),
+    "muse_glimmer": family(
+        *("MuseGlimmer", {**PLAIN, "rope_style": "parameters"}, to.with_apart_gates),
+        **{"model_type": "muse_glimmer_text", "hidden_activation": "silu", **SLIDES},
+        **{"layer_rope_theta": [0, 1e4, 1e4, 0], "layer_types": [FULL, SLIDING, SLIDING, FULL]},
+        **{"qk_scale_factor": 1.7, "output_multiplier": 0.7, "final_logit_softcapping": 8.0},
+        **{"post_norm_eps": 1e-3, **PADS},
+    ),
+    "gpt_oss": family(
+        *("GptOss", {**SPARSE, "attention_bias": True, "heads": 4}, to.with_sinks),
+        **{"attention_bias": True, **SLIDES, **LOCAL, "rope_theta": 1e4},
+        rope_scaling={**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    ),
+    "hunyuan": family(
+        *("HunYuanDenseV1", {**NORMED, "rope": DYNAMIC}),
+        to.renamed(q_norm="query_layernorm", k_norm="key_layernorm"),
+        model_type="hunyuan_v1_dense",
+    ),
+    "hunyuan_moe": family(
+        "HunYuanMoEV1",
+        {**SPARSE, "extra": {"num_experts": 8, "moe_intermediate_size": 32}, "rope": DYNAMIC},
+        to.with_shared_mlp,
+        **{"model_type": "hunyuan_v1_moe", "moe_topk": [3] * 4, "moe_intermediate_size": [32] * 4},
+        **{"num_shared_expert": [1] * 4, "intermediate_size": 32, **PADS},
+    ),
+    "granite_hybrid": family(
+        "GraniteMoeHybrid", TIED, to.with_mamba, **{**GRANITE_HYBRID, "residual_multiplier": 0.7}
+    ),
+    "granite_hybrid_moe": family(
+        *("GraniteMoeHybrid", SPARSE, partial(to.with_mamba, groups=1)),
+        **{
+            **{**GRANITE_HYBRID, "position_embedding_type": "rope", "mamba_n_groups": 1, **LOCAL},
+            **{"num_experts_per_tok": 3, "shared_intermediate_size": 48},
+            "layer_types": [f"{kind}_attention" for kind in ("linear", "full", "linear", "linear")],
         },
-        with_gemma_norms,
     ),
-    "gemma3": (
-        {"architecture": QWEN3, "rope": {"rope_theta": 1e6, **LINEAR}},
-        {
-            **GEMMA,
-            "architectures": ["Gemma3ForCausalLM"],
-            "model_type": "gemma3_text",
-            "sliding_window_pattern": 3,
-            "rope_local_base_freq": 100.0,
+    "nemotron_h": family("NemotronH", PLAIN, partial(to.with_single_blocks, kinds="M*-M"), **NEMOTRON),
+    "nemotron_h_moe": family(
+        "NemotronH", SPARSE_LAST, partial(to.with_single_blocks, kinds="M*-E"), **NEMOTRON_MOE
+    ),
+    "nemotron_h_latent": family(
+        *("NemotronH", SPARSE_LAST, partial(to.with_single_blocks, kinds="M*-E", latent=24)),
+        **{**NEMOTRON_MOE, "routed_scaling_factor": 2.5, "moe_latent_size": 24},
+        mtp_hybrid_override_pattern="*E",
+    ),
+    "lfm2": family(
+        *("Lfm2", {**NORMED, "intermediate": 80}, to.with_convolutions),
+        **{"norm_eps": 1e-5, "conv_L_cache": 3, "block_ff_dim": 120, "block_multiple_of": 16},
+        **{"full_attn_idxs": [2], **PADS},
+    ),
+    "lfm2_moe": family(
+        *("Lfm2Moe", DENSE_FIRST, to.with_convolutions),
+        **{"norm_eps": 1e-5, "num_dense_layers": 1, "routed_scaling_factor": 1.5, "tie_embedding": False},
+        layer_types=["conv", "conv", FULL, "conv"],
+    ),
+    "mixtral": family("Mixtral", SPARSE, to.as_mixtral, **LOCAL),
+    "step3": family(
+        *("Step3p5", {**DENSE_FIRST, "rope_style": "parameters"}, to.with_head_gates),
+        **{"share_expert_dim": 48, **SLIDES, "moe_num_experts": 8, "moe_top_k": 3},
+        **{"moe_layers_enum": "1,2,3", "moe_router_scaling_factor": 1.5, "rope_parameters": None},
+        **{"rope_theta": [1e5, 200.0, 200.0, 1e5], "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5]},
+        **{"swiglu_limits": [0.0, 0.0, 0.6, 0.0], "swiglu_limits_shared": [0.7, 0.0, 0.5, 0.0]},
+        **{"attention_other_setting": {"num_attention_heads": 6}},
+        layer_types=[FULL, SLIDING, SLIDING, FULL],
+        rope_scaling={
+            **{"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 32.0},
+            "original_max_position_embeddings": 64,
         },
-        with_gemma_norms,
     ),
-    "gemma": (
-        {"architecture": LLAMA, "kv_heads": 1},
-        {"architectures": ["GemmaForCausalLM"], "model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"},
-        with_centred_norms,
-    ),
-    "arcee": (
-        {"architecture": LLAMA, "tie": False, "rope": {"rope_theta": 1e4, **YARN}},
-        {"architectures": ["ArceeForCausalLM"], "model_type": "arcee", "hidden_act": "relu2"},
-        renamed(gate_proj="none"),
-    ),
-    "olmo2": (
-        {"architecture": LLAMA, "tie": False},
-        {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "pad_token_id": 0},
-        with_whole_norms,
-    ),
-    "glm": (
-        {"architecture": LLAMA, "attention_bias": True, "tie": False},
-        {
-            **{"architectures": ["GlmForCausalLM"], "model_type": "glm", "attention_bias": True},
-            **{"partial_rotary_factor": 0.5, "pad_token_id": 0},
+    "mimo_v2": family(
+        *("MiMoV2Flash", {**DENSE_FIRST, "kv_heads": 1, "rope_style": "parameters"}, to.with_narrow_values),
+        **{"v_head_dim": 10, **SLIDES, "n_routed_experts": 8, "layer_types": [FULL, *[SLIDING] * 3]},
+        mlp_layer_types=["dense", *["sparse"] * 3],
+        rope_parameters={
+            kind: {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": 0.5}
+            for kind, base in ((FULL, 1e5), (SLIDING, 200.0))
         },
-        with_fused_mlp,
     ),
-    "cohere": (
-        {"architecture": LLAMA},
-        {
-            **{"architectures": ["CohereForCausalLM"], "model_type": "cohere", "layer_norm_eps": 1e-5},
-            **{"logit_scale": 0.7, "pad_token_id": 0},
+    "minimax_m2": family(
+        *("MiniMaxM2", SPARSE, to.with_routed_norms),
+        **{"model_type": "minimax_m2", "rotary_dim": 8, **LOCAL, "scoring_func": "sigmoid"},
+        **{"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True},
+        shared_intermediate_size=0,
+    ),
+    "qwen2_moe": family(
+        *("Qwen2Moe", {**SPARSE, "attention_bias": True}, to.with_shared_expert),
+        **{"qkv_bias": True, "shared_expert_intermediate_size": 48, "norm_topk_prob": False},
+    ),
+    "gemma3_listed": family(
+        *("Gemma3", NORMED, to.with_gemma_norms),
+        **{**GEMMA3, "layer_types": [FULL, SLIDING, SLIDING, FULL], "rope_theta": None},
+        rope_parameters={
+            kind: {"rope_type": "default", "rope_theta": base}
+            for kind, base in ((FULL, 1e5), (SLIDING, 200.0))
         },
-        renamed(post_attention_layernorm="none"),
-    ),
-    "ministral": (
-        {"architecture": LLAMA, "tie": False},
-        {
-            **{"architectures": ["MinistralForCausalLM"], "model_type": "ministral"},
-            **{"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2},
-        },
-        unchanged,
-    ),
-    "smollm3": (
-        {"architecture": LLAMA},
-        {
-            "architectures": ["SmolLM3ForCausalLM"],
-            "model_type": "smollm3",
-            "no_rope_layers": [1, 0, 1, 0],
-            "pad_token_id": 0,
-        },
-        unchanged,
-    ),
-    "olmo3": (
-        {"architecture": LLAMA, "tie": False, "rope": {"rope_theta": 5e5, **YARN}},
-        {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "sliding_window": WINDOW},
-        with_whole_norms,
-    ),
-    "granite": (
-        {"architecture": LLAMA},
-        {**GRANITE, "architectures": ["GraniteForCausalLM"], "model_type": "granite"},
-        unchanged,
-    ),
-    "granite_moe": (
-        SPARSE,
-        {
-            **GRANITE,
-            "architectures": ["GraniteMoeForCausalLM"],
-            "model_type": "granitemoe",
-            "num_local_experts": 8,
-            "num_experts_per_tok": 3,
-            "intermediate_size": 32,
-        },
-        packed_experts,
-    ),
-    "seed_oss": (
-        {"architecture": LLAMA, "attention_bias": True, "tie": False},
-        {
-            "architectures": ["SeedOssForCausalLM"],
-            "model_type": "seed_oss",
-            "attention_bias": True,
-            "attention_out_bias": False,
-        },
-        without_output_bias,
-    ),
-    "ministral3": (
-        {"architecture": LLAMA, "tie": False},
-        {
-            "architectures": ["Ministral3ForCausalLM"],
-            "model_type": "ministral3",
-            "rope_theta": None,
-            "rope_parameters": {
-                **{**YARN, "original_max_position_embeddings": 64, "rope_theta": 1e4},
-                **{"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0},
-            },
-        },
-        unchanged,
-    ),
-    "glm4": (
-        {"architecture": LLAMA, "attention_bias": True, "tie": False},
-        {
-            "architectures": ["Glm4ForCausalLM"],
-            "model_type": "glm4",
-            "attention_bias": True,
-            "partial_rotary_factor": 0.5,
-            "pad_token_id": 0,
-        },
-        with_glm4_norms,
-    ),
-    "exaone4": (
-        {"architecture": QWEN3, "tie": False},
-        {
-            "architectures": ["Exaone4ForCausalLM"],
-            "model_type": "exaone4",
-            "sliding_window": WINDOW,
-            "sliding_window_pattern": 2,
-        },
-        with_post_norms_alone,
-    ),
-    "cohere2": (
-        {"architecture": LLAMA},
-        {
-            "architectures": ["Cohere2ForCausalLM"],
-            "model_type": "cohere2",
-            "sliding_window": WINDOW,
-            "layer_norm_eps": 1e-5,
-            "logit_scale": 0.7,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "pad_token_id": 0,
-        },
-        renamed(post_attention_layernorm="none"),
-    ),
-    "gemma4": ({"architecture": QWEN3, "rope_style": "parameters"}, GEMMA4, with_sides),
-    "gemma4_moe": (
-        {"architecture": QWEN3, "rope_style": "parameters"},
-        {
-            **GEMMA4,
-            "enable_moe_block": True,
-            "num_experts": 8,
-            "top_k_experts": 3,
-            "moe_intermediate_size": 32,
-        },
-        partial(with_sides, sparse=True),
-    ),
-    "muse_glimmer": (
-        {"architecture": LLAMA, "tie": False, "rope_style": "parameters"},
-        {
-            **{"architectures": ["MuseGlimmerForCausalLM"], "model_type": "muse_glimmer_text"},
-            **{"hidden_activation": "silu", "sliding_window": WINDOW, "layer_rope_theta": [0, 1e4, 1e4, 0]},
-            **{"layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"]},
-            **{"qk_scale_factor": 1.7, "output_multiplier": 0.7, "final_logit_softcapping": 8.0},
-            **{"post_norm_eps": 1e-3, "pad_token_id": 0},
-        },
-        with_apart_gates,
-    ),
-    "gpt_oss": (
-        {**SPARSE, "attention_bias": True, "heads": 4},
-        {
-            "architectures": ["GptOssForCausalLM"],
-            "model_type": "gpt_oss",
-            "attention_bias": True,
-            "sliding_window": WINDOW,
-            "num_local_experts": 8,
-            "intermediate_size": 32,
-            "rope_theta": 1e4,
-            "rope_scaling": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
-        },
-        with_sinks,
-    ),
-    "hunyuan": (
-        {
-            "architecture": QWEN3,
-            "rope": {"rope_theta": 1e4, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0},
-        },
-        {"architectures": ["HunYuanDenseV1ForCausalLM"], "model_type": "hunyuan_v1_dense"},
-        renamed(q_norm="query_layernorm", k_norm="key_layernorm"),
-    ),
-    "hunyuan_moe": (
-        {
-            **SPARSE,
-            "extra": {"num_experts": 8, "moe_intermediate_size": 32},
-            "rope": {"rope_theta": 1e4, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0},
-        },
-        {
-            **{"architectures": ["HunYuanMoEV1ForCausalLM"], "model_type": "hunyuan_v1_moe"},
-            **{"moe_topk": [3] * 4, "moe_intermediate_size": [32] * 4, "num_shared_expert": [1] * 4},
-            **{"intermediate_size": 32, "pad_token_id": 0},
-        },
-        with_shared_mlp,
-    ),
-    "granite_hybrid": (
-        {"architecture": LLAMA},
-        {**GRANITE, **GRANITE_HYBRID, "residual_multiplier": 0.7},
-        with_mamba,
-    ),
-    "granite_hybrid_moe": (
-        SPARSE,
-        {
-            **{**GRANITE, **GRANITE_HYBRID, "position_embedding_type": "rope", "mamba_n_groups": 1},
-            **{"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32},
-            **{
-                "shared_intermediate_size": 48,
-                "layer_types": ["linear_attention", "full_attention"] + ["linear_attention"] * 2,
-            },
-        },
-        partial(with_mamba, groups=1),
-    ),
-    "nemotron_h": (
-        {"architecture": LLAMA, "tie": False},
-        NEMOTRON,
-        partial(with_single_blocks, kinds="M*-M"),
-    ),
-    "nemotron_h_moe": (
-        {
-            **{"architecture": "Qwen3MoeForCausalLM", "tie": False},
-            "extra": {**EXPERTS, "mlp_only_layers": [0, 1, 2]},
-        },
-        {
-            **{**NEMOTRON, "hybrid_override_pattern": "M*-E", "n_routed_experts": 8, "n_group": 1},
-            **{"moe_shared_expert_intermediate_size": 48, "topk_group": 1, "routed_scaling_factor": 1.5},
-        },
-        partial(with_single_blocks, kinds="M*-E"),
-    ),
-    "nemotron_h_latent": (
-        {
-            **{"architecture": "Qwen3MoeForCausalLM", "tie": False},
-            "extra": {**EXPERTS, "mlp_only_layers": [0, 1, 2]},
-        },
-        {
-            **{**NEMOTRON, "hybrid_override_pattern": "M*-E", "n_routed_experts": 8, "n_group": 1},
-            **{"moe_shared_expert_intermediate_size": 48, "topk_group": 1, "routed_scaling_factor": 2.5},
-            **{"moe_latent_size": 24, "mtp_hybrid_override_pattern": "*E"},
-        },
-        partial(with_single_blocks, kinds="M*-E", latent=24),
-    ),
-    "lfm2": ({"architecture": QWEN3, "intermediate": 80}, LFM2, with_convolutions),
-    "lfm2_moe": (
-        {"architecture": "Qwen3MoeForCausalLM", "extra": {**EXPERTS, "mlp_only_layers": [0]}, "tie": False},
-        {
-            **{"architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "norm_eps": 1e-5},
-            **{"num_dense_layers": 1, "routed_scaling_factor": 1.5, "tie_embedding": False},
-            "layer_types": ["conv", "conv", "full_attention", "conv"],
-        },
-        with_convolutions,
-    ),
-    "mixtral": (
-        SPARSE,
-        {
-            "architectures": ["MixtralForCausalLM"],
-            "model_type": "mixtral",
-            "num_local_experts": 8,
-            "intermediate_size": 32,
-        },
-        renamed(**MIXTRAL),
-    ),
-    "step3": (
-        {**SPARSE, "rope_style": "parameters", "extra": {**EXPERTS, "mlp_only_layers": [0]}},
-        {
-            **{"architectures": ["Step3p5ForCausalLM"], "model_type": "step3p5", "share_expert_dim": 48},
-            **{"sliding_window": WINDOW, "moe_num_experts": 8, "moe_top_k": 3, "moe_layers_enum": "1,2,3"},
-            **{"moe_router_scaling_factor": 1.5, "rope_parameters": None},
-            **{"rope_theta": [1e5, 200.0, 200.0, 1e5], "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5]},
-            **{"swiglu_limits": [0.0, 0.0, 0.6, 0.0], "swiglu_limits_shared": [0.7, 0.0, 0.5, 0.0]},
-            **{"attention_other_setting": {"num_attention_heads": 6}},
-            "layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "sliding", "full")],
-            "rope_scaling": {
-                **{"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 32.0},
-                "original_max_position_embeddings": 64,
-            },
-        },
-        with_head_gates,
-    ),
-    "mimo_v2": (
-        {**SPARSE, "kv_heads": 1, "rope_style": "parameters", "extra": {**EXPERTS, "mlp_only_layers": [0]}},
-        {
-            **{"architectures": ["MiMoV2FlashForCausalLM"], "model_type": "mimo_v2_flash"},
-            **{"v_head_dim": 10, "sliding_window": WINDOW, "n_routed_experts": 8},
-            "layer_types": ["full_attention", *["sliding_attention"] * 3],
-            "mlp_layer_types": ["dense", *["sparse"] * 3],
-            "rope_parameters": {
-                kind: {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": 0.5}
-                for kind, base in (("full_attention", 1e5), ("sliding_attention", 200.0))
-            },
-        },
-        with_narrow_values,
-    ),
-    "minimax_m2": (
-        SPARSE,
-        {
-            **{"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "rotary_dim": 8},
-            **{"num_local_experts": 8, "intermediate_size": 32, "scoring_func": "sigmoid"},
-            **{"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True},
-            "shared_intermediate_size": 0,
-        },
-        with_routed_norms,
-    ),
-    "qwen2_moe": (
-        {**SPARSE, "attention_bias": True},
-        {
-            "architectures": ["Qwen2MoeForCausalLM"],
-            "model_type": "qwen2_moe",
-            "qkv_bias": True,
-            "shared_expert_intermediate_size": 48,
-            "norm_topk_prob": False,
-        },
-        with_shared_expert,
-    ),
-    "gemma3_listed": (
-        {"architecture": QWEN3},
-        {
-            **GEMMA,
-            "architectures": ["Gemma3ForCausalLM"],
-            "model_type": "gemma3_text",
-            "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
-            "rope_theta": None,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "default", "rope_theta": 1e5},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 200.0},
-            },
-        },
-        with_gemma_norms,
     ),
 }
 
