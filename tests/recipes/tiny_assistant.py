@@ -11,6 +11,9 @@ import torch
 
 from tests.recipes.tiny import generator_of, write_json, write_tensors
 
+NORMS = ("input_layernorm", "post_attention_layernorm")
+NORMS += ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+
 
 def assistant_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Shapes of the floating-point tensors by their published names, but for clusters."""
@@ -25,14 +28,10 @@ def assistant_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     for number, kind in enumerate(text["layer_types"]):
         size = text["head_dim"] if kind == "sliding_attention" else text["global_head_dim"]
         width, at = text["num_attention_heads"] * size, f"model.layers.{number}."
-        shapes |= {f"{at}self_attn.q_proj.weight": (width, hidden)}
-        shapes |= {f"{at}self_attn.o_proj.weight": (hidden, width)}
-        shapes |= {f"{at}self_attn.q_norm.weight": (size,), f"{at}layer_scalar": (1,)}
-        shapes |= {f"{at}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
-        shapes |= {f"{at}mlp.down_proj.weight": (hidden, inner)}
-        norms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm")
-        for name in (*norms, "post_feedforward_layernorm"):
-            shapes[f"{at}{name}.weight"] = (hidden,)
+        inside = {"self_attn.q_proj": (width, hidden), "self_attn.o_proj": (hidden, width)}
+        inside |= {"self_attn.q_norm": (size,), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden)}
+        inside |= {"mlp.down_proj": (hidden, inner)} | dict.fromkeys(NORMS, (hidden,))
+        shapes |= {f"{at}{name}.weight": shape for name, shape in inside.items()} | {f"{at}layer_scalar": (1,)}
     return shapes
 
 
@@ -66,9 +65,8 @@ def write_assistant(
         **{"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"},
         **{"backbone_hidden_size": wide, "text_config": text, "tie_word_embeddings": True, "dtype": dtype},
     }
-    shapes = assistant_shapes(config)
     tensors = {}
-    for name, shape in shapes.items():
+    for name, shape in assistant_shapes(config).items():
         noise = torch.randn(shape, generator=generator_of(f"{seed}/{name}"))
         tensors[name] = 1 + 0.1 * noise if len(shape) == 1 else noise * 1.5 * shape[1] ** -0.5
     if clusters:

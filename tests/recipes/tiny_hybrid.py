@@ -16,25 +16,16 @@ import torch
 from tests.recipes.tiny import DTYPES, EMBEDDING_STD, drawn, write_json, write_tensors, write_tokenizer
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
-    "linear_conv_kernel_dim": 4,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "eos_token_id": 258,
-    "bos_token_id": 256,
+    **{"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2},
+    **{"linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 24},
+    **{"linear_conv_kernel_dim": 4, "max_position_embeddings": 512, "rms_norm_eps": 1e-6},
+    **{"hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False},
+    **{"eos_token_id": 258, "bos_token_id": 256},
+}
+ROPE = {
+    **{"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    **{"mrope_section": [1, 1, 2], "mrope_interleaved": True},
 }
 SOFT = 0.12
 """What layers behind the first two add, where drafters are to agree often."""
@@ -58,24 +49,14 @@ def write_tiny_hybrid(
     its tensors.
     """
     config = {**SIZES, **sizes}
-    vocab, positions = config["vocab_size"], config["max_position_embeddings"]
     interval = config.get("full_attention_interval", 4)
     kinds = config.get("layer_types") or [
         "linear_attention" if (layer + 1) % interval else "full_attention"
         for layer in range(config["num_hidden_layers"])
     ]
     config |= {"layer_types": kinds, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
-    config |= {
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.25,
-            "mrope_section": [1, 1, 2],
-            "mrope_interleaved": True,
-        },
-        "dtype": dtype,
-    }
-    tensors = _tensors(config, kinds, seed, gain if agreeing else None)
+    config |= {"rope_parameters": ROPE, "dtype": dtype}
+    text, tensors = config, _tensors(config, kinds, seed, gain if agreeing else None)
     if mtp:
         tensors |= _mtp_tensors(config, seed, gain if agreeing else None)
     if wrapped:
@@ -84,14 +65,14 @@ def write_tiny_hybrid(
             for name, tensor in tensors.items()
         }
         tensors["model.visual.patch_embed.proj.weight"] = torch.zeros(4, 4)
-        text = {key: value for key, value in config.items() if key != "architectures"}
+        text.pop("architectures")
         config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
         config |= {"text_config": text, "vision_config": {"depth": 1}, "image_token_id": 300}
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder, {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}, 1)
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", {"eos_token_id": 258})
-    write_tokenizer(folder, vocab, positions)
+    write_tokenizer(folder, text["vocab_size"], text["max_position_embeddings"])
     return folder
 
 
@@ -101,31 +82,23 @@ def _draw(seed: int, name: str, shape: tuple[int, ...], std: float, mean: float 
 
 def _attention(config: Mapping[str, Any], prefix: str) -> dict[str, tuple[int, ...]]:
     hidden, size = config["hidden_size"], config["head_dim"]
-    heads, keys = config["num_attention_heads"], config["num_key_value_heads"]
-    rows = {"q_proj": 2 * heads * size, "k_proj": keys * size, "v_proj": keys * size}
-    found: dict[str, tuple[int, ...]] = {
-        f"{prefix}self_attn.{name}.weight": (n, hidden) for name, n in rows.items()
-    }
-    found |= {f"{prefix}self_attn.{name}.weight": (size,) for name in ("q_norm", "k_norm")}
-    return found | {f"{prefix}self_attn.o_proj.weight": (hidden, heads * size)}
+    heads, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
+    shapes = {"q_proj": (2 * heads, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
+    shapes |= {"q_norm": (size,), "k_norm": (size,), "o_proj": (hidden, heads)}
+    return {f"{prefix}self_attn.{name}.weight": shape for name, shape in shapes.items()}
 
 
 def _delta(config: Mapping[str, Any], prefix: str) -> dict[str, tuple[int, ...]]:
-    hidden, heads = config["hidden_size"], config["linear_num_value_heads"]
-    values = heads * config["linear_value_head_dim"]
+    hidden, heads, size = (
+        config[key] for key in ("hidden_size", "linear_num_value_heads", "linear_value_head_dim")
+    )
+    values = heads * size
     channels = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + values
-    names = {
-        "in_proj_qkv.weight": (channels, hidden),
-        "in_proj_z.weight": (values, hidden),
-        "in_proj_b.weight": (heads, hidden),
-        "in_proj_a.weight": (heads, hidden),
-        "conv1d.weight": (channels, 1, config["linear_conv_kernel_dim"]),
-        "A_log": (heads,),
-        "dt_bias": (heads,),
-        "norm.weight": (config["linear_value_head_dim"],),
-        "out_proj.weight": (hidden, values),
-    }
-    return {f"{prefix}linear_attn.{name}": shape for name, shape in names.items()}
+    shapes = {"in_proj_qkv": (channels, hidden), "in_proj_z": (values, hidden), "in_proj_b": (heads, hidden)}
+    shapes |= {"in_proj_a": (heads, hidden), "conv1d": (channels, 1, config["linear_conv_kernel_dim"])}
+    shapes |= {"norm": (size,), "out_proj": (hidden, values)}
+    found = {f"{prefix}linear_attn.{name}.weight": shape for name, shape in shapes.items()}
+    return found | {f"{prefix}linear_attn.{name}": (heads,) for name in ("A_log", "dt_bias")}
 
 
 def _layer(
@@ -133,24 +106,19 @@ def _layer(
 ) -> dict[str, torch.Tensor]:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     shapes = (_delta if linear else _attention)(config, prefix)
-    shapes |= {
-        f"{prefix}{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")
-    }
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        shapes[f"{prefix}{name}.weight"] = (hidden,)
     shapes |= {f"{prefix}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
     shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, inner)
     made = {}
     for name, shape in shapes.items():
+        last = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))
+        std, mean = (gain if last else 1.2) / math.sqrt(shape[-1]), 0.0
         if name.endswith("conv1d.weight"):
-            made[name] = _draw(seed, name, shape, 0.5)
-        elif name.endswith("A_log"):
-            made[name] = _draw(seed, name, shape, 0.7, 0.3)
+            std = 0.5
         elif len(shape) == 1:
-            made[name] = _draw(
-                seed, name, shape, 0.2, 1.0 if name.endswith("linear_attn.norm.weight") else 0.0
-            )
-        else:
-            last = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))
-            made[name] = _draw(seed, name, shape, (gain if last else 1.2) / math.sqrt(shape[-1]))
+            std, mean = (0.7, 0.3) if name.endswith("A_log") else (0.2, float("linear_attn.norm" in name))
+        made[name] = _draw(seed, name, shape, std, mean)
     return made
 
 
@@ -172,13 +140,9 @@ def _tensors(
 
 def _mtp_tensors(config: Mapping[str, Any], seed: int, agreeing: float | None) -> dict[str, torch.Tensor]:
     hidden = config["hidden_size"]
-    token = EMBEDDING_STD * torch.eye(hidden) if agreeing else _draw(seed, "token", (hidden, hidden), 0.1)
-    state = _draw(
-        seed,
-        "state",
-        (hidden, hidden),
-        (2.5 * agreeing * EMBEDDING_STD if agreeing else 0.8) / math.sqrt(hidden),
-    )
+    square, loud = (hidden, hidden), 2.5 * agreeing * EMBEDDING_STD if agreeing else 0.8
+    token = EMBEDDING_STD * torch.eye(hidden) if agreeing else _draw(seed, "token", square, 0.1)
+    state = _draw(seed, "state", square, loud / math.sqrt(hidden))
     norms = ("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight")
     return {
         **{name: _draw(seed, name, (hidden,), 0.1) for name in norms},

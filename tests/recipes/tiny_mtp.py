@@ -18,58 +18,28 @@ from safetensors.torch import load_file
 from tests.recipes.tiny import EMBEDDING_STD, VARIANTS, drawn, write_tensors, write_tiny
 from tests.recipes.tiny_dense import FAMILIES, write_dense
 
-DEEPSEEK = (
-    "model.layers.{l}.enorm",
-    "model.layers.{l}.hnorm",
-    "model.layers.{l}.eh_proj",
-    "model.layers.{l}.shared_head.norm",
-    "model.layers.{l}.",
-    False,
-)
-# What surrounds a module's layer: embedding norm, hidden norm, projection, final norm, the layer's prefix,
-# and whether the hidden state comes first. {i} counts modules, {l} layers after the target's.
-NAMES: dict[str, tuple[str, str, str, str | None, str, bool]] = {
-    "deepseek": DEEPSEEK,
-    "glm4": DEEPSEEK,
-    "mimo": (
-        "model.mtp_layers.{i}.token_layernorm",
-        "model.mtp_layers.{i}.hidden_layernorm",
-        "model.mtp_layers.{i}.input_proj",
-        "model.mtp_layers.{i}.final_layernorm",
-        "model.mtp_layers.{i}.",
-        True,
+Glue = tuple[str, str, str, str | None, str, bool]
+"""What surrounds a module's layer: embedding norm, hidden norm, projection, final norm, the layer's prefix,
+and whether the hidden state comes first. {i} counts modules, {l} layers after the target's."""
+
+
+def glue(stem: str, *names: str | None, final: str = "final_layernorm", first: bool = False) -> Glue:
+    """Four names below a stem, which is the layer's prefix too where no fifth says another."""
+    *four, layer = (*names, *("enorm", "hnorm", "eh_proj", final, stem)[len(names) :])
+    return *(name and stem + name for name in four), layer, first
+
+
+NAMES: dict[str, Glue] = {
+    "deepseek": glue("model.layers.{l}.", final="shared_head.norm"),
+    "glm4": glue("model.layers.{l}.", final="shared_head.norm"),
+    "mimo": glue("model.mtp_layers.{i}.", "token_layernorm", "hidden_layernorm", "input_proj", first=True),
+    "mimo_v2": glue("model.mtp.layers.{i}."),
+    "step3": glue("model.layers.{l}.", final="transformer.shared_head.norm"),
+    "ernie": glue(
+        *("model.mtp_", "emb_norm.{i}", "hidden_norm.{i}", "linear_proj.{i}", None), "model.mtp_block.{i}."
     ),
-    "mimo_v2": (
-        "model.mtp.layers.{i}.enorm",
-        "model.mtp.layers.{i}.hnorm",
-        "model.mtp.layers.{i}.eh_proj",
-        "model.mtp.layers.{i}.final_layernorm",
-        "model.mtp.layers.{i}.",
-        False,
-    ),
-    "step3": (*DEEPSEEK[:3], "model.layers.{l}.transformer.shared_head.norm", *DEEPSEEK[4:]),
-    "ernie": (
-        "model.mtp_emb_norm.{i}",
-        "model.mtp_hidden_norm.{i}",
-        "model.mtp_linear_proj.{i}",
-        None,
-        "model.mtp_block.{i}.",
-        False,
-    ),
-    "nemotron_h": (
-        *(f"mtp.layers.0.{name}" for name in ("enorm", "hnorm", "eh_proj")),
-        "mtp.layers.1.final_layernorm",
-        "mtp.layers.",
-        False,
-    ),
-    "mtp": (
-        "mtp.pre_fc_norm_embedding",
-        "mtp.pre_fc_norm_hidden",
-        "mtp.fc",
-        "mtp.norm",
-        "mtp.layers.{i}.",
-        False,
-    ),
+    "nemotron_h": glue("mtp.layers.", "0.enorm", "0.hnorm", "0.eh_proj", "1.final_layernorm"),
+    "mtp": glue("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "mtp.layers.{i}."),
 }
 
 
@@ -94,42 +64,32 @@ def write_tiny_mtp(
     hidden_share: how loud the hidden state is beside the token in the projection of a `copy`. copies:
     "same" adds copies of embedding and head to a deepseek head, "other" different ones.
     """
-    options = {"layers": 3, **VARIANTS.get(variant, {"layers": 4}), "tie": False, **options}
-    if kind == "copy":
-        options = {"residual_gain": soft, **options}
+    quiet = {"residual_gain": soft} if kind == "copy" else {}
+    options = {**quiet, "layers": 3, **VARIANTS.get(variant, {"layers": 4}), "tie": False, **options}
     shards = options.pop("shards", 1)
-    if variant in FAMILIES:
-        write_dense(folder, variant, **options)
-    else:
-        write_tiny(folder, **options)
+    folder = write_dense(folder, variant, **options) if variant in FAMILIES else write_tiny(folder, **options)
     tensors = load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     for module in range(modules):
         tensors |= module_tensors(tensors, config, family, module, kind, hidden_share)
         if copies:
             prefix = NAMES[family][4].format(l=config["num_hidden_layers"] + module, i=module)
-            table, head = tensors["model.embed_tokens.weight"], tensors.get("lm_head.weight")
-            head = table if head is None else head
-            other = 1.0 if copies == "same" else -1.0
+            other, table = 1.0 if copies == "same" else -1.0, tensors["model.embed_tokens.weight"]
             tensors[prefix + "embed_tokens.weight"] = other * table
-            tensors[prefix + "shared_head.head.weight"] = other * head
+            tensors[prefix + "shared_head.head.weight"] = other * tensors.get("lm_head.weight", table)
     if shards > 1:
         (folder / "model.safetensors").unlink()
     write_tensors(folder, {name: tensor.clone() for name, tensor in tensors.items()}, shards)
     return folder
 
 
-def _alike(one: torch.Tensor | None, other: torch.Tensor) -> bool:
-    return one is not None and one.shape == other.shape
+def below(tensors: dict[str, torch.Tensor], stem: str) -> dict[str, torch.Tensor]:
+    """Tensors whose names begin with a stem, by what is behind it."""
+    return {name.removeprefix(stem): t for name, t in tensors.items() if name.startswith(stem)}
 
 
 def module_tensors(
-    target: dict[str, torch.Tensor],
-    config: dict[str, Any],
-    family: str,
-    module: int,
-    kind: str,
-    hidden_share: float,
+    target: dict[str, torch.Tensor], config: dict[str, Any], family: str, module: int, kind: str, share: float
 ) -> dict[str, torch.Tensor]:
     """One module's tensors under their full names."""
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
@@ -140,23 +100,16 @@ def module_tensors(
         return drawn(f"{kind}/{family}/{module}/{name}", shape, std, mean)
 
     # A module's layer is like the target's last one; the loud first one is what is worth copying.
-    inside: dict[str, torch.Tensor] = {}
     slides = family in ("mimo_v2", "step3")
-    for source in (f"model.layers.{2 if slides else layers - 1}.", "model.layers.0."):
-        found = {name.removeprefix(source): t for name, t in target.items() if name.startswith(source)}
-        inside |= {name: t for name, t in found.items() if not inside or _alike(inside.get(name), t)}
+    inside = below(target, f"model.layers.{2 if slides else layers - 1}.")
+    loud = below(target, "model.layers.0.").items()
+    inside |= {name: t for name, t in loud if name in inside and inside[name].shape == t.shape}
     if slides:  # attention as in a layer that slides, the MLP as in the first
         inside = {n: t for n, t in inside.items() if not n.startswith(("mlp.", "moe.", "share_expert."))}
-        first = "model.layers.0.mlp."
-        inside |= {f"mlp.{n.removeprefix(first)}": t for n, t in target.items() if n.startswith(first)}
+        inside |= {f"mlp.{name}": t for name, t in below(target, "model.layers.0.mlp.").items()}
     if family == "nemotron_h":  # a layer that attends and one of experts, behind each other
-        stems = "backbone.layers.1.", f"backbone.layers.{layers - 1}."
-        inside = {
-            f"{number}.{name.removeprefix(stem)}": t
-            for number, stem in enumerate(stems)
-            for name, t in target.items()
-            if name.startswith(stem)
-        }
+        blocks = (below(target, f"backbone.layers.{number}.") for number in (1, layers - 1))
+        inside = {f"{n}.{name}": t for n, block in enumerate(blocks) for name, t in block.items()}
     if family == "mimo_v2":
         inside["pre_mlp_layernorm.weight"] = inside.pop("post_attention_layernorm.weight")
     if kind == "random":
@@ -168,7 +121,7 @@ def module_tensors(
         }
         halves = [draw(side, (hidden, hidden), 1.0 / math.sqrt(hidden)) for side in ("token", "hidden")]
     else:
-        noise = draw("hidden", (hidden, hidden), hidden_share * EMBEDDING_STD / math.sqrt(hidden))
+        noise = draw("hidden", (hidden, hidden), share * EMBEDDING_STD / math.sqrt(hidden))
         halves = [EMBEDDING_STD * torch.eye(hidden), noise]
     final = target["backbone.norm_f.weight" if family == "nemotron_h" else "model.norm.weight"]
     found = {
