@@ -29,9 +29,15 @@ def assistant_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         size = text["head_dim"] if kind == "sliding_attention" else text["global_head_dim"]
         width, at = text["num_attention_heads"] * size, f"model.layers.{number}."
         inside = {"self_attn.q_proj": (width, hidden), "self_attn.o_proj": (hidden, width)}
-        inside |= {"self_attn.q_norm": (size,), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden)}
+        inside |= {
+            "self_attn.q_norm": (size,),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+        }
         inside |= {"mlp.down_proj": (hidden, inner)} | dict.fromkeys(NORMS, (hidden,))
-        shapes |= {f"{at}{name}.weight": shape for name, shape in inside.items()} | {f"{at}layer_scalar": (1,)}
+        shapes |= {f"{at}{name}.weight": shape for name, shape in inside.items()} | {
+            f"{at}layer_scalar": (1,)
+        }
     return shapes
 
 

@@ -21,20 +21,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.recipes.tiny import (
-    DTYPES,
-    LOGIT_STD,
-    VARIANTS,
-    drawn,
-    generator_of,
-    write_json,
-    write_tensors,
-    write_tiny,
-)
+from tests.recipes import tiny
 from tests.recipes.tiny_dense import FAMILIES, write_dense
+from tests.recipes.tiny_mtp import below
 
 LAYERS = {"research": "midlayer.", "vllm": "layers.0.", "speculators": "layers.0."}
 """What stands before the names of a head's one layer, by layout."""
+ARCHITECTURES = {"research": "LlamaForCausalLMEagle3", "vllm": "Eagle3LlamaForCausalLM"}
 OWN_SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96}
 """A random head's, none of them the tiny target's."""
 OWN_ROPE, OWN_EPSILON = 5000.0, 1e-3
@@ -68,12 +61,11 @@ def write_tiny_pair(
     """
     if variant in FAMILIES:
         write_dense(target, variant, layers=7)
-        return write_tiny_eagle3(head, target, kind=kind, **options)
-    shape = {**VARIANTS[variant], "tie": False, "layers": 7}
-    if kind == "copy":
-        shape["residual_gain"] = soft
-        options = {"draft_vocab": 288, **options}
-    write_tiny(target, **{**shape, **(target_options or {})})
+    else:
+        quiet = {"residual_gain": soft} if kind == "copy" else {}
+        options = {"draft_vocab": 288, **options} if kind == "copy" else options
+        shape = {**tiny.VARIANTS[variant], "tie": False, "layers": 7, **quiet, **(target_options or {})}
+        tiny.write_tiny(target, **shape)
     return write_tiny_eagle3(head, target, kind=kind, **options)
 
 
@@ -119,8 +111,7 @@ def write_tiny_eagle3(
     if layout == "speculators":
         config = _speculators(layer, flags, verifier, target)
     else:
-        named = "LlamaForCausalLMEagle3" if layout == "research" else "Eagle3LlamaForCausalLM"
-        config = _research(named, layer, flags)
+        config = _research(ARCHITECTURES[layout], layer, flags)
     config |= {"draft_vocab_size": draft_vocab, "torch_dtype": dtype}
     if layout == "speculators" or hidden != wide:
         config["target_hidden_size"] = wide if hidden != wide else None
@@ -130,7 +121,7 @@ def write_tiny_eagle3(
         _put_aux(config, layout, aux, verifier["num_hidden_layers"])
 
     def draw(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> Tensor:
-        return drawn(f"{seed}/{kind}/{name}", shape, std, mean)
+        return tiny.drawn(f"{seed}/{kind}/{name}", shape, std, mean)
 
     parts = 3 if aux is None else len(aux)
     if kind == "copy":
@@ -144,7 +135,7 @@ def write_tiny_eagle3(
     if not own_head:
         del tensors["lm_head.weight"]
     if draft_vocab is not None:
-        chosen = torch.randperm(vocab, generator=generator_of(f"{seed}/ids"))[:draft_vocab].sort().values
+        chosen = torch.randperm(vocab, generator=tiny.generator_of(f"{seed}/ids"))[:draft_vocab].sort().values
         tensors["lm_head.weight"] = tensors["lm_head.weight"][chosen]
         tensors["d2t"] = chosen - torch.arange(draft_vocab)
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, chosen, True)
@@ -155,17 +146,18 @@ def write_tiny_eagle3(
     if fc_norm:
         tensors |= {f"fc_norm.{i}.weight": draw(f"fc_norm{i}", (wide,), 0.2, 1.0) for i in range(parts)}
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", config)
-    kept = {
-        name: tensor.to(DTYPES[dtype]) if tensor.is_floating_point() else tensor
-        for name, tensor in tensors.items()
-    }
-    write_tensors(folder, {name: tensor.contiguous() for name, tensor in kept.items()})
+    tiny.write_json(folder / "config.json", config)
+    for name, tensor in tensors.items():
+        stored = tensor.to(tiny.DTYPES[dtype]) if tensor.is_floating_point() else tensor
+        tensors[name] = stored.contiguous()
+    tiny.write_tensors(folder, tensors)
     return folder
 
 
 def _layer_config(verifier: Mapping[str, Any], kind: str, hidden: int) -> dict[str, Any]:
     """A Llama configuration of one layer; a copy has twice the target's heads, all as wide as its state."""
+    if kind not in ("random", "copy"):
+        raise ValueError(f"kind: {kind!r} is neither 'random' nor 'copy'")
     shape: dict[str, Any] = dict(OWN_SHAPE)
     rope, epsilon = OWN_ROPE, OWN_EPSILON
     if kind == "copy":
@@ -175,22 +167,11 @@ def _layer_config(verifier: Mapping[str, Any], kind: str, hidden: int) -> dict[s
         shape = {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": hidden}
         shape["intermediate_size"] = verifier["intermediate_size"]
         rope, epsilon = verifier["rope_theta"], verifier["rms_norm_eps"]
-    elif kind != "random":
-        raise ValueError(f"kind: {kind!r} is neither 'random' nor 'copy'")
     return {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "num_hidden_layers": 1,
-        **shape,
-        "vocab_size": verifier["vocab_size"],
-        "max_position_embeddings": verifier["max_position_embeddings"],
-        "rms_norm_eps": epsilon,
-        "rope_theta": rope,
-        "rope_scaling": None,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
+        **{"model_type": "llama", "hidden_size": hidden, "num_hidden_layers": 1, **shape},
+        **{key: verifier[key] for key in ("vocab_size", "max_position_embeddings")},
+        **{"rms_norm_eps": epsilon, "rope_theta": rope, "rope_scaling": None, "hidden_act": "silu"},
+        **{"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False},
     }
 
 
@@ -207,19 +188,12 @@ def _speculators(
 ) -> dict[str, Any]:
     """The head's layer as one key of several, beside how it was meant to be used."""
     greedy = {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 3}
-    return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.2.0",
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{**greedy, "verifier_accept_k": 1}],
-            "verifier": {"architectures": verifier["architectures"], "name_or_path": target.name},
-        },
-        "transformer_layer_config": {"architectures": ["LlamaForCausalLM"], **layer},
-        **flags,
-    }
+    use = {"algorithm": "eagle3", "default_proposal_method": "greedy"}
+    use |= {"proposal_methods": [{**greedy, "verifier_accept_k": 1}]}
+    use |= {"verifier": {"architectures": verifier["architectures"], "name_or_path": target.name}}
+    config = {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}
+    config |= {"speculators_version": "0.2.0", "speculators_config": use}
+    return config | {"transformer_layer_config": {"architectures": ["LlamaForCausalLM"], **layer}, **flags}
 
 
 def _put_aux(config: dict[str, Any], layout: str, aux: tuple[int, ...], layers: int) -> None:
@@ -245,16 +219,15 @@ def _random(layer: Mapping[str, Any], fused: int, vocab: int, draw: Draw) -> dic
     """Every tensor that all heads have; the layer's under `layer.`, the output over all target ids."""
     hidden, inner = layer["hidden_size"], layer["intermediate_size"]
     query, key = (layer[f"num_{name}_heads"] * layer["head_dim"] for name in ("attention", "key_value"))
+    inputs = {"layer.self_attn.q_proj": query, "layer.self_attn.k_proj": key, "layer.self_attn.v_proj": key}
     matrices = {
         "fc": (hidden, fused, 1.0),
-        "layer.self_attn.q_proj": (query, 2 * hidden, 1.5),
-        "layer.self_attn.k_proj": (key, 2 * hidden, 1.5),
-        "layer.self_attn.v_proj": (key, 2 * hidden, 1.5),
+        **{name: (rows, 2 * hidden, 1.5) for name, rows in inputs.items()},
         "layer.self_attn.o_proj": (hidden, query, 1.5),
         "layer.mlp.gate_proj": (inner, hidden, 1.5),
         "layer.mlp.up_proj": (inner, hidden, 1.5),
         "layer.mlp.down_proj": (hidden, inner, 1.5),
-        "lm_head": (vocab, hidden, LOGIT_STD),
+        "lm_head": (vocab, hidden, tiny.LOGIT_STD),
     }
     norms = (*(f"layer.{name}" for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")),)
     return {
@@ -270,11 +243,7 @@ def _copied(
 
     share: how much of the old state stays; normed: whether the residual is that state after its norm.
     """
-    source = {
-        name.removeprefix("model.layers.0."): tensor.float()
-        for name, tensor in target.items()
-        if name.startswith("model.layers.0.")
-    }
+    source = {n: t.float() for n, t in below(target, "model.layers.0.").items()}
     hidden, size, copied = (verifier[key] for key in ("hidden_size", "head_dim", "num_attention_heads"))
     step = hidden // size
     places = torch.arange(size // 2) * step
@@ -291,9 +260,8 @@ def _copied(
     def projection(name: str, scale: float, token: Tensor, state: Tensor) -> Tensor:
         """The copied heads, which see next to nothing of the state, and as many that see their own row."""
         blind = draw(name, (copied * hidden, hidden), 0.2 * share / math.sqrt(hidden))
-        return torch.cat(
-            (torch.cat((widened(name) * scale, blind), 1), torch.cat((token, state), 1).repeat(copied, 1))
-        )
+        seeing = torch.cat((widened(name) * scale, blind), 1)
+        return torch.cat((seeing, torch.cat((token, state), 1).repeat(copied, 1)))
 
     embedding = target["model.embed_tokens.weight"].float()
     token_norm, hidden_norm = source["input_layernorm.weight"], draw("hidden_norm", (hidden,), 0.1, 1.0)
@@ -302,19 +270,14 @@ def _copied(
     out = source["self_attn.o_proj.weight"].view(hidden, copied, size) / QUIET
     out = torch.zeros(hidden, copied, hidden).index_copy(2, places, out).flatten(1)
     final = target["model.norm.weight"].float()
-    nothing = torch.zeros(hidden, hidden)
+    nothing, token = torch.zeros(hidden, hidden), embedding.square().mean().sqrt() / QUIET * bare
+    state = (share - 1.0) * (torch.eye(hidden) if normed else (1.0 / hidden_norm).diag())
     return {
         "layer.self_attn.q_proj.weight": projection("q", math.sqrt(step), own, nothing),
         "layer.self_attn.k_proj.weight": projection("k", 1.0, own, nothing),
-        "layer.self_attn.v_proj.weight": projection(
-            "v",
-            1.0,
-            embedding.square().mean().sqrt() / QUIET * bare,
-            (share - 1.0) * (torch.eye(hidden) if normed else (1.0 / hidden_norm).diag()),
-        ),
+        "layer.self_attn.v_proj.weight": projection("v", 1.0, token, state),
         "layer.self_attn.o_proj.weight": torch.cat((out, torch.eye(hidden).repeat(1, copied) / copied), 1),
-        "layer.mlp.gate_proj.weight": source["mlp.gate_proj.weight"],
-        "layer.mlp.up_proj.weight": source["mlp.up_proj.weight"],
+        **{f"layer.mlp.{name}.weight": source[f"mlp.{name}.weight"] for name in ("gate_proj", "up_proj")},
         "layer.mlp.down_proj.weight": source["mlp.down_proj.weight"] / QUIET,
         "layer.hidden_norm.weight": hidden_norm,
         "layer.input_layernorm.weight": token_norm,
