@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,8 @@ from tests.recipes.demo_checkpoint import common_config, deepseek_config, to_che
 from tests.recipes.demo_model import Decoder, DeepseekShape
 
 SHAPE = DeepseekShape(
-    hidden=32,
-    layers=2,
-    heads=2,
-    kv_rank=16,
-    nope=8,
-    rope=8,
-    value=8,
-    dense=48,
-    expert=16,
-    shared=1,
-    routed=4,
-    groups=2,
-    top_groups=1,
-    top_experts=2,
-    vocab=64,
+    **{"hidden": 32, "layers": 2, "heads": 2, "kv_rank": 16, "nope": 8, "rope": 8, "value": 8, "dense": 48},
+    **{"expert": 16, "shared": 1, "routed": 4, "groups": 2, "top_groups": 1, "top_experts": 2, "vocab": 64},
 )
 PREFIX = "model.layers.2."
 SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1, "I32": 4, "I64": 8}
@@ -76,6 +64,33 @@ def change_tensors(folder: Path, drop: tuple[str, ...] = (), **added: Tensor) ->
 
 
 Entry = tuple[str, str, tuple[int, ...]]
+Shape = int | tuple[int, ...]
+
+
+def weights(stem: str, dtype: str = "BF16", last: str = ".weight", **shapes: Shape) -> Iterator[Entry]:
+    """Tensors below a stem, by names in which __ stands for a point; a vector's shape is its length."""
+    for name, shape in shapes.items():
+        own = f"{stem}{name.replace('__', '.')}{last}"
+        yield own, dtype, (shape,) if isinstance(shape, int) else shape
+
+
+Make = Callable[..., Iterator[Entry]]
+GATED = ("gate_proj", "up_proj", "down_proj")
+
+
+def gated(
+    stem: str, hidden: int, inner: int, names: tuple[str, ...] = GATED, make: Make = weights
+) -> Iterator[Entry]:
+    """A gated MLP's matrices."""
+    return make(stem, **dict(zip(names, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True)))
+
+
+def attention(
+    stem: str, hidden: int, heads: int, keys: int, size: int, make: Make = weights
+) -> Iterator[Entry]:
+    """Queries, keys, values and the output, without biases."""
+    shapes = {"q_proj": (heads * size, hidden), "o_proj": (hidden, heads * size)}
+    return make(stem, **shapes, **dict.fromkeys(("k_proj", "v_proj"), (keys * size, hidden)))
 
 
 def write_hollow(path: Path, entries: list[Entry]) -> None:
@@ -83,9 +98,7 @@ def write_hollow(path: Path, entries: list[Entry]) -> None:
     header: dict[str, Any] = {}
     end = 0
     for name, dtype, shape in entries:
-        size = SIZES[dtype]
-        for length in shape:
-            size *= length
+        size = SIZES[dtype] * math.prod(shape)
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(header).encode()

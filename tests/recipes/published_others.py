@@ -12,172 +12,150 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.recipes.mtp_folders import write_hollow
+from tests.recipes.mtp_folders import Entry, attention, gated, weights, write_hollow
 
-Entry = tuple[str, str, tuple[int, ...]]
 Config = dict[str, Any]
+TWO = ("input_layernorm", "post_attention_layernorm")
+FOUR = (*TWO, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+DRAFTS = ("enorm", "hnorm")
 
 
-def entries(stem: str, **shapes: tuple[int, ...]) -> Iterator[Entry]:
-    """Tensors in bfloat16 below a stem, by names in which __ stands for a point."""
+def norms(stem: str, hidden: int, names: tuple[str, ...] = TWO) -> Iterator[Entry]:
+    """Vectors as long as the state."""
+    return weights(stem, **dict.fromkeys(names, hidden))
+
+
+def fp8(stem: str, **shapes: tuple[int, int]) -> Iterator[Entry]:
+    """Matrices in blocks of 128 x 128 with a scale each."""
     for name, shape in shapes.items():
-        yield f"{stem}{name.replace('__', '.')}", "BF16", shape
+        yield f"{stem}{name}.weight", "F8_E4M3", shape
+        yield f"{stem}{name}.weight_scale_inv", "F32", (-(-shape[0] // 128), -(-shape[1] // 128))
 
 
-def gated(stem: str, hidden: int, inner: int, names: str = "gate_proj up_proj down_proj") -> Iterator[Entry]:
-    """A gated MLP's matrices."""
-    gate, up, down = names.split()
-    shapes = {f"{gate}__weight": (inner, hidden), f"{up}__weight": (inner, hidden)}
-    return entries(stem, **shapes, **{f"{down}__weight": (hidden, inner)})
+def outside(c: Config, stem: str = "model.", norm: str = "norm") -> Iterator[Entry]:
+    """The embedding and the last norm; the output where it is another matrix."""
+    table = c["vocab_size"], c["hidden_size"]
+    yield from weights(stem, embed_tokens=table, **{norm: c["hidden_size"]})
+    if not c.get("tie_word_embeddings", True):
+        yield from weights("", lm_head=table)
+
+
+def heads_of(c: Config) -> tuple[int, int, int, int]:
+    """The state's width; heads of queries and of keys, and their size."""
+    heads = c["num_attention_heads"]
+    size = c.get("head_dim") or c["hidden_size"] // heads
+    return c["hidden_size"], heads, c["num_key_value_heads"], size
 
 
 def glm_flash(c: Config) -> Iterator[Entry]:
     """With its MTP layer, which has the target's tables too."""
-    hidden, vocab, heads = c["hidden_size"], c["vocab_size"], c["num_attention_heads"]
-    query, rank, rope = c["q_lora_rank"], c["kv_lora_rank"], c["qk_rope_head_dim"]
-    yield from entries("", model__embed_tokens__weight=(vocab, hidden), lm_head__weight=(vocab, hidden))
-    yield from entries("model.", norm__weight=(hidden,))
+    hidden, vocab, heads, count = (
+        c[key] for key in ("hidden_size", "vocab_size", "num_attention_heads", "n_routed_experts")
+    )
+    query, rank, rope, value = (
+        c[key] for key in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")
+    )
+    yield from outside(c)
     for layer in range(c["num_hidden_layers"] + 1):
-        stem = f"model.layers.{layer}."
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{stem}{name}.weight", "BF16", (hidden,)
-        yield from entries(
-            f"{stem}self_attn.",
-            q_a_proj__weight=(query, hidden),
-            q_a_layernorm__weight=(query,),
-            q_b_proj__weight=(heads * (c["qk_nope_head_dim"] + rope), query),
-            kv_a_proj_with_mqa__weight=(rank + rope, hidden),
-            kv_a_layernorm__weight=(rank,),
-            kv_b_proj__weight=(heads * (c["qk_nope_head_dim"] + c["v_head_dim"]), rank),
-            o_proj__weight=(hidden, heads * c["v_head_dim"]),
-        )
+        stem, own = f"model.layers.{layer}.", f"model.layers.{layer}.self_attn."
+        yield from norms(stem, hidden)
+        yield from weights(own, q_a_proj=(query, hidden), q_a_layernorm=query, kv_a_layernorm=rank)
+        yield from weights(own, q_b_proj=(heads * (c["qk_nope_head_dim"] + rope), query))
+        yield from weights(own, kv_a_proj_with_mqa=(rank + rope, hidden), o_proj=(hidden, heads * value))
+        yield from weights(own, kv_b_proj=(heads * (c["qk_nope_head_dim"] + value), rank))
         if layer < c["first_k_dense_replace"]:
             yield from gated(f"{stem}mlp.", hidden, c["intermediate_size"])
             continue
-        yield from entries(f"{stem}mlp.gate.", weight=(c["n_routed_experts"], hidden))
-        yield f"{stem}mlp.gate.e_score_correction_bias", "F32", (c["n_routed_experts"],)
-        for block in (*(f"experts.{e}" for e in range(c["n_routed_experts"])), "shared_experts"):
+        yield from weights(f"{stem}mlp.", gate=(count, hidden))
+        yield f"{stem}mlp.gate.e_score_correction_bias", "F32", (count,)
+        for block in (*(f"experts.{e}" for e in range(count)), "shared_experts"):
             yield from gated(f"{stem}mlp.{block}.", hidden, c["moe_intermediate_size"])
         if layer == c["num_hidden_layers"]:
-            yield from entries(
-                stem,
-                enorm__weight=(hidden,),
-                hnorm__weight=(hidden,),
-                eh_proj__weight=(hidden, 2 * hidden),
-                embed_tokens__weight=(vocab, hidden),
-                shared_head__norm__weight=(hidden,),
-                shared_head__head__weight=(vocab, hidden),
-            )
+            yield from norms(stem, hidden, (*DRAFTS, "shared_head.norm"))
+            yield from weights(stem, eh_proj=(hidden, 2 * hidden), embed_tokens=(vocab, hidden))
+            yield from weights(stem, shared_head__head=(vocab, hidden))
 
 
 def lfm2(c: Config) -> Iterator[Entry]:
     """The head is the embedding."""
-    hidden, size = c["hidden_size"], c["hidden_size"] // c["num_attention_heads"]
-    yield from entries(
-        "model.", embed_tokens__weight=(c["vocab_size"], hidden), embedding_norm__weight=(hidden,)
-    )
+    hidden, heads, keys, size = heads_of(c)
+    yield from outside(c, norm="embedding_norm")
     for layer in range(c["num_hidden_layers"]):
         stem = f"model.layers.{layer}."
-        yield from entries(stem, operator_norm__weight=(hidden,), ffn_norm__weight=(hidden,))
-        yield from gated(f"{stem}feed_forward.", hidden, 8192, "w1 w3 w2")
+        yield from norms(stem, hidden, ("operator_norm", "ffn_norm"))
+        yield from gated(f"{stem}feed_forward.", hidden, 8192, ("w1", "w3", "w2"))
         if layer in c["full_attn_idxs"]:
-            keys = c["num_key_value_heads"] * size
-            for name, rows in (("q", hidden), ("k", keys), ("v", keys), ("out", hidden)):
-                yield f"{stem}self_attn.{name}_proj.weight", "BF16", (rows, hidden)
-            yield from entries(f"{stem}self_attn.", q_layernorm__weight=(size,), k_layernorm__weight=(size,))
+            for name, dtype, shape in attention(f"{stem}self_attn.", hidden, heads, keys, size):
+                yield name.replace("o_proj", "out_proj"), dtype, shape
+            yield from norms(f"{stem}self_attn.", size, ("q_layernorm", "k_layernorm"))
             continue
-        shapes = {"in_proj": (3 * hidden, hidden), "conv": (hidden, 1, 3), "out_proj": (hidden, hidden)}
-        for name, shape in shapes.items():
-            yield f"{stem}conv.{name}.weight", "BF16", shape
-
-
-def attention(stem: str, hidden: int, heads: int, keys: int, size: int) -> Iterator[Entry]:
-    """Queries, keys, values and the output, without biases."""
-    for name, shape in (
-        *(("q", (heads * size, hidden)), ("k", (keys * size, hidden)), ("v", (keys * size, hidden))),
-        ("o", (hidden, heads * size)),
-    ):
-        yield f"{stem}{name}_proj.weight", "BF16", shape
+        square = {"out_proj": (hidden, hidden), "in_proj": (3 * hidden, hidden)}
+        yield from weights(f"{stem}conv.", conv=(hidden, 1, 3), **square)
 
 
 def mamba(stem: str, hidden: int, heads: int, size: int, groups: int, state: int) -> Iterator[Entry]:
     """One Mamba-2 layer."""
     inner, channels = heads * size, heads * size + 2 * groups * state
-    yield from entries(
-        stem,
-        in_proj__weight=(inner + channels + heads, hidden),
-        conv1d__weight=(channels, 1, 4),
-        conv1d__bias=(channels,),
-        **dict.fromkeys(("A_log", "D", "dt_bias"), (heads,)),
-        norm__weight=(inner,),
-        out_proj__weight=(hidden, inner),
-    )
+    yield from weights(stem, in_proj=(inner + channels + heads, hidden), out_proj=(hidden, inner), norm=inner)
+    yield from weights(stem, conv1d=(channels, 1, 4))
+    yield from weights(stem, last="", conv1d__bias=channels, A_log=heads, D=heads, dt_bias=heads)
 
 
 def granite(c: Config) -> Iterator[Entry]:
     """The head is the embedding; experts are packed."""
-    hidden, count = c["hidden_size"], c["num_local_experts"]
+    (hidden, heads, keys, size), count = heads_of(c), c["num_local_experts"]
     inner, shared = c["intermediate_size"], c["shared_intermediate_size"]
-    yield from entries("model.", embed_tokens__weight=(c["vocab_size"], hidden), norm__weight=(hidden,))
+    yield from outside(c)
     for layer, kind in enumerate(c["layer_types"]):
-        stem = f"model.layers.{layer}."
-        yield from entries(
-            stem,
-            input_layernorm__weight=(hidden,),
-            post_attention_layernorm__weight=(hidden,),
-            block_sparse_moe__input_linear__weight=(count, 2 * inner, hidden),
-            block_sparse_moe__output_linear__weight=(count, hidden, inner),
-            block_sparse_moe__router__layer__weight=(count, hidden),
-            shared_mlp__input_linear__weight=(2 * shared, hidden),
-            shared_mlp__output_linear__weight=(hidden, shared),
-        )
+        stem, block = f"model.layers.{layer}.", f"model.layers.{layer}.block_sparse_moe."
+        yield from norms(stem, hidden)
+        yield from weights(block, input_linear=(count, 2 * inner, hidden), router__layer=(count, hidden))
+        yield from weights(block, output_linear=(count, hidden, inner))
+        own = f"{stem}shared_mlp."
+        yield from weights(own, input_linear=(2 * shared, hidden), output_linear=(hidden, shared))
         if kind == "mamba":
-            sizes = (c["mamba_n_heads"], c["mamba_d_head"], c["mamba_n_groups"], c["mamba_d_state"])
+            sizes = (c[f"mamba_{key}"] for key in ("n_heads", "d_head", "n_groups", "d_state"))
             yield from mamba(f"{stem}mamba.", hidden, *sizes)
         else:
-            heads, keys = c["num_attention_heads"], c["num_key_value_heads"]
-            yield from attention(f"{stem}self_attn.", hidden, heads, keys, hidden // heads)
+            yield from attention(f"{stem}self_attn.", hidden, heads, keys, size)
 
 
 def nemotron(c: Config) -> Iterator[Entry]:
     """Below `backbone.`, one block a layer; the MTP module is two more of them."""
-    hidden, vocab = c["hidden_size"], c["vocab_size"]
-    yield from entries("", backbone__embeddings__weight=(vocab, hidden), lm_head__weight=(vocab, hidden))
-    yield from entries("backbone.", norm_f__weight=(hidden,))
+    hidden, table = c["hidden_size"], (c["vocab_size"], c["hidden_size"])
+    yield from weights("", backbone__embeddings=table, lm_head=table, backbone__norm_f=hidden)
     for layer, kind in enumerate(c["hybrid_override_pattern"]):
         yield from nemotron_block(c, f"backbone.layers.{layer}.", kind)
     if drafts := c.get("mtp_hybrid_override_pattern", ""):
         for layer, kind in enumerate(drafts):
             yield from nemotron_block(c, f"mtp.layers.{layer}.", kind)
-        shapes = {"enorm__weight": (hidden,), "hnorm__weight": (hidden,)}
-        yield from entries("mtp.layers.0.", **shapes, eh_proj__weight=(hidden, 2 * hidden))
-        yield f"mtp.layers.{len(drafts) - 1}.final_layernorm.weight", "BF16", (hidden,)
+        yield from norms("mtp.layers.0.", hidden, DRAFTS)
+        yield from weights("mtp.layers.0.", eh_proj=(hidden, 2 * hidden))
+        yield from weights(f"mtp.layers.{len(drafts) - 1}.", final_layernorm=hidden)
 
 
 def nemotron_block(c: Config, stem: str, kind: str) -> Iterator[Entry]:
     """A layer of a kind; routed experts may stand between two projections."""
-    hidden, own = c["hidden_size"], f"{stem}mixer."
-    yield f"{stem}norm.weight", "BF16", (hidden,)
+    (hidden, *heads), own = heads_of(c), f"{stem}mixer."
+    yield from weights(stem, norm=hidden)
     if kind == "M":
-        sizes = (c["mamba_num_heads"], c["mamba_head_dim"], c["n_groups"], c["ssm_state_size"])
+        sizes = (c[key] for key in ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size"))
         yield from mamba(own, hidden, *sizes)
     elif kind == "*":
-        heads, keys = c["num_attention_heads"], c["num_key_value_heads"]
-        yield from attention(own, hidden, heads, keys, c["head_dim"])
+        yield from attention(own, hidden, *heads)
     else:
         blocks = {"": (c["intermediate_size"], hidden)}
         if kind == "E":
             count, latent = c["n_routed_experts"], c.get("moe_latent_size")
-            yield f"{own}gate.weight", "BF16", (count, hidden)
+            yield from weights(own, gate=(count, hidden))
             yield f"{own}gate.e_score_correction_bias", "F32", (count,)
             sizes = c["moe_intermediate_size"], latent or hidden
             blocks = {f"experts.{e}.": sizes for e in range(count)}
             blocks["shared_experts."] = c["moe_shared_expert_intermediate_size"], hidden
             if latent:
-                shapes = {"fc1_latent_proj__weight": (latent, hidden)}
-                yield from entries(own, **shapes, fc2_latent_proj__weight=(hidden, latent))
+                yield from weights(own, fc1_latent_proj=(latent, hidden), fc2_latent_proj=(hidden, latent))
         for block, (inner, wide) in blocks.items():
-            yield from entries(own + block, up_proj__weight=(inner, wide), down_proj__weight=(wide, inner))
+            yield from weights(own + block, up_proj=(inner, wide), down_proj=(wide, inner))
 
 
 NEMOTRON_SUPER: Config = {
@@ -202,17 +180,14 @@ NEMOTRON_ULTRA: Config = {
 
 def hunyuan(c: Config) -> Iterator[Entry]:
     """The head is the embedding; every layer has a shared expert."""
-    hidden, heads, keys, size = c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"], 128
-    yield from entries("model.", embed_tokens__weight=(c["vocab_size"], hidden), norm__weight=(hidden,))
+    hidden, *heads = heads_of(c)
+    yield from outside(c)
     for layer in range(c["num_hidden_layers"]):
         stem = f"model.layers.{layer}."
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{stem}{name}.weight", "BF16", (hidden,)
-        yield from attention(f"{stem}self_attn.", hidden, heads, keys, size)
-        yield from entries(
-            f"{stem}self_attn.", query_layernorm__weight=(size,), key_layernorm__weight=(size,)
-        )
-        yield f"{stem}mlp.gate.wg.weight", "F32", (c["num_experts"], hidden)
+        yield from norms(stem, hidden)
+        yield from attention(f"{stem}self_attn.", hidden, *heads)
+        yield from norms(f"{stem}self_attn.", c["head_dim"], ("query_layernorm", "key_layernorm"))
+        yield from weights(f"{stem}mlp.", "F32", gate__wg=(c["num_experts"], hidden))
         for block in (*(f"experts.{e}" for e in range(c["num_experts"])), "shared_mlp"):
             yield from gated(f"{stem}mlp.{block}.", hidden, c["intermediate_size"])
 
@@ -235,19 +210,15 @@ HUNYUAN: Config = {
 
 def muse_glimmer(config: Config) -> Iterator[Entry]:
     """The text inside of what sees images, with one tensor of that."""
-    c = config["text_config"]
-    hidden, size = c["hidden_size"], c["head_dim"]
-    heads, keys, stem = c["num_attention_heads"], c["num_key_value_heads"], "model.language_model."
-    yield from entries(stem, embed_tokens__weight=(c["vocab_size"], hidden), norm__weight=(hidden,))
-    yield "lm_head.weight", "BF16", (c["vocab_size"], hidden)
-    yield "model.vision_tower.ln_pre.weight", "BF16", (1536,)
+    c, stem = config["text_config"], "model.language_model."
+    hidden, heads, keys, size = heads_of(c)
+    yield from outside(c, stem)
+    yield from weights("model.vision_tower.", ln_pre=1536)
     for layer in range(c["num_hidden_layers"]):
         own = f"{stem}layers.{layer}."
-        norms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm")
-        for name in (*norms, "post_feedforward_layernorm"):
-            yield f"{own}{name}.weight", "BF16", (hidden,)
+        yield from norms(own, hidden, FOUR)
         yield from attention(f"{own}self_attn.", hidden, heads, keys, size)
-        yield f"{own}self_attn.gate_proj.weight", "BF16", (heads * size, hidden)
+        yield from weights(f"{own}self_attn.", gate_proj=(heads * size, hidden))
         yield from gated(f"{own}mlp.", hidden, c["intermediate_size"])
 
 
@@ -268,79 +239,51 @@ MUSE: Config = {
 """Muse-Glimmer-30B's; of 52 layers four."""
 
 
-def fp8(stem: str, **shapes: tuple[int, int]) -> Iterator[Entry]:
-    """Matrices in blocks of 128 x 128 with a scale each."""
-    for name, shape in shapes.items():
-        yield f"{stem}{name}.weight", "F8_E4M3", shape
-        yield f"{stem}{name}.weight_scale_inv", "F32", (-(-shape[0] // 128), -(-shape[1] // 128))
-
-
-def outside(c: Config) -> Iterator[Entry]:
-    """Tables and the last norm."""
-    hidden, vocab = c["hidden_size"], c["vocab_size"]
-    yield from entries("", model__embed_tokens__weight=(vocab, hidden), lm_head__weight=(vocab, hidden))
-    yield from entries("model.", norm__weight=(hidden,))
-
-
-def routed(stem: str, c: Config, inner: int, count: int, names: str) -> Iterator[Entry]:
+def routed(stem: str, c: Config, inner: int, count: int, *names: tuple[str, ...]) -> Iterator[Entry]:
     """A router and experts in FP8, below `gate.` and `experts.`."""
-    hidden, (gate, up, down) = c["hidden_size"], names.split()
-    yield f"{stem}gate.weight", "F32", (count, hidden)
+    yield from weights(stem, "F32", gate=(count, c["hidden_size"]))
     for e in range(count):
-        shapes = {gate: (inner, hidden), up: (inner, hidden), down: (hidden, inner)}
-        yield from fp8(f"{stem}experts.{e}.", **shapes)
+        yield from gated(f"{stem}experts.{e}.", c["hidden_size"], inner, *names, make=fp8)
 
 
 def minimax_m2(c: Config) -> Iterator[Entry]:
     """The layers for MTP that its configuration speaks of were never published."""
-    hidden, size, count = c["hidden_size"], c["head_dim"], c["num_local_experts"]
-    query, key = c["num_attention_heads"] * size, c["num_key_value_heads"] * size
+    (hidden, heads, keys, size), count = heads_of(c), c["num_local_experts"]
     yield from outside(c)
     for layer in range(c["num_hidden_layers"]):
         stem = f"model.layers.{layer}."
-        yield from entries(
-            stem,
-            input_layernorm__weight=(hidden,),
-            post_attention_layernorm__weight=(hidden,),
-            self_attn__q_norm__weight=(query,),
-            self_attn__k_norm__weight=(key,),
-        )
-        shapes = {"q_proj": (query, hidden), "k_proj": (key, hidden), "v_proj": (key, hidden)}
-        yield from fp8(f"{stem}self_attn.", **shapes, o_proj=(hidden, query))
+        yield from norms(stem, hidden)
+        yield from weights(f"{stem}self_attn.", q_norm=heads * size, k_norm=keys * size)
+        yield from attention(f"{stem}self_attn.", hidden, heads, keys, size, fp8)
         block = f"{stem}block_sparse_moe."
         yield f"{block}e_score_correction_bias", "F32", (count,)
-        yield from routed(block, c, c["intermediate_size"], count, "w1 w3 w2")
+        yield from routed(block, c, c["intermediate_size"], count, ("w1", "w3", "w2"))
 
 
 def mimo_v2(c: Config) -> Iterator[Entry]:
     """With three layers for MTP; what makes attention's outputs is in bfloat16."""
-    hidden, layers, heads = c["hidden_size"], c["num_hidden_layers"], c["num_attention_heads"]
-    size, value, inner = c["head_dim"], c["v_head_dim"], c["intermediate_size"]
+    (hidden, heads, _, size), layers, value = heads_of(c), c["num_hidden_layers"], c["v_head_dim"]
     yield from outside(c)
     for layer in range(layers + 3):
         drafts = layer - layers
         stem = f"model.layers.{layer}." if drafts < 0 else f"model.mtp.layers.{drafts}."
         slides = drafts >= 0 or c["hybrid_layer_pattern"][layer]
         keys = c["swa_num_key_value_heads" if slides else "num_key_value_heads"]
-        yield from entries(stem, input_layernorm__weight=(hidden,))
-        norm = "post_attention_layernorm" if drafts < 0 else "pre_mlp_layernorm"
-        yield f"{stem}{norm}.weight", "BF16", (hidden,)
+        yield from norms(stem, hidden, TWO if drafts < 0 else (TWO[0], "pre_mlp_layernorm"))
         shapes = {"k_proj": (keys * size, hidden), "v_proj": (keys * value, hidden)}
         yield from fp8(f"{stem}self_attn.", q_proj=(heads * size, hidden), **shapes)
-        yield f"{stem}self_attn.o_proj.weight", "BF16", (hidden, heads * value)
+        yield from weights(f"{stem}self_attn.", o_proj=(hidden, heads * value))
         if slides:
             yield f"{stem}self_attn.attention_sink_bias", "BF16", (heads,)
         if drafts < 0 and c["moe_layer_freq"][layer]:
-            block, count = f"{stem}mlp.", c["n_routed_experts"]
-            yield f"{block}gate.e_score_correction_bias", "F32", (count,)
-            yield from routed(block, c, c["moe_intermediate_size"], count, "gate_proj up_proj down_proj")
+            count = c["n_routed_experts"]
+            yield f"{stem}mlp.gate.e_score_correction_bias", "F32", (count,)
+            yield from routed(f"{stem}mlp.", c, c["moe_intermediate_size"], count)
             continue
-        shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
-        yield from fp8(f"{stem}mlp.", **shapes)
+        yield from gated(f"{stem}mlp.", hidden, c["intermediate_size"], make=fp8)
         if drafts >= 0:
-            for name in ("enorm", "hnorm", "final_layernorm"):
-                yield f"{stem}{name}.weight", "BF16", (hidden,)
-            yield f"{stem}eh_proj.weight", "BF16", (hidden, 2 * hidden)
+            yield from norms(stem, hidden, (*DRAFTS, "final_layernorm"))
+            yield from weights(stem, eh_proj=(hidden, 2 * hidden))
 
 
 def step3(config: Config) -> Iterator[Entry]:
@@ -349,48 +292,43 @@ def step3(config: Config) -> Iterator[Entry]:
     Experts are packed by layers, their scales too, where they are in few bits.
     """
     c, method = config["text_config"], config.get("quantization_config", {}).get("quant_method")
-    hidden, layers, size, vocab = c["hidden_size"], c["num_hidden_layers"], c["head_dim"], c["vocab_size"]
+    hidden, layers, size = c["hidden_size"], c["num_hidden_layers"], c["head_dim"]
     yield from outside(c)
-    yield "vision_model.conv1.weight", "BF16", (1536, 3, 14, 14)
+    yield from weights("vision_model.", conv1=(1536, 3, 14, 14))
     for layer in range(layers + 3):
         stem, full = f"model.layers.{layer}.", c["layer_types"][layer] == "full_attention"
-        heads = c["num_attention_heads"] if full else c["attention_other_setting"]["num_attention_heads"]
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{stem}{name}.weight", "BF16", (hidden,)
-        own = f"{stem}self_attn."
+        heads, own = (c if full else c["attention_other_setting"])["num_attention_heads"], f"{stem}self_attn."
+        yield from norms(stem, hidden)
         yield from attention(own, hidden, heads, c["num_attention_groups"], size)
-        yield from entries(
-            own, q_norm__weight=(size,), k_norm__weight=(size,), g_proj__weight=(heads, hidden)
-        )
+        yield from weights(own, q_norm=size, k_norm=size, g_proj=(heads, hidden))
         if str(layer) in c["moe_layers_enum"].split(","):
-            count, inner, block = c["moe_num_experts"], c["moe_intermediate_size"], f"{stem}moe."
-            yield from entries(block, gate__weight=(count, hidden))
-            for name, rows, columns in (
-                ("gate", inner, hidden),
-                ("up", inner, hidden),
-                ("down", hidden, inner),
-            ):
-                own = f"{block}{name}_proj."
-                if method is None:
-                    yield f"{own}weight", "BF16", (count, rows, columns)
-                elif method == "fp8":
-                    yield f"{own}weight", "F8_E4M3", (count, rows, columns)
-                    yield f"{own}weight_scale_inv", "F32", (count, rows // 128, columns // 128)
-                else:
-                    yield f"{own}weight", "U8", (count, rows, columns // 2)
-                    yield f"{own}weight_scale", "F8_E4M3", (count, rows, columns // 16)
-                    yield from (
-                        (f"{own}{last}", "F32", (count,)) for last in ("weight_scale_2", "input_scale")
-                    )
+            count, block = c["moe_num_experts"], f"{stem}moe."
+            yield from weights(block, gate=(count, hidden))
+            for name, _, shape in gated(block, hidden, c["moe_intermediate_size"]):
+                yield from packed(name, (count, *shape), method)
             yield f"{block}router_bias", "F32", (count,)
             yield from gated(f"{stem}share_expert.", hidden, c["share_expert_dim"])
         else:
             yield from gated(f"{stem}mlp.", hidden, c["intermediate_size"])
         if layer >= layers:
-            shapes = {"enorm__weight": (hidden,), "hnorm__weight": (hidden,)}
-            yield from entries(stem, **shapes, eh_proj__weight=(hidden, 2 * hidden))
-            head = {"norm__weight": (hidden,), "output__weight": (vocab, hidden)}
-            yield from entries(f"{stem}transformer.shared_head.", **head)
+            yield from norms(stem, hidden, (*DRAFTS, "transformer.shared_head.norm"))
+            yield from weights(stem, eh_proj=(hidden, 2 * hidden))
+            yield from weights(f"{stem}transformer.shared_head.", output=(c["vocab_size"], hidden))
+
+
+def packed(name: str, shape: tuple[int, int, int], method: str | None) -> Iterator[Entry]:
+    """The experts of one tensor as a method stores them."""
+    count, rows, columns = shape
+    if method is None:
+        yield name, "BF16", shape
+    elif method == "fp8":
+        yield name, "F8_E4M3", shape
+        yield f"{name}_scale_inv", "F32", (count, rows // 128, columns // 128)
+    else:
+        yield name, "U8", (count, rows, columns // 2)
+        yield f"{name}_scale", "F8_E4M3", (count, rows, columns // 16)
+        yield f"{name}_scale_2", "F32", (count,)
+        yield f"{name.removesuffix('weight')}input_scale", "F32", (count,)
 
 
 STEP3: Config = {
@@ -452,33 +390,20 @@ MIMO_V2: Config = {
 
 def gpt_oss(c: Config) -> Iterator[Entry]:
     """Experts in MXFP4, everything else in bfloat16."""
-    hidden, inner, count = c["hidden_size"], c["intermediate_size"], c["num_local_experts"]
-    heads, keys, size, vocab = (
-        c["num_attention_heads"],
-        c["num_key_value_heads"],
-        c["head_dim"],
-        c["vocab_size"],
-    )
-    yield from entries("", model__embed_tokens__weight=(vocab, hidden), lm_head__weight=(vocab, hidden))
-    yield from entries("model.", norm__weight=(hidden,))
+    (hidden, *heads), inner, count = heads_of(c), c["intermediate_size"], c["num_local_experts"]
+    yield from outside(c)
     for layer in range(c["num_hidden_layers"]):
-        stem = f"model.layers.{layer}."
-        yield from entries(
-            stem,
-            input_layernorm__weight=(hidden,),
-            post_attention_layernorm__weight=(hidden,),
-            mlp__router__weight=(count, hidden),
-            mlp__router__bias=(count,),
-            mlp__experts__gate_up_proj_bias=(count, 2 * inner),
-            mlp__experts__down_proj_bias=(count, hidden),
-            self_attn__sinks=(heads,),
-        )
-        yield from attention(f"{stem}self_attn.", hidden, heads, keys, size)
-        for name, rows in (("q", heads * size), ("k", keys * size), ("v", keys * size), ("o", hidden)):
-            yield f"{stem}self_attn.{name}_proj.bias", "BF16", (rows,)
+        stem, experts = f"model.layers.{layer}.", f"model.layers.{layer}.mlp.experts."
+        yield from norms(stem, hidden)
+        yield from weights(stem, mlp__router=(count, hidden))
+        yield from weights(stem, last="", self_attn__sinks=heads[0], mlp__router__bias=count)
+        for name, dtype, shape in attention(f"{stem}self_attn.", hidden, *heads):
+            yield name, dtype, shape
+            yield name.replace(".weight", ".bias"), dtype, shape[:1]
         for name, rows, columns in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
-            yield f"{stem}mlp.experts.{name}_proj_blocks", "U8", (count, rows, columns // 32, 16)
-            yield f"{stem}mlp.experts.{name}_proj_scales", "U8", (count, rows, columns // 32)
+            yield f"{experts}{name}_proj_bias", "BF16", (count, rows)
+            yield f"{experts}{name}_proj_blocks", "U8", (count, rows, columns // 32, 16)
+            yield f"{experts}{name}_proj_scales", "U8", (count, rows, columns // 32)
 
 
 GPT_OSS: Config = {
@@ -504,47 +429,34 @@ GPT_OSS_120B["layer_types"] = ["sliding_attention", "full_attention"] * 18
 def gemma4(c: Config) -> Iterator[Entry]:
     """Layers that share another's cache are published with keys and values of their own."""
     hidden, per, inside = c["hidden_size"], c["hidden_size_per_layer_input"], "model.language_model."
-    layers, vocab, kinds = c["num_hidden_layers"], c["vocab_size"], c["layer_types"]
-    yield from entries(inside, embed_tokens__weight=(vocab, hidden), norm__weight=(hidden,))
+    layers, table = c["num_hidden_layers"], (c["vocab_size"], c["hidden_size"])
+    yield from weights(inside, embed_tokens=table, norm=hidden)
     if per:
-        yield from entries(
-            inside,
-            embed_tokens_per_layer__weight=(vocab, layers * per),
-            per_layer_model_projection__weight=(layers * per, hidden),
-            per_layer_projection_norm__weight=(per,),
-        )
+        yield from weights(inside, embed_tokens_per_layer=(c["vocab_size"], layers * per))
+        yield from weights(inside, per_layer_model_projection=(layers * per, hidden))
+        yield from weights(inside, per_layer_projection_norm=per)
     for layer in range(layers):
-        stem, wide = f"{inside}layers.{layer}.", kinds[layer] == "full_attention"
-        size, keys = (c["global_head_dim"] if wide else c["head_dim"]), c["num_key_value_heads"]
-        keys, alike = (c["num_global_key_value_heads"] or keys if wide else keys), c["attention_k_eq_v"]
-        for name, tensor, shape in attention(
-            f"{stem}self_attn.", hidden, c["num_attention_heads"], keys, size
-        ):
-            if not (wide and alike and "v_proj" in name):
-                yield name, tensor, shape
-        yield from entries(f"{stem}self_attn.", q_norm__weight=(size,), k_norm__weight=(size,))
+        stem, wide = f"{inside}layers.{layer}.", c["layer_types"][layer] == "full_attention"
+        size, keys = c["global_head_dim" if wide else "head_dim"], c["num_key_value_heads"]
+        keys = c["num_global_key_value_heads"] or keys if wide else keys
+        for entry in attention(f"{stem}self_attn.", hidden, c["num_attention_heads"], keys, size):
+            if not (wide and c["attention_k_eq_v"] and "v_proj" in entry[0]):
+                yield entry
+        yield from weights(f"{stem}self_attn.", q_norm=size, k_norm=size)
         doubled = c.get("use_double_wide_mlp") and layer >= layers - c["num_kv_shared_layers"]
         yield from gated(f"{stem}mlp.", hidden, c["intermediate_size"] * (2 if doubled else 1))
-        norms = (
-            "input_layernorm post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm"
-        )
+        yield from norms(stem, hidden, FOUR)
+        yield f"{stem}layer_scalar", "BF16", (1,)
         if c["enable_moe_block"]:
             count, width = c["num_experts"], c["moe_intermediate_size"]
-            norms += " pre_feedforward_layernorm_2 post_feedforward_layernorm_1 post_feedforward_layernorm_2"
-            yield from entries(stem, router__scale=(hidden,), router__proj__weight=(count, hidden))
-            yield from entries(stem, router__per_expert_scale=(count,))
-            yield from entries(stem, experts__gate_up_proj=(count, 2 * width, hidden))
-            yield from entries(stem, experts__down_proj=(count, hidden, width))
-        yield from entries(
-            stem, **{f"{name}__weight": (hidden,) for name in norms.split()}, layer_scalar=(1,)
-        )
+            yield from norms(stem, hidden, (f"{FOUR[2]}_2", f"{FOUR[3]}_1", f"{FOUR[3]}_2"))
+            yield from weights(stem, router__proj=(count, hidden))
+            yield from weights(stem, last="", router__scale=hidden, router__per_expert_scale=count)
+            yield from weights(stem, last="", experts__gate_up_proj=(count, 2 * width, hidden))
+            yield from weights(stem, last="", experts__down_proj=(count, hidden, width))
         if per:
-            yield from entries(
-                stem,
-                per_layer_input_gate__weight=(per, hidden),
-                per_layer_projection__weight=(hidden, per),
-                post_per_layer_input_norm__weight=(hidden,),
-            )
+            yield from weights(stem, per_layer_input_gate=(per, hidden), per_layer_projection=(hidden, per))
+            yield from weights(stem, post_per_layer_input_norm=hidden)
 
 
 def write_release(folder: Path, config: Config, tensors: Callable[[Config], Iterator[Entry]]) -> Path:
