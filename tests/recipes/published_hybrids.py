@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.recipes.mtp_folders import write_hollow
+from tests.recipes.mtp_folders import Entry, gated, weights, write_hollow
 
-Entry = tuple[str, str, tuple[int, ...]]
 VOCAB, NEXT_VOCAB = 248320, 151936
 
 
@@ -43,26 +43,25 @@ class Release:
     """Below which prefixes experts stand one by one; everywhere in FP8 and in Qwen3-Next."""
 
 
+DENSE_27B = Release(5120, 17408, 64, 24, 4, 48, float32=False)
+SPARSE_35B = Release(2048, 512, 40, 16, 2, 32, (256, 8, 512))
+NEXT_80B = Release(2048, 5120, 48, 16, 2, 32, (512, 10, 512), float32=False, fused=True)
 RELEASES = {
     "Qwen3.5-0.8B": Release(1024, 3584, 24, 8, 2, 16, tied=True),
     "Qwen3.5-2B": Release(2048, 6144, 24, 8, 2, 16, tied=True),
     "Qwen3.5-4B": Release(2560, 9216, 32, 16, 4, 32, tied=True),
     "Qwen3.5-9B": Release(4096, 12288, 32, 16, 4, 32),
-    "Qwen3.5-27B": Release(5120, 17408, 64, 24, 4, 48),
-    "Qwen3.5-35B-A3B": Release(2048, 512, 40, 16, 2, 32, (256, 8, 512)),
+    "Qwen3.5-27B": replace(DENSE_27B, float32=True),
+    "Qwen3.5-35B-A3B": SPARSE_35B,
     "Qwen3.5-122B-A10B": Release(3072, 1024, 48, 32, 2, 64, (256, 8, 1024)),
     "Qwen3.5-397B-A17B": Release(4096, 1024, 60, 32, 2, 64, (512, 10, 1024)),
-    "Qwen3.6-27B": Release(5120, 17408, 64, 24, 4, 48, float32=False),
-    "Qwen3.6-35B-A3B": Release(2048, 512, 40, 16, 2, 32, (256, 8, 512), float32=False),
-    "Qwen3.6-35B-A3B-FP8": Release(2048, 512, 40, 16, 2, 32, (256, 8, 512), float32=False, fp8=True),
-    "Qwen3.8-27B": Release(5120, 17408, 64, 24, 4, 48, float32=False, gate_type=True),
-    "Qwen3.8-27B-FP8": Release(5120, 17408, 64, 24, 4, 48, float32=False, fp8=True, gate_type=True),
-    "Qwen3-Next-80B-A3B-Instruct": Release(
-        2048, 5120, 48, 16, 2, 32, (512, 10, 512), float32=False, fused=True
-    ),
-    "Qwen3-Next-80B-A3B-Instruct-FP8": Release(
-        2048, 5120, 48, 16, 2, 32, (512, 10, 512), float32=False, fused=True, fp8=True
-    ),
+    "Qwen3.6-27B": DENSE_27B,
+    "Qwen3.6-35B-A3B": replace(SPARSE_35B, float32=False),
+    "Qwen3.6-35B-A3B-FP8": replace(SPARSE_35B, float32=False, fp8=True),
+    "Qwen3.8-27B": replace(DENSE_27B, gate_type=True),
+    "Qwen3.8-27B-FP8": replace(DENSE_27B, fp8=True, gate_type=True),
+    "Qwen3-Next-80B-A3B-Instruct": NEXT_80B,
+    "Qwen3-Next-80B-A3B-Instruct-FP8": replace(NEXT_80B, fp8=True),
 }
 COUNTED = {"Qwen3.8-27B": (851, 15, 333), "Qwen3.6-35B-A3B-FP8": (62303, 1560, 333)}
 """Tensors of the text model, its MTP layer and the vision tower, as readers of the headers counted them."""
@@ -74,91 +73,47 @@ def config_of(row: Release) -> dict[str, Any]:
     """The release's `config.json`."""
     count, taken, width = row.experts
     text: dict[str, Any] = {
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": None,
-        "dtype": "bfloat16",
-        "eos_token_id": 248044,
-        "full_attention_interval": 4,
-        "head_dim": HEAD,
-        "hidden_act": "silu",
-        "hidden_size": row.hidden,
-        "initializer_range": 0.02,
-        "intermediate_size": row.inner,
-        "linear_conv_kernel_dim": TAPS,
-        "linear_key_head_dim": DELTA_HEAD,
-        "linear_num_key_heads": KEY_HEADS,
-        "linear_num_value_heads": row.value_heads,
-        "linear_value_head_dim": DELTA_HEAD,
-        "max_position_embeddings": 262144,
-        "num_attention_heads": row.heads,
-        "num_hidden_layers": row.layers,
-        "num_key_value_heads": row.key_value_heads,
-        "partial_rotary_factor": 0.25,
-        "rms_norm_eps": 1e-06,
-        "tie_word_embeddings": row.tied,
-        "use_cache": True,
-        "vocab_size": NEXT_VOCAB if row.fused else VOCAB,
+        **{"attention_bias": False, "attention_dropout": 0.0, "bos_token_id": None, "dtype": "bfloat16"},
+        **{"eos_token_id": 248044, "full_attention_interval": 4, "head_dim": HEAD, "hidden_act": "silu"},
+        **{"hidden_size": row.hidden, "initializer_range": 0.02, "intermediate_size": row.inner},
+        **{"linear_conv_kernel_dim": TAPS, "linear_key_head_dim": DELTA_HEAD},
+        **{"linear_num_key_heads": KEY_HEADS, "linear_num_value_heads": row.value_heads},
+        **{"linear_value_head_dim": DELTA_HEAD, "max_position_embeddings": 262144},
+        **{"num_attention_heads": row.heads, "num_hidden_layers": row.layers},
+        **{"num_key_value_heads": row.key_value_heads, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06},
+        **{
+            "tie_word_embeddings": row.tied,
+            "use_cache": True,
+            "vocab_size": NEXT_VOCAB if row.fused else VOCAB,
+        },
     }
     if count:
-        text |= {
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "moe_intermediate_size": width,
-            "num_experts": count,
-            "num_experts_per_tok": taken,
-            "router_aux_loss_coef": 0.001,
-            "shared_expert_intermediate_size": width,
-        }
+        text |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": width}
+        text |= {"num_experts": count, "num_experts_per_tok": taken, "router_aux_loss_coef": 0.001}
+        text |= {"shared_expert_intermediate_size": width}
     if row.fused:
-        text |= {
-            "architectures": ["Qwen3NextForCausalLM"],
-            "model_type": "qwen3_next",
-            "norm_topk_prob": True,
-        }
-        text |= {"rope_scaling": None, "rope_theta": 10000000, "use_sliding_window": False}
-        text |= {"bos_token_id": 151643, "eos_token_id": 151645, "output_router_logits": False}
-        return text | _quantization(row)
+        text |= {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
+        text |= {"norm_topk_prob": True, "rope_scaling": None, "rope_theta": 10000000}
+        text |= {"use_sliding_window": False, "bos_token_id": 151643, "eos_token_id": 151645}
+        return text | {"output_router_logits": False} | _quantization(row)
     kind = "qwen3_5_moe" if count else "qwen3_5"
     if count:
         del text["intermediate_size"]
-    text |= {
-        "attn_output_gate": True,
-        "layer_types": [
-            "full_attention" if _attends(layer) else "linear_attention" for layer in range(row.layers)
-        ],
-        "mamba_ssm_dtype": "float32",
-        "model_type": f"{kind}_text",
-        "mtp_num_hidden_layers": 1,
-        "mtp_use_dedicated_embeddings": False,
-        "pad_token_id": None,
-        "rope_parameters": {
-            "mrope_interleaved": True,
-            "mrope_section": [11, 11, 10],
-            "partial_rotary_factor": 0.25,
-            "rope_theta": 10000000,
-            "rope_type": "default",
-        },
-    }
+    kinds = ("full_attention" if _attends(layer) else "linear_attention" for layer in range(row.layers))
+    text |= {"attn_output_gate": True, "layer_types": list(kinds), "mamba_ssm_dtype": "float32"}
+    text |= {"model_type": f"{kind}_text", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+    rope = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25}
+    rope |= {"rope_theta": 10000000, "rope_type": "default"}
+    text |= {"pad_token_id": None, "rope_parameters": rope}
     if row.gate_type:
         text["output_gate_type"] = "swish"
-    whole: dict[str, Any] = {
+    seen = {"depth": 27, "hidden_size": 1152, "model_type": kind, "out_hidden_size": row.hidden}
+    return {
         "architectures": [f"Qwen3_5{'Moe' if count else ''}ForConditionalGeneration"],
-        "image_token_id": 248056,
-        "model_type": kind,
-        "text_config": text,
-        "tie_word_embeddings": row.tied,
-        "video_token_id": 248057,
-        "vision_config": {
-            "depth": 27,
-            "hidden_size": 1152,
-            "model_type": kind,
-            "out_hidden_size": row.hidden,
-        },
-        "vision_end_token_id": 248054,
-        "vision_start_token_id": 248053,
+        **{"image_token_id": 248056, "model_type": kind, "text_config": text},
+        **{"tie_word_embeddings": row.tied, "video_token_id": 248057, "vision_config": seen},
+        **{"vision_end_token_id": 248054, "vision_start_token_id": 248053, **_quantization(row)},
     }
-    return whole | _quantization(row)
 
 
 def _quantization(row: Release) -> dict[str, Any]:
@@ -176,61 +131,52 @@ def _attends(layer: int) -> bool:
 def text_tensors(row: Release) -> Iterator[Entry]:
     """Everything that writes text, the MTP layer left out."""
     prefix = "model." if row.fused else "model.language_model."
-    vocab = NEXT_VOCAB if row.fused else VOCAB
-    yield f"{prefix}embed_tokens.weight", "BF16", (vocab, row.hidden)
+    table = (NEXT_VOCAB if row.fused else VOCAB, row.hidden)
+    yield from weights(prefix, embed_tokens=table, norm=row.hidden)
     for layer in range(row.layers):
         yield from _layer(row, f"{prefix}layers.{layer}.", attends=_attends(layer))
-    yield f"{prefix}norm.weight", "BF16", (row.hidden,)
     if not row.tied:
-        yield "lm_head.weight", "BF16", (vocab, row.hidden)
+        yield from weights("", lm_head=table)
 
 
 def mtp_tensors(row: Release) -> Iterator[Entry]:
     """The MTP layer, which attends."""
-    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
-        yield f"mtp.{name}.weight", "BF16", (row.hidden,)
-    yield "mtp.fc.weight", "BF16", (row.hidden, 2 * row.hidden)
+    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    yield from weights("mtp.", fc=(row.hidden, 2 * row.hidden), **dict.fromkeys(norms, row.hidden))
     yield from _layer(row, "mtp.layers.0.", attends=True)
 
 
 def vision_tensors(row: Release) -> Iterator[Entry]:
     """The tower of the 27B."""
     wide, inner, merged = 1152, 4304, 4608
-    yield "model.visual.patch_embed.proj.weight", "BF16", (wide, 3, 2, 16, 16)
-    yield "model.visual.patch_embed.proj.bias", "BF16", (wide,)
-    yield "model.visual.pos_embed.weight", "BF16", (2304, wide)
-    pairs = {"attn.qkv": (3 * wide, wide), "attn.proj": (wide, wide)}
-    pairs |= {"mlp.linear_fc1": (inner, wide), "mlp.linear_fc2": (wide, inner)}
-    for block in range(27):
-        for name, shape in (*pairs.items(), ("norm1", (wide,)), ("norm2", (wide,))):
-            yield f"model.visual.blocks.{block}.{name}.weight", "BF16", shape
-            yield f"model.visual.blocks.{block}.{name}.bias", "BF16", shape[:1]
+    pairs = {"attn__qkv": (3 * wide, wide), "attn__proj": (wide, wide), "mlp__linear_fc1": (inner, wide)}
+    pairs |= {"mlp__linear_fc2": (wide, inner), "norm1": (wide,), "norm2": (wide,)}
     ends = {"norm": (wide,), "linear_fc1": (merged, merged), "linear_fc2": (row.hidden, merged)}
-    for name, shape in ends.items():
-        yield f"model.visual.merger.{name}.weight", "BF16", shape
-        yield f"model.visual.merger.{name}.bias", "BF16", shape[:1]
+    parts = {"patch_embed": {"proj": (wide, 3, 2, 16, 16)}, "merger": ends}
+    parts |= {f"blocks.{block}": pairs for block in range(27)}
+    yield from weights("model.visual.", pos_embed=(2304, wide))
+    for part, shapes in parts.items():
+        yield from weights(f"model.visual.{part}.", **shapes)
+        biases = {name: shape[0] for name, shape in shapes.items()}
+        yield from weights(f"model.visual.{part}.", last=".bias", **biases)
 
 
-def _matrix(row: Release, name: str, *shape: int) -> Iterator[Entry]:
-    """A matrix of a layer: in FP8 with its scales beside it."""
-    if not row.fp8:
-        yield f"{name}.weight", "BF16", shape
-        return
-    yield f"{name}.weight", "F8_E4M3", shape
-    yield f"{name}.weight_scale_inv", "BF16", tuple(-(-size // BLOCK) for size in shape)
+def _matrices(row: Release, stem: str, **shapes: tuple[int, int]) -> Iterator[Entry]:
+    """Matrices of a layer: in FP8 with their scales beside them."""
+    yield from weights(stem, "F8_E4M3" if row.fp8 else "BF16", **shapes)
+    if row.fp8:
+        blocks = {name: tuple(-(-size // BLOCK) for size in shape) for name, shape in shapes.items()}
+        yield from weights(stem, last=".weight_scale_inv", **blocks)
 
 
 def _layer(row: Release, prefix: str, *, attends: bool) -> Iterator[Entry]:
-    hidden = row.hidden
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        yield f"{prefix}{name}.weight", "BF16", (hidden,)
+    hidden, own = row.hidden, f"{prefix}self_attn."
+    yield from weights(prefix, input_layernorm=hidden, post_attention_layernorm=hidden)
     if attends:
         query, key = row.heads * HEAD, row.key_value_heads * HEAD
-        for name, rows in (("q", 2 * query), ("k", key), ("v", key)):
-            yield from _matrix(row, f"{prefix}self_attn.{name}_proj", rows, hidden)
-        yield from _matrix(row, f"{prefix}self_attn.o_proj", hidden, query)
-        for name in ("q_norm", "k_norm"):
-            yield f"{prefix}self_attn.{name}.weight", "BF16", (HEAD,)
+        shapes = {"k_proj": (key, hidden), "v_proj": (key, hidden), "o_proj": (hidden, query)}
+        yield from _matrices(row, own, q_proj=(2 * query, hidden), **shapes)
+        yield from weights(own, q_norm=HEAD, k_norm=HEAD)
     else:
         yield from _delta(row, f"{prefix}linear_attn.")
     yield from _experts(row, f"{prefix}mlp.") if row.experts[0] else _mlp(row, f"{prefix}mlp.", row.inner)
@@ -239,41 +185,31 @@ def _layer(row: Release, prefix: str, *, attends: bool) -> Iterator[Entry]:
 def _delta(row: Release, prefix: str) -> Iterator[Entry]:
     hidden, heads, exact = row.hidden, row.value_heads, "F32" if row.float32 else "BF16"
     values, channels = heads * DELTA_HEAD, (2 * KEY_HEADS + heads) * DELTA_HEAD
+    matrices = {"in_proj_qkv": (channels, hidden), "in_proj_z": (values, hidden)}
+    small = {"in_proj_a": (heads, hidden), "in_proj_b": (heads, hidden)}
     if row.fused:
-        yield from _matrix(row, f"{prefix}in_proj_qkvz", channels + values, hidden)
-        yield f"{prefix}in_proj_ba.weight", "BF16", (2 * heads, hidden)
-    else:
-        yield from _matrix(row, f"{prefix}in_proj_qkv", channels, hidden)
-        yield from _matrix(row, f"{prefix}in_proj_z", values, hidden)
-        yield f"{prefix}in_proj_a.weight", "BF16", (heads, hidden)
-        yield f"{prefix}in_proj_b.weight", "BF16", (heads, hidden)
-    yield f"{prefix}conv1d.weight", "BF16", (channels, 1, TAPS)
-    yield f"{prefix}A_log", exact, (heads,)
-    yield f"{prefix}dt_bias", "BF16", (heads,)
-    yield f"{prefix}norm.weight", exact, (DELTA_HEAD,)
-    yield from _matrix(row, f"{prefix}out_proj", hidden, values)
+        matrices, small = {"in_proj_qkvz": (channels + values, hidden)}, {"in_proj_ba": (2 * heads, hidden)}
+    yield from _matrices(row, prefix, **matrices, out_proj=(hidden, values))
+    yield from weights(prefix, conv1d=(channels, 1, TAPS), **small)
+    yield from weights(prefix, exact, norm=DELTA_HEAD)
+    yield from weights(prefix, exact, "", A_log=heads)
+    yield from weights(prefix, last="", dt_bias=heads)
 
 
 def _mlp(row: Release, prefix: str, inner: int) -> Iterator[Entry]:
-    for name, shape in (
-        ("gate", (inner, row.hidden)),
-        ("up", (inner, row.hidden)),
-        ("down", (row.hidden, inner)),
-    ):
-        yield from _matrix(row, f"{prefix}{name}_proj", *shape)
+    return gated(prefix, row.hidden, inner, make=partial(_matrices, row))
 
 
 def _experts(row: Release, prefix: str) -> Iterator[Entry]:
     count, _, inner = row.experts
-    yield f"{prefix}gate.weight", "BF16", (count, row.hidden)
-    yield f"{prefix}shared_expert_gate.weight", "BF16", (1, row.hidden)
+    yield from weights(prefix, gate=(count, row.hidden), shared_expert_gate=(1, row.hidden))
     yield from _mlp(row, f"{prefix}shared_expert.", inner)
     if row.fp8 or row.fused or prefix.startswith(row.apart):
         for expert in range(count):
             yield from _mlp(row, f"{prefix}experts.{expert}.", inner)
         return
-    yield f"{prefix}experts.gate_up_proj", "BF16", (count, 2 * inner, row.hidden)
-    yield f"{prefix}experts.down_proj", "BF16", (count, row.hidden, inner)
+    packed = {"gate_up_proj": (count, 2 * inner, row.hidden), "down_proj": (count, row.hidden, inner)}
+    yield from weights(f"{prefix}experts.", last="", **packed)
 
 
 def write_published(folder: Path, row: Release) -> Path:

@@ -10,21 +10,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.recipes.mtp_folders import write_hollow
-from tests.recipes.published_hybrids import (
-    RELEASES,
-    Entry,
-    Release,
-    config_of,
-    mtp_tensors,
-    text_tensors,
-    vision_tensors,
-)
+from tests.recipes import published_hybrids as hybrids
+from tests.recipes.mtp_folders import Entry, attention, gated, weights, write_hollow
+from tests.recipes.published_hybrids import RELEASES, Release
 
 Json = dict[str, Any]
 SHARDS = 10
@@ -59,24 +53,18 @@ class Dense:
 
     def tensors(self) -> Iterator[Entry]:
         """All of them before a tool packed any."""
-        yield "model.embed_tokens.weight", "F16", (self.vocab, self.hidden)
-        yield "lm_head.weight", "F16", (self.vocab, self.hidden)
-        yield "model.norm.weight", "F16", (self.hidden,)
-        query, keys = self.heads * self.width, self.key_value_heads * self.width
-        shapes = {"q": (query, self.hidden), "k": (keys, self.hidden), "v": (keys, self.hidden)}
-        inner = {"gate": (self.inner, self.hidden), "up": (self.inner, self.hidden)}
+        make, table = partial(weights, dtype="F16"), (self.vocab, self.hidden)
+        yield from make("", model__embed_tokens=table, lm_head=table, model__norm=self.hidden)
         for layer in range(self.layers):
-            here = f"model.layers.{layer}."
-            for name, shape in {**shapes, "o": (self.hidden, query)}.items():
-                yield f"{here}self_attn.{name}_proj.weight", "F16", shape
-                if self.kind == "qwen2" and name != "o":
-                    yield f"{here}self_attn.{name}_proj.bias", "F16", shape[:1]
-            for name, shape in {**inner, "down": (self.hidden, self.inner)}.items():
-                yield f"{here}mlp.{name}_proj.weight", "F16", shape
-            for name in ("input_layernorm", "post_attention_layernorm"):
-                yield f"{here}{name}.weight", "F16", (self.hidden,)
-            for name in ("q_norm", "k_norm") if self.kind == "qwen3" else ():
-                yield f"{here}self_attn.{name}.weight", "F16", (self.width,)
+            here, own = f"model.layers.{layer}.", f"model.layers.{layer}.self_attn."
+            yield from attention(own, self.hidden, self.heads, self.key_value_heads, self.width, make)
+            yield from gated(f"{here}mlp.", self.hidden, self.inner, make=make)
+            yield from make(here, input_layernorm=self.hidden, post_attention_layernorm=self.hidden)
+            if self.kind == "qwen3":
+                yield from make(own, q_norm=self.width, k_norm=self.width)
+                continue
+            keys = self.key_value_heads * self.width
+            yield from make(own, last=".bias", q_proj=self.heads * self.width, k_proj=keys, v_proj=keys)
 
 
 @dataclass(frozen=True)
@@ -99,18 +87,24 @@ def _compressed(layout: str, weights: Json) -> Json:
     return config | status | {"quant_method": "compressed-tensors", "kv_cache_scheme": None}
 
 
-def _by_layer(layers: int, delta: str, attending: str, *both: str) -> list[str]:
-    """Modules named layer by layer."""
-    names = []
-    for layer in range(layers):
-        own = attending if (layer + 1) % 4 == 0 else delta
-        names += [f"model.language_model.layers.{layer}.{name}" for name in (*own.split(), *both)]
-    return names
+def _by_layer(how: Json, layers: int, delta: str, attending: str) -> dict[str, Json]:
+    """How modules of each layer are stored, by their names."""
+    own = {layer: attending if (layer + 1) % 4 == 0 else delta for layer in range(layers)}
+    return {f"model.language_model.layers.{i}.{name}": how for i in own for name in own[i].split()}
 
 
 NEXT, BIG = RELEASES["Qwen3-Next-80B-A3B-Instruct"], RELEASES["Qwen3.5-122B-A10B"]
+ALL_LINEAR = {"targets": ["Linear"]}
 FLOAT4: Json = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
-EXPERT_MODULES = ("mlp.experts", *(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")))
+SPARSE = "mlp.experts mlp.shared_expert.gate_proj mlp.shared_expert.up_proj mlp.shared_expert.down_proj"
+MIXED = {
+    "lm_head": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
+    **_by_layer(
+        *({"quant_algo": "FP8"}, 40, "linear_attn.in_proj_qkv linear_attn.in_proj_z linear_attn.out_proj"),
+        "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj",
+    ),
+    **_by_layer({"quant_algo": "NVFP4", "group_size": 16}, 40, SPARSE, SPARSE),
+}
 MATRICES = rf"{ATTENTION}|{LAYER}mlp\.\w+_proj"
 QUANTIZED = {
     # @ 4da05a8e
@@ -143,7 +137,7 @@ QUANTIZED = {
         {
             **{"quant_method": "modelopt", "quant_algo": "NVFP4"},
             "config_groups": {
-                "group_0": {"input_activations": FLOAT4, "weights": FLOAT4, "targets": ["Linear"]}
+                "group_0": dict.fromkeys(("input_activations", "weights"), FLOAT4) | ALL_LINEAR
             },
         },
         tensors=297_728,
@@ -155,25 +149,7 @@ QUANTIZED = {
             rf"{EXPERTS}|{SHARED}|lm_head": "modelopt-nvfp4",
             rf"{DELTA}(in_proj_qkv|in_proj_z|out_proj)|{ATTENTION}": "modelopt-fp8",
         },
-        {
-            "quant_algo": "MIXED_PRECISION",
-            "quant_method": "modelopt",
-            "quantized_layers": {
-                "lm_head": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
-                **{
-                    module: {"quant_algo": "FP8"}
-                    for module in _by_layer(
-                        40,
-                        "linear_attn.in_proj_qkv linear_attn.in_proj_z linear_attn.out_proj",
-                        "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj",
-                    )
-                },
-                **{
-                    module: {"quant_algo": "NVFP4", "group_size": 16}
-                    for module in _by_layer(40, "", "", *EXPERT_MODULES)
-                },
-            },
-        },
+        {"quant_algo": "MIXED_PRECISION", "quant_method": "modelopt", "quantized_layers": MIXED},
         tensors=124_468,
     ),
     # @ 56a6bdda; of the MTP layer its ignore list names nothing but `fc`
@@ -187,10 +163,7 @@ QUANTIZED = {
     "RedHatAI/Qwen3.5-9B-quantized.w4a16": Packed(
         replace(RELEASES["Qwen3.5-9B"], float32=False),
         {MATRICES: "w4a16"},
-        _compressed(
-            "pack-quantized",
-            {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128},
-        ),
+        _compressed("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}),
     ),
 }
 
@@ -198,44 +171,28 @@ QUANTIZED = {
 def _stored(module: str, layout: str, shape: tuple[int, ...]) -> Iterator[Entry]:
     """What stores a matrix of a shape [out, in] in a layout."""
     rows, columns = shape
-    codes = "U8", (rows, columns // 2)
-    scales = "F8_E4M3", (rows, columns // 16)
+    codes, scalar, one = ("U8", (rows, columns // 2)), ("F32", ()), ("F32", (1,))
+    scales, groups = ("F8_E4M3", (rows, columns // 16)), ("F16", (columns // 128, rows))
+    zeros = "I32", (columns // 128, rows // 8)
+    input_scale = {"weight_scale": scalar, "input_scale": scalar}
     found: dict[str, tuple[str, tuple[int, ...]]] = {
-        "modelopt-nvfp4": {
-            "weight": codes,
-            "weight_scale": scales,
-            "weight_scale_2": ("F32", ()),
-            "input_scale": ("F32", ()),
-        },
+        "modelopt-nvfp4": {"weight": codes, **input_scale, "weight_scale": scales, "weight_scale_2": scalar},
         "nvfp4": {
-            "weight_packed": codes,
-            "weight_scale": scales,
-            "weight_global_scale": ("F32", (1,)),
-            "input_global_scale": ("F32", (1,)),
+            **{"weight_packed": codes, "weight_scale": scales},
+            **{"weight_global_scale": one, "input_global_scale": one},
         },
-        "modelopt-fp8": {
-            "weight": ("F8_E4M3", shape),
-            "weight_scale": ("F32", ()),
-            "input_scale": ("F32", ()),
-        },
+        "modelopt-fp8": {"weight": ("F8_E4M3", shape), **input_scale},
         "w4a16": {
-            "weight_packed": ("I32", (rows, columns // 8)),
+            **{"weight_packed": ("I32", (rows, columns // 8)), "weight_shape": ("I64", (2,))},
             "weight_scale": ("BF16", (rows, columns // 128)),
-            "weight_shape": ("I64", (2,)),
         },
-        "awq": {
-            "qweight": ("I32", (columns, rows // 8)),
-            "qzeros": ("I32", (columns // 128, rows // 8)),
-            "scales": ("F16", (columns // 128, rows)),
-        },
+        "awq": {"qweight": ("I32", (columns, rows // 8)), "qzeros": zeros, "scales": groups},
         "gptq": {
-            "qweight": ("I32", (columns // 8, rows)),
-            "qzeros": ("I32", (columns // 128, rows // 8)),
-            "scales": ("F16", (columns // 128, rows)),
+            **{"qweight": ("I32", (columns // 8, rows)), "qzeros": zeros, "scales": groups},
             "g_idx": ("I32", (columns,)),
         },
-        "k_scale": {"weight": ("BF16", shape), "k_scale": ("F32", ())},
-        "v_scale": {"weight": ("BF16", shape), "v_scale": ("F32", ())},
+        "k_scale": {"weight": ("BF16", shape), "k_scale": scalar},
+        "v_scale": {"weight": ("BF16", shape), "v_scale": scalar},
     }[layout]
     for last, (dtype, size) in found.items():
         yield f"{module}.{last}", dtype, size
@@ -247,17 +204,19 @@ def parts_of(release: Packed) -> list[list[Entry]]:
     if isinstance(row, Dense):
         whole = [list(row.tensors()), [], []]
     else:
-        seen = [] if row.fused else list(vision_tensors(row))
-        whole = [list(text_tensors(row)), list(mtp_tensors(row)) if release.drafts else [], seen]
-    parts: list[list[Entry]] = []
-    for entries in whole:
-        part: list[Entry] = []
-        for name, dtype, shape in entries:
-            module = name.removesuffix(".weight")
-            layout = next((way for pattern, way in patterns.items() if pattern.fullmatch(module)), None)
-            part += [(name, dtype, shape)] if layout is None else _stored(module, layout, shape)
-        parts.append(part)
-    return parts
+        seen = [] if row.fused else list(hybrids.vision_tensors(row))
+        whole = [
+            list(hybrids.text_tensors(row)),
+            list(hybrids.mtp_tensors(row)) if release.drafts else [],
+            seen,
+        ]
+
+    def stored(name: str, dtype: str, shape: tuple[int, ...]) -> Iterable[Entry]:
+        module = name.removesuffix(".weight")
+        layout = next((way for pattern, way in patterns.items() if pattern.fullmatch(module)), None)
+        return [(name, dtype, shape)] if layout is None else _stored(module, layout, shape)
+
+    return [[each for entry in entries for each in stored(*entry)] for entries in whole]
 
 
 def write_quantized(folder: Path, release: Packed) -> Path:
@@ -270,7 +229,7 @@ def write_quantized(folder: Path, release: Packed) -> Path:
         weight_map |= {name: f"model-{number}.safetensors" for name, _, _ in part}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     base = release.base
-    config = base.config() if isinstance(base, Dense) else config_of(base)
+    config = base.config() if isinstance(base, Dense) else hybrids.config_of(base)
     if release.quantization:
         config["quantization_config"] = release.quantization
     (folder / "config.json").write_text(json.dumps(config))
