@@ -28,31 +28,14 @@ DRAFT_LAYERS = 2
 HYBRID_DRAFT_LAYERS = 4  # three of gated DeltaNet and one of attention
 DAMPING = 0.03
 SHAPE: dict[str, Any] = {
-    "hidden": 1024,
-    "layers": 28,
-    "heads": 16,
-    "kv_heads": 8,
-    "head_dim": 64,
-    "intermediate": 3072,
-    "vocab": 8192,
-    "max_positions": 4096,
+    **{"hidden": 1024, "layers": 28, "heads": 16, "kv_heads": 8, "head_dim": 64, "intermediate": 3072},
+    **{"vocab": 8192, "max_positions": 4096},
 }
-
-
 HYBRID: dict[str, Any] = {
-    "vocab_size": 8192,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
+    **{"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 16},
+    **{"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16},
+    **{"linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    **{"max_position_embeddings": 4096, "tie_word_embeddings": False},
 }
 """As Qwen3.5-0.8B, with fewer layers and ids."""
 
@@ -64,15 +47,10 @@ def write_medium_hybrid(folder: Path, dtype: str = "bfloat16", seed: int = 0) ->
 
 def write_medium(folder: Path, dtype: str = "bfloat16", seed: int = 0, **shape: Any) -> Path:
     """Write the target and return its folder; `shape` overrides SHAPE (tests write a small one)."""
-    damping = shape.pop("damping", DAMPING)
     return write_tiny(
-        folder,
-        architecture=QWEN3,
-        tie=True,
-        dtype=dtype,
-        seed=seed,
+        **{"folder": folder, "architecture": QWEN3, "tie": True, "dtype": dtype, "seed": seed},
         rope={"rope_type": "default", "rope_theta": 1e6},
-        residual_gain=lambda layer: 1.0 if layer < DRAFT_LAYERS else damping,
+        residual_gain=lambda layer: 1.0 if layer < DRAFT_LAYERS else DAMPING,
         **{**SHAPE, **shape},
     )
 
@@ -103,12 +81,10 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--damping", type=float, default=DAMPING)
     parser.add_argument("--hybrid", action="store_true")
     options = parser.parse_args()
-    if options.hybrid:
-        print(write_medium_hybrid(options.out, options.dtype, options.seed))
-    else:
-        print(write_medium(options.out, options.dtype, options.seed, damping=options.damping))
-    layers = HYBRID_DRAFT_LAYERS if options.hybrid else DRAFT_LAYERS
+    write, layers = (
+        (write_medium_hybrid, HYBRID_DRAFT_LAYERS) if options.hybrid else (write_medium, DRAFT_LAYERS)
+    )
+    print(write(options.out, options.dtype, options.seed))
     print(write_medium_draft(options.out / "draft", options.out, layers))

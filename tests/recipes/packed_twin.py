@@ -9,19 +9,22 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-NEVER = ("embed_tokens", "lm_head", "mlp.gate.", "eh_proj", "shared_head", "conv1d")
-"""What stays as it is, besides vectors."""
+from tests.recipes import fp8_twin
+
+NEVER = (*fp8_twin.NEVER, "conv1d")
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)
 """AutoAWQ: the columns that the nibbles of a word hold, low first."""
 
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,10 @@ class Stored:
     """One matrix: its tensors by last names, and the values that they mean, float32."""
 
     tensors: Tensors
-    values: torch.Tensor
+    values: Tensor
 
 
-def words(codes: torch.Tensor, bits: int) -> torch.Tensor:
+def words(codes: Tensor, bits: int) -> Tensor:
     """Codes [R, n] as int32 [R, ceil(n * bits / 32)], each row one long integer, low first."""
     rows = []
     count = -(-codes.shape[1] * bits // 32)
@@ -44,55 +47,49 @@ def words(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def integers(
-    weight: torch.Tensor, bits: int, group: int, symmetric: bool, scale: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    weight: Tensor, bits: int, group: int, sym: bool, scale: torch.dtype = torch.float16
+) -> tuple[Tensor, Tensor, Tensor]:
     """Codes [N, K], scales and zeros [N, K / group] of a matrix."""
     grouped, most = weight.float().unflatten(1, (-1, group)), (1 << bits) - 1
-    low, high = grouped.amin(-1), grouped.amax(-1)
-    if symmetric:
-        scales = (grouped.abs().amax(-1) / (most // 2 + 0.5)).clamp(min=1e-6).to(scale)
+    low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+    if sym:
+        scales = (torch.maximum(-low, high) / (most // 2 + 0.5)).clamp(min=1e-6).to(scale)
         zeros = torch.full_like(low, 1 << (bits - 1))
     else:
-        scales = ((high.clamp(min=0) - low.clamp(max=0)) / most).clamp(min=1e-6).to(scale)
-        zeros = (-low.clamp(max=0) / scales.float()).round().clamp(0, most)
+        scales = ((high - low) / most).clamp(min=1e-6).to(scale)
+        zeros = (-low / scales.float()).round().clamp(0, most)
     codes = (grouped / scales.float()[..., None]).round() + zeros[..., None]
     return codes.clamp(0, most).long().flatten(1), scales, zeros.long()
 
 
-def meant(
-    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, order: torch.Tensor
-) -> torch.Tensor:
+def meant(codes: Tensor, scales: Tensor, zeros: Tensor, order: Tensor | None = None) -> Tensor:
     """Values by the definition; order: each column's group."""
+    if order is None:
+        order = torch.arange(codes.shape[1]) // (codes.shape[1] // scales.shape[1])
     return (codes - zeros[:, order]).float() * scales.float()[:, order]
 
 
 def packed(
-    weight: torch.Tensor, bits: int = 4, group: int = 32, symmetric: bool = True, scale: Any = torch.bfloat16
+    weight: Tensor, bits: int = 4, group: int = 32, sym: bool = True, scale: torch.dtype = torch.bfloat16
 ) -> Stored:
-    group = weight.shape[1] if group < 0 else group
-    codes, scales, zeros = integers(weight, bits, group, symmetric, scale)
+    codes, scales, zeros = integers(weight, bits, group if group > 0 else weight.shape[1], sym, scale)
     found = {"weight_packed": words(codes, bits), "weight_scale": scales}
     found["weight_shape"] = torch.tensor(weight.shape)
-    if not symmetric:
+    if not sym:
         found["weight_zero_point"] = words(zeros.t(), bits).t().contiguous()
-    return Stored(found, meant(codes, scales, zeros, torch.arange(weight.shape[1]) // group))
+    return Stored(found, meant(codes, scales, zeros))
 
 
 def gptq(
-    weight: torch.Tensor,
-    bits: int = 4,
-    group: int = 32,
-    symmetric: bool = True,
-    offset: int = 1,
-    shuffled: bool = False,
+    weight: Tensor, bits: int = 4, group: int = 32, sym: bool = True, offset: int = 1, mixed: bool = False
 ) -> Stored:
     size = weight.shape[1]
-    group = size if group < 0 else group
+    group = group if group > 0 else size
     order = torch.arange(size) // group
-    if shuffled:
+    if mixed:
         order = order[torch.randperm(size, generator=torch.Generator().manual_seed(size))]
     place = torch.argsort(order, stable=True)
-    sorted_codes, scales, zeros = integers(weight[:, place], bits, group, symmetric, torch.float16)
+    sorted_codes, scales, zeros = integers(weight[:, place], bits, group, sym)
     codes = torch.empty_like(sorted_codes)
     codes[:, place] = sorted_codes
     kept = (zeros - offset) % (1 << bits)
@@ -101,40 +98,31 @@ def gptq(
     return Stored(found, meant(codes, scales, zeros, order))
 
 
-def awq(weight: torch.Tensor, group: int = 32) -> Stored:
-    group = weight.shape[1] if group < 0 else group
-    codes, scales, zeros = integers(weight, 4, group, False, torch.float16)
+def awq(weight: Tensor) -> Stored:
+    codes, scales, zeros = integers(weight, 4, 32, False)
 
-    def interleaved(rows: torch.Tensor) -> torch.Tensor:
-        places = [8 * (i // 8) + NIBBLES[i % 8] for i in range(rows.shape[1])]
-        return words(rows[:, places], 4)
+    def interleaved(rows: Tensor) -> Tensor:
+        return words(rows[:, [8 * (i // 8) + NIBBLES[i % 8] for i in range(rows.shape[1])]], 4)
 
     found = {"qweight": interleaved(codes.t()), "qzeros": interleaved(zeros.t())}
-    found["scales"] = scales.t().contiguous()
-    return Stored(found, meant(codes, scales, zeros, torch.arange(weight.shape[1]) // group))
+    return Stored({**found, "scales": scales.t().contiguous()}, meant(codes, scales, zeros))
 
 
-def int8(weight: torch.Tensor) -> Stored:
+def int8(weight: Tensor) -> Stored:
     codes, scales, zeros = integers(weight, 8, weight.shape[1], True, torch.bfloat16)
     found = {"weight": (codes - 128).to(torch.int8), "weight_scale": scales}
-    return Stored(found, meant(codes, scales, zeros, torch.zeros(weight.shape[1], dtype=torch.long)))
+    return Stored(found, meant(codes, scales, zeros))
 
 
-def fp8(weight: torch.Tensor, way: str = "channel", block: int = 32) -> Stored:
+def fp8(weight: Tensor, way: str = "channel", block: int = 32) -> Stored:
     rows, columns = weight.shape
     tall, wide = {"tensor": (rows, columns), "channel": (1, columns), "block": (block, block)}[way]
-    shape = -(-rows // tall), -(-columns // wide)
-    place = torch.arange(rows)[:, None] // tall * shape[1] + torch.arange(columns) // wide
-    most = torch.zeros(shape[0] * shape[1]).index_reduce_(
-        0, place.flatten(), weight.float().abs().flatten(), "amax"
-    )
-    scales = (most / 448).clamp(min=1e-9)
-    values = (weight.float() / scales[place]).to(torch.float8_e4m3fn)
-    kept = scales if way == "tensor" else scales.view(shape)
-    return Stored({"weight": values, "weight_scale": kept.float()}, values.float() * scales[place])
+    values, scales, every = fp8_twin.quantize(weight, tall, wide)
+    kept = scales.flatten() if way == "tensor" else scales
+    return Stored({"weight": values, "weight_scale": kept}, values.float() * every)
 
 
-def floats(weight: torch.Tensor, layout: str) -> Stored:
+def floats(weight: Tensor, layout: str) -> Stored:
     """nvfp4, modelopt or mxfp4."""
     group = 32 if layout == "mxfp4" else 16
     grouped = weight.float().unflatten(1, (-1, group))
@@ -162,9 +150,7 @@ def compressed(kept: str, **weights: Any) -> dict[str, Any]:
     """A configuration of compressed-tensors."""
     group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "symmetric": True, **weights}}
     return {
-        "quant_method": "compressed-tensors",
-        "format": kept,
-        "quantization_status": "compressed",
+        **{"quant_method": "compressed-tensors", "format": kept, "quantization_status": "compressed"},
         "ignore": ["lm_head", "re:.*mlp.gate$"],
         "config_groups": {"group_0": {**group, "input_activations": None}},
     }
@@ -179,41 +165,45 @@ def of_gptq(bits: int = 4, group: int = 32, **more: Any) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": True, **more}
 
 
-Way = tuple[dict[str, Any], Callable[[torch.Tensor], Stored]]
+Way = tuple[dict[str, Any], Callable[[Tensor], Stored]]
+GROUPED = (
+    *((4, 32, True), (4, 32, False), (4, 64, True), (4, -1, True), (4, -1, False)),
+    *((8, 32, True), (8, -1, True), (8, 64, False), (3, 32, True), (5, 32, False)),
+)
+MODELOPT, FOUR_BITS = {"quant_method": "modelopt"}, {"quant_algo": "NVFP4", "ignore": ["lm_head"]}
+
+
+def grouped(bits: int, group: int, sym: bool) -> Way:
+    """Integers whose groups of columns share a scale; -1: whole rows do."""
+    return of_groups(bits, group, sym), partial(packed, bits=bits, group=group, sym=sym)
+
+
 WAYS: dict[str, Way] = {
     **{
-        f"w{bits}-{group}{'' if symmetric else '-zeros'}": (
-            of_groups(bits, group, symmetric),
-            lambda w, b=bits, g=group, s=symmetric: packed(w, b, g, s),  # type: ignore[misc]
-        )
-        for bits, group, symmetric in (
-            *((4, 32, True), (4, 32, False), (4, 64, True), (4, -1, True), (4, -1, False)),
-            *((8, 32, True), (8, -1, True), (8, 64, False), (3, 32, True), (5, 32, False)),
-        )
+        f"w{bits}-{group}{'' if sym else '-zeros'}": grouped(bits, group, sym) for bits, group, sym in GROUPED
     },
-    "w4-float": (of_groups(4, 32), lambda w: packed(w, scale=torch.float32)),
+    "w4-float": (of_groups(4, 32), partial(packed, scale=torch.float32)),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq),
     "gptq": (of_gptq(), gptq),
-    "gptq-zeros": (of_gptq(sym=False), lambda w: gptq(w, symmetric=False)),
-    "gptq-v2": (of_gptq(checkpoint_format="gptq_v2"), lambda w: gptq(w, offset=0)),
-    "gptq-order": (of_gptq(desc_act=True, sym=False), lambda w: gptq(w, symmetric=False, shuffled=True)),
-    "gptq-3": (of_gptq(3, -1), lambda w: gptq(w, 3, -1)),
-    "gptq-8": (of_gptq(8), lambda w: gptq(w, 8)),
+    "gptq-zeros": (of_gptq(sym=False), partial(gptq, sym=False)),
+    "gptq-v2": (of_gptq(checkpoint_format="gptq_v2"), partial(gptq, offset=0)),
+    "gptq-order": (of_gptq(desc_act=True, sym=False), partial(gptq, sym=False, mixed=True)),
+    "gptq-3": (of_gptq(3, -1), partial(gptq, bits=3, group=-1)),
+    "gptq-8": (of_gptq(8), partial(gptq, bits=8)),
     "int8": (compressed("int-quantized", num_bits=8, strategy="channel"), int8),
     **{
         f"fp8-{way}": (
             compressed("float-quantized", num_bits=8, type="float", strategy=way, block_structure=[32, 32]),
-            lambda w, k=way: fp8(w, k),  # type: ignore[misc]
+            partial(fp8, way=way),
         )
         for way in ("tensor", "channel", "block")
     },
-    "nvfp4": (compressed("nvfp4-pack-quantized", type="float"), lambda w: floats(w, "nvfp4")),
-    "mxfp4": (compressed("mxfp4-pack-quantized", type="float"), lambda w: floats(w, "mxfp4")),
-    "modelopt-nvfp4": (
-        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
-        lambda w: floats(w, "modelopt"),
-    ),
-    "modelopt-fp8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, lambda w: fp8(w, "tensor")),
+    **{
+        way: (compressed(f"{way}-pack-quantized", type="float"), partial(floats, layout=way))
+        for way in ("nvfp4", "mxfp4")
+    },
+    "modelopt-nvfp4": (MODELOPT | FOUR_BITS, partial(floats, layout="modelopt")),
+    "modelopt-fp8": (MODELOPT | {"quant_algo": "FP8"}, partial(fp8, way="tensor")),
 }
 """Layouts: what config.json says, and how a matrix is stored."""
 
@@ -224,25 +214,21 @@ def stacked(each: Sequence[Stored]) -> Stored:
     return Stored(found, torch.stack([one.values for one in each]))
 
 
-def write_twins(
-    source: Path, folder: Path, way: str, keep: Sequence[str] = NEVER, plain_dtype: Any = torch.float32
-) -> tuple[Path, Path]:
+def write_twins(source: Path, folder: Path, way: str, keep: Sequence[str] = NEVER) -> tuple[Path, Path]:
     """The twin of an unsharded checkpoint in a layout, and the checkpoint of the values that it means."""
     config, store = WAYS[way]
     twin, plain = folder / f"{source.name}-{way}", folder / f"{source.name}-{way}-plain"
     for each in (twin, plain):
         shutil.copytree(source, each)
-    tensors: Tensors = {}
-    whole: Tensors = {}
+    tensors, whole = Tensors(), Tensors()
     for name, tensor in load_file(source / "model.safetensors").items():
         matrix = tensor.dim() > 1 and tensor.shape[-1] % 32 == 0
         if not matrix or any(part in name for part in keep):
-            tensors[name] = tensor
-            whole[name] = tensor.to(plain_dtype)
+            tensors[name], whole[name] = tensor, tensor.float()
             continue
         stored = store(tensor) if tensor.dim() == 2 else stacked([store(each) for each in tensor])
         tensors |= {f"{name.removesuffix('weight')}{last}": each for last, each in stored.tensors.items()}
-        whole[name] = stored.values.to(plain_dtype)
+        whole[name] = stored.values
     save_file(tensors, twin / "model.safetensors", metadata={"format": "pt"})
     save_file(whole, plain / "model.safetensors", metadata={"format": "pt"})
     own = json.loads((twin / "config.json").read_text())
