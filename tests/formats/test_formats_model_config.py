@@ -12,11 +12,7 @@ import pytest
 from spd.errors import CheckpointError
 from spd.formats import json_file
 from spd.formats.block_config import ExpertsConfig, LatentConfig, RouterConfig
-from spd.formats.model_config import (
-    GenerationConfig,
-    ModelConfig,
-    read_generation_config,
-)
+from spd.formats.model_config import GenerationConfig, ModelConfig, read_generation_config
 from spd.formats.quantized import Scheme
 from spd.formats.rope_config import RopeConfig
 from tests.formats.formats_helpers import LLAMA, QWEN3, refused, write_json
@@ -33,24 +29,11 @@ def without(config: dict, *keys: str) -> dict:
 
 
 def test_llama_is_read(tmp_path: Path) -> None:
-    config = read(tmp_path, LLAMA)
-    assert config == ModelConfig(
-        architecture="LlamaForCausalLM",
-        hidden_size=64,
-        intermediate_size=128,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        vocab_size=300,
-        max_positions=512,
-        rms_norm_eps=1e-5,
-        tie_embeddings=False,
-        attention_bias=False,
-        mlp_bias=False,
-        rope=RopeConfig("default", 500000.0),
-        dtype="bfloat16",
-        bos_token_id=1,
+    assert read(tmp_path, LLAMA) == ModelConfig(
+        **{"architecture": "LlamaForCausalLM", "hidden_size": 64, "intermediate_size": 128, "num_layers": 2},
+        **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "vocab_size": 300, "max_positions": 512},
+        **{"rms_norm_eps": 1e-5, "tie_embeddings": False, "attention_bias": False, "mlp_bias": False},
+        **{"rope": RopeConfig("default", 500000.0), "dtype": "bfloat16", "bos_token_id": 1},
         eos_token_ids=(2,),
     )
 
@@ -134,13 +117,7 @@ def test_quantization_and_architecture_name_what_they_found(tmp_path: Path) -> N
     )
 
 
-def test_sliding_window_switched_off_is_accepted(tmp_path: Path) -> None:
-    off = {"sliding_window": 128, "use_sliding_window": False, "layer_types": ["full_attention"] * 2}
-    assert read(tmp_path, {**QWEN3, **off}).num_layers == 2
-    with refused(CheckpointError, "sliding_window", "128"):
-        read(tmp_path, {**LLAMA, **off, "use_sliding_window": True})
-
-
+OFF = {"sliding_window": 128, "use_sliding_window": False, "layer_types": ["full_attention"] * 2}
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 GEMMA2 = {**LLAMA, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
@@ -150,6 +127,7 @@ GEMMA3 = {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3
 @pytest.mark.parametrize(
     ("base", "change", "layers", "expected"),
     [
+        (QWEN3, OFF, 2, ()),
         (MISTRAL, {}, 2, (4096, 4096)),
         (MISTRAL, {"sliding_window": None}, 2, ()),
         (MISTRAL, {"sliding_window": 64, "layer_types": ["sliding_attention"] * 2}, 2, (64, 64)),
@@ -182,22 +160,14 @@ DEEPSEEK_V3: dict[str, Any] = {
     **{"num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1},
     **{"q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
     "quantization_config": {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": "fp8",
+        **{"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"},
         "weight_block_size": [128, 128],
     },
-    "rms_norm_eps": 1e-06,
     "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
+        **{"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0},
+        **{"original_max_position_embeddings": 4096, "type": "yarn"},
     },
-    **{"rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid"},
+    **{"rms_norm_eps": 1e-06, "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid"},
     **{"tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc"},
     **{"torch_dtype": "bfloat16", "v_head_dim": 128, "vocab_size": 129280},
 }
@@ -285,107 +255,85 @@ def test_glm_flash_as_published(tmp_path: Path) -> None:
     assert listed is not None and listed.sparse_layers == (False,) * 2 + (True,) * 45
 
 
-VALUES = [
-    *(("num_hidden_layers", value) for value in (10**9, 0, -1, 2.0, "2", True, [2], 10**400)),
-    *(("hidden_size", value) for value in (-1, 0, 64.0, 2**40)),
-    ("intermediate_size", -5),
-    *(("num_attention_heads", value) for value in (0, 5, -4, 10**6)),
-    *(("num_key_value_heads", value) for value in (0, 3, 8)),
-    *(("head_dim", value) for value in (0, 15, 16.0, 10**6)),
-    *(("vocab_size", value) for value in (0, 2**31, 300.0)),
-    *(("max_position_embeddings", value) for value in (0, 10**12, 4096.0)),
-    *(("rms_norm_eps", value) for value in (0, -1e-6, 1.5, "1e-6", True)),
-    *(("tie_word_embeddings", value) for value in (1, "true")),
-    *(("attention_bias", value) for value in (0, "no")),
-    ("mlp_bias", "yes"),
-    *(("hidden_act", value) for value in ("gelu", "gelu_pytorch_tanh", 3)),
-    *(("torch_dtype", value) for value in ("float8_e4m3fn", "float64", "auto", 16)),
-    *(("architectures", value) for value in (["GPT2LMHeadModel"], [], None, "LlamaForCausalLM", [3])),
-    ("architectures", ["LlamaForCausalLM", "Qwen3ForCausalLM"]),
-    ("model_type", "mistral"),
-    ("quantization_config", {"quant_method": "fp8"}),
-    ("compression_config", {"x": 1}),
-    ("partial_rotary_factor", 0.5),
-    ("sliding_window", 128),
-    ("layer_types", ["full_attention", "sliding_attention"]),
-    ("layer_types", ["full_attention"]),
-    ("layer_types", {"a": 1}),
-    *(("eos_token_id", value) for value in (-1, 2.0, [[2]], "2", [0] * 2000)),
-    *(("bos_token_id", value) for value in (-1, 1.0)),
-]
+def each(base: dict, **fields: tuple) -> list[tuple[dict, dict, tuple[str, ...]]]:
+    """Rows of values that are refused with the name of their field."""
+    return [(base, {field: value}, (field,)) for field, values in fields.items() for value in values]
+
+
 NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "architectures")
 NEEDED += ("max_position_embeddings", "rms_norm_eps")
+LINEAR = {"type": "linear", "factor": 2}
+SPARSE_NAMES = ["full_attention", "sliding_attention"]
 REFUSED = [
-    *((LLAMA, {field: value}, (field,)) for field, value in VALUES),
-    *((LLAMA, {field: None}, (field,)) for field in NEEDED),
-    (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2}}, ("rope_scaling", "dynamic", "yarn")),
-    (LLAMA, {"rope_scaling": {"rope_type": "longrope", "factor": 2}}, ("long_factor", "8 numbers")),
-    (LLAMA, {"rope_scaling": {"factor": 2}}, ("rope_scaling", "rope_type", "missing")),
-    (LLAMA, {"rope_scaling": {"type": "linear"}}, ("factor", "missing")),
-    (LLAMA, {"rope_scaling": {"type": "linear", "factor": 0.5}}, ("factor", "0.5")),
-    (LLAMA, {"rope_scaling": {"type": "linear", "factor": "2"}}, ("factor", "'2'")),
-    (LLAMA, {"rope_scaling": {"type": "linear", "factor": True}}, ("factor", "true")),
-    (LLAMA, {"rope_scaling": {"type": "yarn", "factor": 4, "section": [1]}}, ("section", "known")),
-    (LLAMA, {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, ("high_freq_factor", "low_freq_factor")),
-    (LLAMA, {"rope_scaling": without(LLAMA3, "low_freq_factor")}, ("low_freq_factor", "missing")),
-    (
-        LLAMA,
-        {"rope_scaling": without(LLAMA3, "original_max_position_embeddings")},
-        ("original_max", "missing"),
+    *each(LLAMA, **dict.fromkeys(NEEDED, (None,))),
+    *each(LLAMA, num_hidden_layers=(10**9, 0, -1, 2.0, "2", True, [2], 10**400), intermediate_size=(-5,)),
+    *each(LLAMA, hidden_size=(-1, 0, 64.0, 2**40), num_attention_heads=(0, 5, -4, 10**6)),
+    *each(LLAMA, num_key_value_heads=(0, 3, 8), head_dim=(0, 15, 16.0, 10**6), vocab_size=(0, 2**31, 300.0)),
+    *each(LLAMA, max_position_embeddings=(0, 10**12, 4096.0), rms_norm_eps=(0, -1e-6, 1.5, "1e-6", True)),
+    *each(LLAMA, tie_word_embeddings=(1, "true"), attention_bias=(0, "no"), mlp_bias=("yes",)),
+    *each(LLAMA, hidden_act=("gelu", "gelu_pytorch_tanh", 3), rope_theta=(0.5, 1e300, "1e6")),
+    *each(LLAMA, torch_dtype=("float8_e4m3fn", "float64", "auto", 16), model_type=("mistral",)),
+    *each(LLAMA, architectures=(["GPT2LMHeadModel"], [], None, "LlamaForCausalLM", [3])),
+    *each(LLAMA, architectures=(["LlamaForCausalLM", "Qwen3ForCausalLM"],), sliding_window=(128,)),
+    *each(LLAMA, quantization_config=({"quant_method": "fp8"},), compression_config=({"x": 1},)),
+    *each(LLAMA, partial_rotary_factor=(0.5,), layer_types=(SPARSE_NAMES, ["full_attention"], {"a": 1})),
+    *each(LLAMA, eos_token_id=(-1, 2.0, [[2]], "2", [0] * 2000), bos_token_id=(-1, 1.0)),
+    *(
+        (LLAMA, {"rope_scaling": scaling}, words)
+        for scaling, words in (
+            ({"type": "dynamic", "factor": 2}, ("rope_scaling", "dynamic", "yarn")),
+            ({"rope_type": "longrope", "factor": 2}, ("long_factor", "8 numbers")),
+            ({"factor": 2}, ("rope_scaling", "rope_type", "missing")),
+            ({"type": "linear"}, ("factor", "missing")),
+            ({"type": "linear", "factor": 0.5}, ("factor", "0.5")),
+            ({"type": "linear", "factor": "2"}, ("factor", "'2'")),
+            ({"type": "linear", "factor": True}, ("factor", "true")),
+            ({"type": "yarn", "factor": 4, "section": [1]}, ("section", "known")),
+            ({**LLAMA3, "high_freq_factor": 1.0}, ("high_freq_factor", "low_freq_factor")),
+            (without(LLAMA3, "low_freq_factor"), ("low_freq_factor", "missing")),
+            (without(LLAMA3, "original_max_position_embeddings"), ("original_max", "missing")),
+            ({**LLAMA3, "original_max_position_embeddings": 0}, ("original_max",)),
+            ({**YARN, "beta_fast": 1, "beta_slow": 1}, ("beta_fast",)),
+            ({**YARN, "attention_factor": -1}, ("attention_factor",)),
+            ({**YARN, "truncate": 1}, ("truncate",)),
+            ({**YARN, "partial_rotary_factor": 0.5}, ("partial_rotary_factor",)),
+            ("linear", ("rope_scaling", "object")),
+        )
     ),
-    (LLAMA, {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 0}}, ("original_max",)),
-    (LLAMA, {"rope_scaling": {**YARN, "beta_fast": 1, "beta_slow": 1}}, ("beta_fast",)),
-    (LLAMA, {"rope_scaling": {**YARN, "attention_factor": -1}}, ("attention_factor",)),
-    (LLAMA, {"rope_scaling": {**YARN, "truncate": 1}}, ("truncate",)),
-    (LLAMA, {"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}}, ("partial_rotary_factor",)),
-    (LLAMA, {"rope_scaling": "linear"}, ("rope_scaling", "object")),
     (
         LLAMA,
-        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear", "factor": 2}},
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": LINEAR},
         ("rope_scaling", "disagrees"),
     ),
     (LLAMA, {"dtype": "float32"}, ("torch_dtype: 'bfloat16' disagrees with dtype, which is 'float32'",)),
     (LLAMA, {"norm_eps": 1e-6}, ("norm_eps: 1e-06 disagrees with rms_norm_eps",)),
-    (LLAMA, {"rope_theta": 0.5}, ("rope_theta",)),
-    (LLAMA, {"rope_theta": 1e300}, ("rope_theta",)),
-    (LLAMA, {"rope_theta": "1e6"}, ("rope_theta",)),
+    (LLAMA, {"hidden_act": "\x1b[2Jgelu\n" * 100}, ("hidden_act", "\\x1b")),
+    (LLAMA, {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}, ("hidden_act", "gelu")),
+    (LLAMA, {**OFF, "use_sliding_window": True}, ("sliding_window", "128")),
     (MISTRAL, {"sliding_window": 0}, ("sliding_window", "0")),
     (QWEN2, {"layer_types": ["full_attention", "chunked_attention"]}, ("layer_types", "chunked")),
-    (QWEN2, {"layer_types": ["full_attention", "sliding_attention"]}, ("no sliding_window",)),
+    (QWEN2, {"layer_types": SPARSE_NAMES}, ("no sliding_window",)),
     (QWEN2, {"layer_types": ["full_attention"]}, ("layer_types", "2 names")),
-    (MISTRAL, {"layer_types": ["full_attention", "sliding_attention"]}, ("layer_types", "architecture")),
+    (MISTRAL, {"layer_types": SPARSE_NAMES}, ("layer_types", "architecture")),
     (MISTRAL, {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, ("rope_parameters", "full_")),
     (MISTRAL, {"rope_scaling": {"type": "dynamic", "alpha": 1e3}}, ("rope_scaling", "alpha")),
-    (LLAMA, {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}, ("hidden_act", "gelu")),
-    (GEMMA3, {"sliding_window_pattern": 0}, ("sliding_window_pattern",)),
-    (GEMMA2, {"hidden_activation": "gelu"}, ("hidden_activation", "gelu_pytorch_tanh")),
-    (GEMMA2, {"attn_logit_softcapping": 0}, ("attn_logit_softcapping",)),
-    (GEMMA3, {"use_bidirectional_attention": True}, ("use_bidirectional_attention",)),
+    *each(GEMMA3, sliding_window_pattern=(0,), use_bidirectional_attention=(True,)),
     (GEMMA3, {"rope_parameters": {"full_attention": {"rope_type": "ntk"}}}, ("rope_type", "ntk")),
-    (DEEPSEEK_V3, {"scoring_func": "softmax"}, ("scoring_func",)),
-    (DEEPSEEK_V3, {"topk_method": "greedy"}, ("topk_method",)),
+    *each(GEMMA2, attn_logit_softcapping=(0,)),
+    (GEMMA2, {"hidden_activation": "gelu"}, ("hidden_activation", "gelu_pytorch_tanh")),
+    *each(DEEPSEEK_V3, scoring_func=("softmax",), topk_method=("greedy",), topk_group=(9,)),
+    *each(DEEPSEEK_V3, num_experts_per_tok=(257, None), n_routed_experts=(10**6,), kv_lora_rank=(0,)),
+    *each(DEEPSEEK_V3, q_lora_rank=(-1,), v_head_dim=("128",), compression_config=({},)),
     (DEEPSEEK_V3, {"n_group": 7}, ("n_group: 7 does not divide 256",)),
     (DEEPSEEK_V3, {"n_group": 256, "topk_group": 256}, ("hold 1 each",)),
-    (DEEPSEEK_V3, {"topk_group": 9}, ("topk_group",)),
     (DEEPSEEK_V3, {"n_group": 128, "topk_group": 3}, ("3 groups hold fewer than 8",)),
-    (DEEPSEEK_V3, {"num_experts_per_tok": 257}, ("num_experts_per_tok",)),
-    (DEEPSEEK_V3, {"num_experts_per_tok": None}, ("num_experts_per_tok",)),
-    (DEEPSEEK_V3, {"n_routed_experts": 10**6}, ("n_routed_experts",)),
-    (DEEPSEEK_V3, {"kv_lora_rank": 0}, ("kv_lora_rank",)),
-    (DEEPSEEK_V3, {"q_lora_rank": -1}, ("q_lora_rank",)),
     (DEEPSEEK_V3, {"qk_rope_head_dim": 63}, ("odd",)),
-    (DEEPSEEK_V3, {"v_head_dim": "128"}, ("v_head_dim",)),
-    (DEEPSEEK_V3, {"compression_config": {}}, ("compression_config",)),
     (DEEPSEEK_V3, {"architectures": ["DeepseekV32ForCausalLM"]}, ("DeepseekV32ForCausalLM", "not supported")),
     (DEEPSEEK_V3, {"architectures": ["GlmMoeDsaForCausalLM"]}, ("GlmMoeDsaForCausalLM",)),
-    (DEEPSEEK_V2_LITE, {"norm_topk_prob": True}, ("norm_topk_prob",)),
-    (DEEPSEEK_V2_LITE, {"topk_method": "noaux_tc"}, ("topk_method",)),
-    (GLM4, {"partial_rotary_factor": 0.01}, ("partial_rotary_factor",)),
-    (GLM4, {"partial_rotary_factor": 1.5}, ("partial_rotary_factor",)),
+    *each(DEEPSEEK_V2_LITE, norm_topk_prob=(True,), topk_method=("noaux_tc",)),
+    *each(GLM4, partial_rotary_factor=(0.01, 1.5)),
+    *each(GLM4_FLASH, mlp_layer_types=(["moe"] * 47,), partial_rotary_factor=(0.5,), kv_lora_rank=(None,)),
     (GLM4_FLASH, {"mlp_layer_types": ["sparse"] * 46}, ("mlp_layer_types: is not a list of 47 names",)),
-    (GLM4_FLASH, {"mlp_layer_types": ["moe"] * 47}, ("mlp_layer_types",)),
-    (GLM4_FLASH, {"partial_rotary_factor": 0.5}, ("partial_rotary_factor",)),
-    (GLM4_FLASH, {"kv_lora_rank": None}, ("kv_lora_rank",)),
     (QWEN3_MOE, {"num_local_experts": None}, ("num_experts: is missing",)),
 ]
 
@@ -402,12 +350,8 @@ def test_keys_of_another_family_change_nothing(tmp_path: Path) -> None:
     foreign = {
         **{"attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0, "query_pre_attn_scalar": 64},
         **{"no_rope_layers": [0, 1], "no_rope_layer_interval": 2, "embedding_multiplier": 3.0},
-        **{
-            "residual_multiplier": 0.5,
-            "attention_multiplier": 0.5,
-            "logits_scaling": 2.0,
-            "logit_scale": 0.5,
-        },
+        **{"residual_multiplier": 0.5, "attention_multiplier": 0.5, "logits_scaling": 2.0},
+        "logit_scale": 0.5,
         **{"sliding_window_pattern": "LG", "max_window_layers": 1, "hidden_activation": "gelu_pytorch_tanh"},
     }
     for base in (LLAMA, MISTRAL):
@@ -458,20 +402,13 @@ def test_gemma_is_read(tmp_path: Path) -> None:
     assert (config.rope, config.local_rope) == expected
 
 
-def test_terminal_escapes_in_a_value_do_not_reach_the_message(tmp_path: Path) -> None:
-    with refused(CheckpointError, "hidden_act", "\\x1b"):
-        read(tmp_path, {**LLAMA, "hidden_act": "\x1b[2Jgelu\n" * 100})
-
-
 def test_auto_map_is_never_executed(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     code = f"open({str(canary)!r}, 'w')\nclass Model: pass\n"
     for name in ("modeling_evil.py", "configuration_evil.py", "__init__.py"):
         (tmp_path / name).write_text(code)
-    read(
-        tmp_path,
-        {**LLAMA, "auto_map": {"AutoConfig": "configuration_evil.C", "AutoModel": "modeling_evil.Model"}},
-    )
+    evil = {"AutoConfig": "configuration_evil.C", "AutoModel": "modeling_evil.Model"}
+    read(tmp_path, {**LLAMA, "auto_map": evil})
     assert not canary.exists()
 
 
@@ -520,17 +457,11 @@ def test_byte_order_mark_is_accepted(tmp_path: Path) -> None:
     assert read_model_config(tmp_path).hidden_size == 64
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
-    with refused(CheckpointError, f"{tmp_path}/config.json: No such file"):
-        read_model_config(tmp_path)
-
-
 def test_wishes_for_sampling_are_read(tmp_path: Path) -> None:
     assert read_generation_config(tmp_path) == GenerationConfig()
     values = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0, "repetition_penalty": 1.05}
-    write_json(
-        tmp_path, "generation_config.json", {**values, "do_sample": True, "eos_token_id": [5, 3], "x": 1}
-    )
+    more = {"do_sample": True, "eos_token_id": [5, 3], "x": 1}
+    write_json(tmp_path, "generation_config.json", {**values, **more})
     assert read_generation_config(tmp_path) == GenerationConfig((5, 3), 0.6, 0.95, 0.0, 1.05, 20, True)
     write_json(tmp_path, "generation_config.json", {"eos_token_id": 7, "temperature": None})
     assert read_generation_config(tmp_path) == GenerationConfig((7,))
