@@ -14,16 +14,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from tests.recipes.demo_hybrid import new_decoder
-from tests.recipes.demo_model import AnyShape, Decoder, DeepseekShape, HybridShape, Shape
+from tests.recipes.demo_model import Decoder, DeepseekShape, HybridShape, Shape, Sizes
 from tests.recipes.tiny import CHAT_TEMPLATE, SPECIAL_TOKENS
 
-SUMMED = (
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-)
+SUMMED = ("config.json", "generation_config.json", "model.safetensors")
+SUMMED += ("tokenizer.json", "tokenizer_config.json")
 MTP_NAMES = {"mtp.norm.": "shared_head.norm.", "mtp.block.": "", "mtp.": ""}
 HYBRID_MTP_NAMES = {
     "mtp.enorm.": "mtp.pre_fc_norm_embedding.",
@@ -37,13 +32,9 @@ HYBRID_MTP_NAMES = {
 def qwen3_config(shape: Shape) -> dict[str, Any]:
     """The architecture's part of a Qwen3 config.json."""
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
+        **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": shape.hidden},
+        **{"intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers},
+        **{"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads},
         "head_dim": shape.head_dim,
     }
 
@@ -51,82 +42,52 @@ def qwen3_config(shape: Shape) -> dict[str, Any]:
 def deepseek_config(shape: DeepseekShape) -> dict[str, Any]:
     """The architecture's part of a DeepSeek-V3 config.json."""
     return {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.dense,
-        "moe_intermediate_size": shape.expert,
-        "num_hidden_layers": shape.layers,
-        "num_nextn_predict_layers": 1,
-        "first_k_dense_replace": 1,
-        "moe_layer_freq": 1,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.heads,
-        "q_lora_rank": None,
-        "kv_lora_rank": shape.kv_rank,
-        "qk_nope_head_dim": shape.nope,
-        "qk_rope_head_dim": shape.rope,
-        "v_head_dim": shape.value,
-        "n_routed_experts": shape.routed,
-        "n_shared_experts": shape.shared,
-        "num_experts_per_tok": shape.top_experts,
-        "n_group": shape.groups,
-        "topk_group": shape.top_groups,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": shape.routed_scaling,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "rope_scaling": None,
+        **{"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
+        **{"hidden_size": shape.hidden, "intermediate_size": shape.dense},
+        **{"moe_intermediate_size": shape.expert, "num_hidden_layers": shape.layers},
+        **{"num_nextn_predict_layers": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1},
+        **{"num_attention_heads": shape.heads, "num_key_value_heads": shape.heads, "q_lora_rank": None},
+        **{"kv_lora_rank": shape.kv_rank, "qk_nope_head_dim": shape.nope, "qk_rope_head_dim": shape.rope},
+        **{"v_head_dim": shape.value, "n_routed_experts": shape.routed, "n_shared_experts": shape.shared},
+        **{"num_experts_per_tok": shape.top_experts, "n_group": shape.groups, "topk_group": shape.top_groups},
+        **{"norm_topk_prob": True, "routed_scaling_factor": shape.routed_scaling, "scoring_func": "sigmoid"},
+        **{"topk_method": "noaux_tc", "rope_scaling": None},
     }
 
 
 def hybrid_config(shape: HybridShape) -> dict[str, Any]:
     """The architecture's part of a Qwen3.5 text model's config.json."""
-    layers = range(1, shape.layers + 1)
+    kinds = ("linear" if i % shape.interval else "full" for i in range(1, shape.layers + 1))
     frequencies = shape.rope // 2
     return {
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "model_type": "qwen3_5_text",
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": shape.layers,
-        "full_attention_interval": shape.interval,
-        "layer_types": ["linear_attention" if i % shape.interval else "full_attention" for i in layers],
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "attn_output_gate": True,
-        "linear_conv_kernel_dim": shape.kernel,
-        "linear_key_head_dim": shape.key_dim,
-        "linear_value_head_dim": shape.value_dim,
-        "linear_num_key_heads": shape.key_heads,
-        "linear_num_value_heads": shape.value_heads,
-        "mamba_ssm_dtype": "float32",
-        "mtp_num_hidden_layers": 1,
-        "mtp_use_dedicated_embeddings": False,
+        **{"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"},
+        **{"hidden_size": shape.hidden, "intermediate_size": shape.intermediate},
+        **{"num_hidden_layers": shape.layers, "full_attention_interval": shape.interval},
+        **{"layer_types": [f"{kind}_attention" for kind in kinds], "num_attention_heads": shape.heads},
+        **{"num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "attn_output_gate": True},
+        **{"linear_conv_kernel_dim": shape.kernel, "linear_key_head_dim": shape.key_dim},
+        **{"linear_value_head_dim": shape.value_dim, "linear_num_key_heads": shape.key_heads},
+        **{"linear_num_value_heads": shape.value_heads, "mamba_ssm_dtype": "float32"},
+        **{"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False},
         "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": shape.rope_theta,
-            "partial_rotary_factor": shape.rope / shape.head_dim,
-            "mrope_interleaved": True,
+            **{"rope_type": "default", "rope_theta": shape.rope_theta},
+            **{"partial_rotary_factor": shape.rope / shape.head_dim, "mrope_interleaved": True},
             "mrope_section": [(frequencies + 2) // 3, (frequencies + 1) // 3, frequencies // 3],
         },
     }
 
 
-def common_config(shape: AnyShape, end_of_turn: int) -> dict[str, Any]:
-    """What the families write alike."""
+OWN = {Shape: qwen3_config, DeepseekShape: deepseek_config, HybridShape: hybrid_config}
+
+
+def config_of(shape: Sizes, end_of_turn: int) -> dict[str, Any]:
+    """config.json: the architecture's part and what the families write alike."""
     return {
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
+        **{**OWN[type(shape)](shape), "hidden_act": "silu", "rms_norm_eps": 1e-6},
         **({} if isinstance(shape, HybridShape) else {"rope_theta": shape.rope_theta}),
-        "max_position_embeddings": shape.max_positions,
-        "vocab_size": shape.vocab,
-        "attention_bias": False,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": None,
-        "eos_token_id": end_of_turn,
+        **{"max_position_embeddings": shape.max_positions, "vocab_size": shape.vocab},
+        **{"attention_bias": False, "tie_word_embeddings": True, "torch_dtype": "bfloat16"},
+        **{"bos_token_id": None, "eos_token_id": end_of_turn},
     }
 
 
@@ -145,7 +106,7 @@ def _names(model: Decoder) -> Iterator[tuple[str, list[str], int, list[int]]]:
             yield inner, [name], 0, [len(value)]
 
 
-def _published(inner: str, shape: AnyShape) -> str:
+def _published(inner: str, shape: Sizes) -> str:
     hybrid = isinstance(shape, HybridShape)
     for ours, published in (HYBRID_MTP_NAMES if hybrid else MTP_NAMES).items():
         if inner.startswith(ours):
@@ -171,7 +132,7 @@ def to_checkpoint(model: Decoder) -> dict[str, Tensor]:
     return tensors
 
 
-def load_decoder(folder: Path, shape: AnyShape) -> Decoder:
+def load_decoder(folder: Path, shape: Sizes) -> Decoder:
     """A saved model, read back in float32."""
     model, weights = new_decoder(shape), load_file(folder / "model.safetensors")
     parts = {inner: ([weights[n].float() for n in names], dim) for inner, names, dim, _ in _names(model)}
@@ -182,10 +143,8 @@ def load_decoder(folder: Path, shape: AnyShape) -> Decoder:
 def save_checkpoint(model: Decoder, folder: Path, tokenizer: Tokenizer) -> None:
     """Write a Hugging Face folder: config, generation config, tokenizer, template, bf16 weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    shape = model.shape
     end_of_text, _, end_of_turn = (tokenizer.token_to_id(t) for t in SPECIAL_TOKENS)
-    own = _own_config(shape)
-    _write_json(folder / "config.json", own | common_config(shape, end_of_turn))
+    _write_json(folder / "config.json", config_of(model.shape, end_of_turn))
     generation = {"eos_token_id": [end_of_turn, end_of_text], "temperature": 0.0, "do_sample": False}
     _write_json(folder / "generation_config.json", generation)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
@@ -194,29 +153,13 @@ def save_checkpoint(model: Decoder, folder: Path, tokenizer: Tokenizer) -> None:
     save_file(to_checkpoint(model), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _own_config(shape: AnyShape) -> dict[str, Any]:
-    if isinstance(shape, Shape):
-        return qwen3_config(shape)
-    return hybrid_config(shape) if isinstance(shape, HybridShape) else deepseek_config(shape)
-
-
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n")
 
 
-def read_record(folder: Path) -> dict[str, Any]:
-    """What training.json keeps, empty before the first stage."""
-    path = folder / "training.json"
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return found
-
-
 def write_sums(folder: Path) -> None:
     """Write SHA256SUMS of the folder and of the drafters in it."""
-    names = [path.relative_to(folder) for part in (".", "draft", "eagle3") for path in _summed(folder / part)]
+    parts = [folder / part / name for part in (".", "draft", "eagle3") for name in SUMMED]
+    names = [path.relative_to(folder) for path in parts if path.exists()]
     sums = [f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
     (folder / "SHA256SUMS").write_text("".join(sums))
-
-
-def _summed(folder: Path) -> list[Path]:
-    return [path for name in SUMMED if (path := folder / name).exists()]

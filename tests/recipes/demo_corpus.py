@@ -1,8 +1,8 @@
 """The demo's corpus: the Python standard library's own source and docstrings, made into text.
 
 Owns which files are read, how near-duplicates are dropped, the split into training and held-out
-modules, and the question-and-answer pairs made from docstrings. Everything is a function of the
-running interpreter's standard library, so the same Python gives the same hash.
+modules, the question-and-answer pairs made from docstrings, the tokenizer, and batches of token ids.
+All is a function of the running interpreter's standard library, so the same Python gives the same hash.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ast
 import hashlib
 import importlib
 import inspect
+import random
 import re
 import sys
 import sysconfig
@@ -18,6 +19,13 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+
+from tests.recipes.tiny import SPECIAL_TOKENS
+
+VOCAB_SIZE = 4096
 HELD_OUT_PERCENT = 6
 SKIPPED_FOLDERS = {
     *("test", "tests", "idle_test", "site-packages", "__pycache__", "_bundled", "lib-dynload"),
@@ -68,9 +76,8 @@ def _stable_hash(text: str) -> int:
 
 def _shingles(text: str) -> set[int]:
     lines = [line.strip() for line in text.splitlines() if len(line.strip()) > 3]
-    return {
-        hash_ for i in range(len(lines) - 3) if (hash_ := _stable_hash("\n".join(lines[i : i + 4]))) % 8 == 0
-    }
+    hashes = (_stable_hash("\n".join(lines[i : i + 4])) for i in range(len(lines) - 3))
+    return {each for each in hashes if each % 8 == 0}
 
 
 def _source_files() -> list[tuple[str, str]]:
@@ -78,12 +85,8 @@ def _source_files() -> list[tuple[str, str]]:
     files = []
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        if (
-            SKIPPED_FOLDERS.intersection(
-                p.split(".")[0] if p.startswith("config-") else p for p in relative.parts
-            )
-            or path.stat().st_size > 900_000
-        ):
+        parts = {p.split(".")[0] if p.startswith("config-") else p for p in relative.parts}
+        if SKIPPED_FOLDERS & parts or path.stat().st_size > 900_000:
             continue
         try:
             text = path.read_text(encoding="utf-8")
@@ -139,11 +142,8 @@ def _documented(module_name: str) -> list[tuple[str, str]]:
         if attribute.startswith("_") or not (inspect.isroutine(value) or inspect.isclass(value)):
             continue
         doc = inspect.getdoc(value)
-        owner = getattr(value, "__module__", None) or module_name
-        if doc and (
-            owner.lstrip("_").split(".")[0]
-            in (module_name.split(".")[0], "posixpath", "posix", "genericpath")
-        ):
+        owner = (getattr(value, "__module__", None) or module_name).lstrip("_").split(".")[0]
+        if doc and owner in (module_name.split(".")[0], "posixpath", "posix", "genericpath"):
             pairs.append((f"{module_name}.{attribute}", doc))
     return pairs
 
@@ -181,18 +181,79 @@ def _is_held_out(module: str) -> bool:
 
 def build_corpus() -> Corpus:
     """Read the running interpreter's standard library into a `Corpus`."""
+    training, held_out = [], []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        answers = question_answers()
-    training, held_out = [], []
-    for name, text in _without_near_duplicates(_source_files()):
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+        answers = tuple(pair for pair in question_answers() if not _is_held_out(pair[0].split(".")[0]))
+        for name, text in _without_near_duplicates(_source_files()):
+            try:
                 ast.parse(text)
-        except SyntaxError:
-            continue
-        document = f"# {name}\n{text.rstrip()}\n"
-        (held_out if _is_held_out(name.split("/")[0].removesuffix(".py")) else training).append(document)
-    answers = tuple(pair for pair in answers if not _is_held_out(pair[0].split(".")[0]))
+            except SyntaxError:
+                continue
+            document = f"# {name}\n{text.rstrip()}\n"
+            (held_out if _is_held_out(name.split("/")[0].removesuffix(".py")) else training).append(document)
     return Corpus(tuple(training), tuple(held_out), answers)
+
+
+def train_tokenizer(corpus: Corpus) -> Tokenizer:
+    """Byte-level BPE with Qwen's split pattern, trained on the training side only."""
+    tokenizer = Tokenizer(models.BPE())
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, plain])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    answers = "\n".join(answer for _, answer in corpus.answers)
+    tokenizer.train_from_iterator((*corpus.training, answers), trainer)
+    return tokenizer
+
+
+class Batches:
+    """Windows of tokens: source text, and questions with their answers packed end to end."""
+
+    def __init__(self, corpus: Corpus, tokenizer: Tokenizer, seed: int) -> None:
+        self.tokenizer, self.corpus, self.random = tokenizer, corpus, random.Random(seed)
+        end = tokenizer.token_to_id(SPECIAL_TOKENS[0])
+        stream = []
+        for encoding in tokenizer.encode_batch(list(corpus.training)):
+            stream += [*encoding.ids, end]
+        self.source = torch.tensor(stream)
+        self.end = end
+        self.queue: list[tuple[str, str]] = []
+        self.source_starts: list[int] = []
+
+    def _chat(self, name: str, answer: str) -> list[int]:
+        question = self.random.choice(QUESTIONS).format(name=name)
+        text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+        return [*self.tokenizer.encode(text).ids, self.end]
+
+    def _answers(self, length: int) -> Tensor:
+        ids: list[int] = []
+        while len(ids) < length + 1:
+            if not self.queue:
+                self.queue = self.random.sample(self.corpus.answers, len(self.corpus.answers))
+            ids += self._chat(*self.queue.pop())
+        return torch.tensor(ids[: length + 1])
+
+    def _source(self, length: int) -> Tensor:
+        if not self.source_starts:
+            offset = self.random.randrange(length)
+            self.source_starts = list(range(offset, len(self.source) - length - 1, length))
+            self.random.shuffle(self.source_starts)
+        start = self.source_starts.pop()
+        return self.source[start : start + length + 1]
+
+    def next(self, rows: int, length: int, answer_rows: int) -> Tensor:
+        """Token ids [rows, length + 1]; the first `answer_rows` rows are questions and answers."""
+        return torch.stack(
+            [self._answers(length) if r < answer_rows else self._source(length) for r in range(rows)]
+        )

@@ -13,9 +13,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from tests.recipes.demo_checkpoint import SPECIAL_TOKENS, load_decoder
-from tests.recipes.demo_corpus import Corpus
-from tests.recipes.demo_data import VOCAB_SIZE, Batches
-from tests.recipes.demo_model import TARGET, AnyShape
+from tests.recipes.demo_corpus import VOCAB_SIZE, Batches, Corpus
+from tests.recipes.demo_model import TARGET, Sizes
 
 WINDOW = 512
 
@@ -30,7 +29,7 @@ def windows_of(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def held_out(folder: Path, corpus: Corpus, tokenizer: Tokenizer, shape: AnyShape = TARGET) -> dict[str, Any]:
+def held_out(folder: Path, corpus: Corpus, tokenizer: Tokenizer, shape: Sizes = TARGET) -> dict[str, Any]:
     """On held-out text: bits a byte, how often the MTP layer's first choice at each depth is the target's.
 
     Beside it, how often the most frequent successor of the last token is, counted on the training side.

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from tests.recipes.demo_model import (
     MLP,
-    AnyShape,
     Decoder,
     HybridShape,
     Layer,
     Memory,
     MtpLayer,
+    Sizes,
     attend_own,
     linear,
     rotate_halves,
@@ -105,12 +105,10 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: 
     kept = past[..., -1].exp()[..., None, None]
     state = torch.zeros(batch, heads, groups, width, v.shape[-1])
     states, written = [], []
-    for each_value, each_read, each_write, each_kept in zip(
-        values.unbind(3), reads.unbind(3), writes.unbind(3), kept.unbind(3), strict=True
-    ):
+    for value, read, write, keep in zip(*(x.unbind(3) for x in (values, reads, writes, kept)), strict=True):
         states.append(state)
-        written.append(each_value - each_read @ state)
-        state = state * each_kept + each_write @ written[-1]
+        written.append(value - read @ state)
+        state = state * keep + write @ written[-1]
     out = (q * past.exp()[..., None]) @ torch.stack(states, 3)
     out = out + ((q @ k.transpose(-1, -2)) * between) @ torch.stack(written, 3)
     return out.flatten(3, 4).flatten(1, 2)[:, :, :length]
@@ -139,14 +137,9 @@ class DeltaNet(nn.Module):
         s, length = self.shape, h.shape[1]
         before, weight = F.pad(self.in_proj_qkv(h), (0, 0, s.kernel - 1, 0)), self.conv1d.weight
         mixed = F.silu(sum(before[:, i : i + length] * weight[:, 0, i] for i in range(s.kernel)))
-        q, k, v = (
-            x.unflatten(-1, (heads, -1)).transpose(1, 2)
-            for x, heads in zip(
-                mixed.split([self.keys, self.keys, self.values], dim=-1),
-                (s.key_heads, s.key_heads, s.value_heads),
-                strict=True,
-            )
-        )
+        parts = mixed.split([self.keys, self.keys, self.values], dim=-1)
+        heads = (s.key_heads, s.key_heads, s.value_heads)
+        q, k, v = (x.unflatten(-1, (n, -1)).transpose(1, 2) for x, n in zip(parts, heads, strict=True))
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
         g = -self.A_log.exp() * F.softplus(self.in_proj_a(h) + self.dt_bias)
         beta = self.in_proj_b(h).sigmoid()
@@ -174,6 +167,6 @@ class HybridDecoder(Decoder):
         return MtpLayer(self._layer(self.shape.interval - 1), CentredNorm)
 
 
-def new_decoder(shape: AnyShape) -> Decoder:
+def new_decoder(shape: Sizes) -> Decoder:
     """A model of the shape, drawn at random."""
     return (HybridDecoder if isinstance(shape, HybridShape) else Decoder)(shape)

@@ -17,27 +17,30 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Sizes of one Qwen3-shaped decoder."""
+class Sizes:
+    """What every decoder has."""
 
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rope_theta: float = 100000.0
+    hidden: int = 256
+    layers: int = 8
+    heads: int = 4
+    rope_theta: float = 10000.0
     max_positions: int = 4096
     vocab: int = 4096
 
 
 @dataclass(frozen=True)
-class DeepseekShape:
+class Shape(Sizes):
+    """Sizes of one Qwen3-shaped decoder."""
+
+    intermediate: int = 640
+    kv_heads: int = 2
+    head_dim: int = 64
+
+
+@dataclass(frozen=True)
+class DeepseekShape(Sizes):
     """Sizes of one DeepSeek-V3-shaped decoder with one MTP layer behind its last layer."""
 
-    hidden: int = 256
-    layers: int = 8
-    heads: int = 4
     kv_rank: int = 128
     nope: int = 32
     rope: int = 32
@@ -50,40 +53,24 @@ class DeepseekShape:
     top_groups: int = 2
     top_experts: int = 3
     routed_scaling: float = 2.5
-    rope_theta: float = 10000.0
-    max_positions: int = 4096
-    vocab: int = 4096
 
 
 @dataclass(frozen=True)
-class HybridShape:
+class HybridShape(Shape):
     """Sizes of one Qwen3.5-shaped decoder: each `interval`-th layer attends, the others are DeltaNets."""
 
-    hidden: int = 256
-    intermediate: int = 640
-    layers: int = 8
     interval: int = 4
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 64
     rope: int = 16
     key_heads: int = 2
     value_heads: int = 4
     key_dim: int = 64
     value_dim: int = 64
     kernel: int = 4
-    rope_theta: float = 10000.0
-    max_positions: int = 4096
-    vocab: int = 4096
 
 
-AnyShape = Shape | DeepseekShape | HybridShape
-DRAFT = Shape(hidden=96, intermediate=256, layers=4, heads=3, kv_heads=1, head_dim=32)
-TARGET = DeepseekShape()
-HYBRID = HybridShape()
+DRAFT = Shape(96, layers=4, heads=3, rope_theta=100000.0, intermediate=256, kv_heads=1, head_dim=32)
+TARGET, HYBRID = DeepseekShape(), HybridShape()
 TARGETS = {"deepseek": TARGET, "hybrid": HYBRID}
-
-
 Memory = list[tuple[Tensor, Tensor]]
 
 
@@ -132,17 +119,17 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """What every kind of attention does with its queries, keys and values."""
+    """What every kind of attention does with its queries, keys and values [B, heads, T, dim]."""
 
     def project(self, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [B, heads, T, dim] of h [B, T, inputs]."""
+        """Queries, keys and values of h [B, T, inputs]."""
         raise NotImplementedError
 
     def forward(self, h: Tensor, cos: Tensor, sin: Tensor, memory: Memory | None = None) -> Tensor:
         """The attention's output; appends its keys and values to the `memory` it attends to, where given."""
-        q, k, v = self.project(h, cos, sin)
+        q, *kept = self.project(h, cos, sin)
         memory = [] if memory is None else memory
-        memory.append((k, v))
+        memory.append(kept)
         return self.o_proj(attend_own(q, memory).transpose(1, 2).flatten(2))
 
 
@@ -268,9 +255,7 @@ class MoE(nn.Module):
 class Layer(nn.Module):
     """One pre-norm decoder layer around the attention and the MLP given."""
 
-    def __init__(
-        self, hidden: int, attention: nn.Module, mlp: nn.Module, norm: type[nn.Module] = RMSNorm
-    ) -> None:
+    def __init__(self, hidden: int, attention: nn.Module, mlp: nn.Module, norm: type = RMSNorm) -> None:
         super().__init__()
         self.input_layernorm, self.post_attention_layernorm = norm(hidden), norm(hidden)
         self.self_attn, self.mlp = attention, mlp
@@ -286,7 +271,7 @@ class Decoder(nn.Module):
     norm_type: type[nn.Module] = RMSNorm
     masks_first = True
 
-    def __init__(self, shape: AnyShape) -> None:
+    def __init__(self, shape: Sizes) -> None:
         super().__init__()
         self.shape = shape
         self.embed_tokens = nn.Embedding(shape.vocab, shape.hidden)
@@ -297,12 +282,12 @@ class Decoder(nn.Module):
 
     def _layer(self, index: int) -> Layer:
         s = self.shape
-        if isinstance(s, Shape):
-            return Layer(s.hidden, GroupedAttention(s, s.hidden), MLP(s.hidden, s.intermediate))
-        return Layer(s.hidden, LatentAttention(s), MoE(s) if index else MLP(s.hidden, s.dense))
+        if isinstance(s, DeepseekShape):
+            return Layer(s.hidden, LatentAttention(s), MoE(s) if index else MLP(s.hidden, s.dense))
+        return Layer(s.hidden, GroupedAttention(s, s.hidden), MLP(s.hidden, s.intermediate))
 
     def _mtp_layer(self) -> MtpLayer | None:
-        return None if isinstance(self.shape, Shape) else MtpLayer(self._layer(1), RMSNorm)
+        return MtpLayer(self._layer(1), RMSNorm) if isinstance(self.shape, DeepseekShape) else None
 
     def precision(self) -> torch.autocast:
         """What it is computed in: bfloat16 mixed with float32."""
@@ -310,16 +295,14 @@ class Decoder(nn.Module):
 
     def turns(self, length: int, dtype: torch.dtype, first: int = 0) -> tuple[Tensor, Tensor]:
         """cos and sin of `length` positions from `first` on."""
-        s = self.shape
-        dim = s.head_dim if isinstance(s, Shape) else s.rope
-        cos, sin = angles(length, dim, s.rope_theta, first)
+        dim = getattr(self.shape, "rope", None) or self.shape.head_dim
+        cos, sin = angles(length, dim, self.shape.rope_theta, first)
         return cos.to(dtype), sin.to(dtype)
 
     def embed(self, ids: Tensor) -> Tensor:
         """The embedding, in bfloat16 under autocast."""
-        return self.embed_tokens(ids).to(
-            torch.bfloat16 if torch.is_autocast_enabled("cpu") else torch.float32
-        )
+        dtype = torch.bfloat16 if torch.is_autocast_enabled("cpu") else torch.float32
+        return self.embed_tokens(ids).to(dtype)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -360,9 +343,7 @@ class MtpLayer(nn.Module):
         self.block = block
         self.norm = norm(hidden)
 
-    def forward(
-        self, embedded: Tensor, hidden: Tensor, turns: tuple[Tensor, Tensor], memory: Memory
-    ) -> Tensor:
+    def forward(self, embedded: Tensor, hidden: Tensor, turns: tuple[Tensor, ...], memory: Memory) -> Tensor:
         """The next recycled hidden states; appends this step's keys and values to `memory`."""
         x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
         return self.norm(self.block(x, *turns, memory))

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.recipes.demo_checkpoint import common_config, deepseek_config, to_checkpoint
+from tests.recipes.demo_checkpoint import config_of, to_checkpoint
 from tests.recipes.demo_model import Decoder, DeepseekShape
 
 SHAPE = DeepseekShape(
@@ -33,8 +33,7 @@ def write_deepseek(folder: Path, *, shards: int = 1, seed: int = 0) -> dict[str,
             torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
     tensors = to_checkpoint(model)
     folder.mkdir(parents=True)
-    config = deepseek_config(SHAPE) | common_config(SHAPE, 2)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config_of(SHAPE, 2)))
     write_tensors(folder, tensors, shards)
     return tensors
 

@@ -16,19 +16,8 @@ from tests.recipes.demo_hybrid import HybridDecoder, delta_rule
 from tests.recipes.demo_model import HybridShape
 
 SMALL = HybridShape(
-    hidden=32,
-    intermediate=48,
-    layers=4,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    rope=8,
-    key_heads=2,
-    value_heads=4,
-    key_dim=8,
-    value_dim=12,
-    max_positions=512,
-    vocab=96,
+    **{"hidden": 32, "intermediate": 48, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 16, "rope": 8},
+    **{"key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 12, "max_positions": 512, "vocab": 96},
 )
 
 

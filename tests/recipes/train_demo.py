@@ -19,6 +19,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,8 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.recipes.demo_checkpoint import load_decoder, read_record, save_checkpoint, write_sums
-from tests.recipes.demo_corpus import Corpus, build_corpus
-from tests.recipes.demo_data import Batches, train_tokenizer
+from tests.recipes.demo_checkpoint import load_decoder, save_checkpoint, write_sums
+from tests.recipes.demo_corpus import Batches, Corpus, build_corpus, train_tokenizer
 from tests.recipes.demo_held_out import held_out
 from tests.recipes.demo_hybrid import new_decoder
 from tests.recipes.demo_model import DRAFT, TARGETS, Decoder, Gate, Layer, MtpLayer, make_optimizers
@@ -45,21 +45,16 @@ class Recorder:
         self.stage, self.tokens, self.began = stage, 0, time.monotonic()
         self.curve: list[dict[str, float]] = []
 
-    @property
-    def seconds(self) -> float:
-        """Since the stage began."""
-        return time.monotonic() - self.began
-
-    def point(self, step: int, **figures: float) -> None:
+    def point(self, step: int, **figures: Tensor) -> None:
         """Keep and print one point."""
-        rounded = {name: round(value, 4) for name, value in figures.items()}
-        point = {"step": step, "tokens": self.tokens, "seconds": round(self.seconds, 1)}
-        self.curve.append(point | rounded)
+        point = {"step": step, "tokens": self.tokens, "seconds": round(time.monotonic() - self.began, 1)}
+        self.curve.append(point | {name: round(value.item(), 4) for name, value in figures.items()})
         print(self.stage, json.dumps(self.curve[-1]), flush=True)
 
     def summary(self) -> dict[str, Any]:
         """What goes into training.json."""
-        return {"tokens": self.tokens, "seconds": round(self.seconds), "curve": self.curve}
+        seconds = round(time.monotonic() - self.began)
+        return {"tokens": self.tokens, "seconds": seconds, "curve": self.curve}
 
 
 def learning_rate(done: float) -> float:
@@ -105,25 +100,35 @@ def balance(model: Decoder, done: float) -> None:
             module.load.zero_()
 
 
-def train_target(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Train the target and its MTP layer together and save them; returns the record."""
+def train_target(
+    arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokenizer, mtp_alone: bool = False
+) -> dict[str, Any]:
+    """Train the target and its MTP layer together, or go on with the latter alone; returns the record."""
     shape = TARGETS[arguments.model]
-    target = new_decoder(shape)
-    batches, recorder = Batches(corpus, tokenizer, arguments.seed), Recorder("target")
+    target = load_decoder(arguments.out, shape) if mtp_alone else new_decoder(shape)
+    assert target.mtp is not None
+    target.requires_grad_(not mtp_alone)
+    target.mtp.requires_grad_(True)
+    recorder = Recorder("mtp" if mtp_alone else "target")
+    batches = Batches(corpus, tokenizer, arguments.seed + (2 if mtp_alone else 0))
     if arguments.compile:
         compile_parts(target)
-    optimizers = make_optimizers(target, arguments.scale)
-    for step, done, ids in steps_of(optimizers, batches, arguments.steps, recorder, MTP_DEPTHS):
+    optimizers = make_optimizers(target.mtp if mtp_alone else target, arguments.scale)
+    steps = arguments.mtp_steps if mtp_alone else arguments.steps
+    for step, done, ids in steps_of(optimizers, batches, steps, recorder, MTP_DEPTHS):
         # Every few batches unroll the layer over its own recycled states, on half the rows.
         depths = MTP_DEPTHS if step % arguments.unroll_every == 0 else 1
-        own, missed, agreed = mtp_losses(target, ids, depths)
-        (own.mean() + arguments.mtp_weight * missed.mean()).backward()
-        balance(target, done)
+        own, missed, agreed = mtp_losses(target, ids, depths, mtp_alone)
+        if mtp_alone:
+            missed.mean().backward()
+        else:
+            (own.mean() + arguments.mtp_weight * missed.mean()).backward()
+            balance(target, done)
         if step % 20 == 0:
             by_row = own.detach().mean(dim=1)
-            answers, source = by_row[:2].mean().item(), by_row[2:].mean().item()
-            accepted = {f"mtp{d}": share.item() for d, share in enumerate(agreed, 1)}
-            recorder.point(step, loss=by_row.mean().item(), answers=answers, source=source, **accepted)
+            figures = {"loss": by_row.mean(), "answers": by_row[:2].mean(), "source": by_row[2:].mean()}
+            figures = {"loss": missed.mean()} if mtp_alone else figures
+            recorder.point(step, **figures, **{f"mtp{d}": share for d, share in enumerate(agreed, 1)})
     save_checkpoint(target, arguments.out, tokenizer)
     return recorder.summary()
 
@@ -152,31 +157,6 @@ def mtp_losses(
     return own.view(len(ids), -1), torch.stack(missed), torch.stack(agreed)
 
 
-def train_mtp(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Go on with the MTP layer alone, the target fixed; returns the record, with the held-out figures."""
-    target = load_decoder(arguments.out, TARGETS[arguments.model])
-    recorder = Recorder("mtp")
-    batches = Batches(corpus, tokenizer, arguments.seed + 2)
-    assert target.mtp is not None
-    target.requires_grad_(False)
-    target.mtp.requires_grad_(True)
-    if arguments.compile:
-        compile_parts(target)
-    optimizers = make_optimizers(target.mtp, arguments.scale)
-    for step, _, ids in steps_of(optimizers, batches, arguments.mtp_steps, recorder, MTP_DEPTHS):
-        depths = MTP_DEPTHS if step % arguments.unroll_every == 0 else 1
-        _, missed, agreed = mtp_losses(target, ids, depths, True)
-        missed.mean().backward()
-        if step % 20 == 0:
-            recorder.point(
-                step,
-                loss=missed.mean().item(),
-                **{f"mtp{d}": share.item() for d, share in enumerate(agreed, 1)},
-            )
-    save_checkpoint(target, arguments.out, tokenizer)
-    return recorder.summary()
-
-
 def measure(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
     """The held-out figures of what was trained."""
     return held_out(arguments.out, corpus, tokenizer, TARGETS[arguments.model])
@@ -187,7 +167,6 @@ def train_draft(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokeni
     target = load_decoder(arguments.out, TARGETS[arguments.model]).eval()
     recorder, draft = Recorder("draft"), Decoder(DRAFT)
     batches = Batches(corpus, tokenizer, arguments.seed + 1)
-
     if arguments.compile:
         compile_parts(target, draft)
     optimizers = make_optimizers(draft, 0.5)
@@ -202,12 +181,21 @@ def train_draft(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokeni
         # Without a bound on the gradient this narrow model has left its track and not come back.
         torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
         if step % 10 == 0:
-            recorder.point(step, loss=loss.item(), agrees=agree.item())
+            recorder.point(step, loss=loss, agrees=agree)
     save_checkpoint(draft, arguments.out / "draft", tokenizer)
     return {"parameters": sum(p.numel() for p in draft.parameters()), **recorder.summary()}
 
 
-STAGES = {"target": train_target, "mtp": train_mtp, "held_out": measure, "draft": train_draft}
+def begin_record(folder: Path, corpus: Corpus) -> dict[str, Any]:
+    """What training.json keeps, and what this run is made with."""
+    path = folder / "training.json"
+    record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    record |= {"python": sys.version.split()[0], "torch": torch.__version__, "corpus_sha256": corpus.digest()}
+    return record | {"runs": record.get("runs", [])}
+
+
+STAGES = {"target": train_target, "mtp": partial(train_target, mtp_alone=True)}
+STAGES |= {"held_out": measure, "draft": train_draft}
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -215,13 +203,10 @@ def main(arguments: argparse.Namespace) -> None:
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(arguments.threads)
     corpus = build_corpus()
-    source = arguments.tokenizer or arguments.out
-    saved = source / "tokenizer.json"
+    saved = (arguments.tokenizer or arguments.out) / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(saved)) if saved.exists() else train_tokenizer(corpus)
-    path = arguments.out / "training.json"
-    record = read_record(arguments.out)
-    record |= {"python": sys.version.split()[0], "torch": torch.__version__, "corpus_sha256": corpus.digest()}
-    record.setdefault("runs", []).append(" ".join(sys.argv[1:]))
+    record, path = begin_record(arguments.out, corpus), arguments.out / "training.json"
+    record["runs"].append(" ".join(sys.argv[1:]))
     for stage in arguments.stages.split(","):
         if arguments.go_on and stage in record:
             continue
@@ -245,9 +230,7 @@ def parsed(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("spd/formats/demo"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--compile", action="store_true", help="compile the layers (a C++ compiler is needed)"
-    )
+    parser.add_argument("--compile", action="store_true", help="compile the layers (needs a C++ compiler)")
     return parser.parse_args(words)
 
 
