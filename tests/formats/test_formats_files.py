@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -28,9 +30,7 @@ def test_what_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o666])
-def test_a_whole_file_never_goes_through_a_planted_link(
-    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_whole_file_never_goes_through_a_planted_link(mode: int, tmp_path: Path, monkeypatch: Any) -> None:
     """Nor could one be planted: the name cannot be foreseen."""
     path, victim = tmp_path / "chat", tmp_path / "victim"
     victim.write_text("precious")
@@ -46,14 +46,9 @@ def test_a_whole_file_never_goes_through_a_planted_link(
     assert sorted(os.listdir(tmp_path)) == [f".chat.{'0' * 16}.tmp", "chat", "victim"]
 
 
-def test_a_whole_file_that_cannot_be_written_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
+def test_a_whole_file_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "chat").write_text("old")
-    monkeypatch.setattr(os, "fsync", fails)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space"):
         write_whole(tmp_path / "chat", "new")
     assert os.listdir(tmp_path) == ["chat"] and (tmp_path / "chat").read_text() == "old"

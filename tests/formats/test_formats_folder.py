@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from spd.cli.app import main
 from spd.errors import CheckpointError
 from spd.formats import checkpoint
 from spd.formats.demo import demo_draft_folder, demo_folder
@@ -22,20 +23,8 @@ from tests.formats.formats_helpers import QWEN3, write_json
 pytestmark = pytest.mark.usefixtures("keep_threads")
 
 ONCE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "headers")
-RAW = (
-    "generate",
-    "--no-server",
-    "--raw",
-    "--ctx",
-    "64",
-    "-n",
-    "4",
-    "--device",
-    "cpu",
-    "--kernels",
-    "torch",
-    "ab",
-)
+RAW = ("generate", "--no-server", "--raw", "--ctx", "64", "-n", "4")
+RAW += ("--device", "cpu", "--kernels", "torch", "ab")
 
 
 @pytest.fixture
@@ -51,12 +40,9 @@ def opened(demo: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[Path, s
     counts: Counter[tuple[Path, str]] = Counter()
     of_name, read_header = builtins.open, checkpoint.read_shard_header
 
-    def count(path: object) -> None:
+    def by_name(path: object, *rest: object, **more: object) -> object:
         if isinstance(path, str | Path) and str(path).endswith(".json"):
             counts[Path(path).parent, Path(path).name] += 1
-
-    def by_name(path: object, *rest: object, **more: object) -> object:
-        count(path)
         return of_name(path, *rest, **more)  # type: ignore[call-overload]
 
     def header(path: Path) -> object:
@@ -69,20 +55,14 @@ def opened(demo: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[Path, s
     return counts
 
 
-def spd(*argv: object) -> int:
-    from spd.cli.app import main
-
-    return main([str(word) for word in argv])
-
-
 def test_a_run_with_the_checkpoints_own_mtp_head(opened: Counter[tuple[Path, str]], demo: Path) -> None:
-    assert spd(*RAW, "-m", demo, "--spec", "mtp") == 0
+    assert main([*RAW, "-m", str(demo), "--spec", "mtp"]) == 0
     assert {name: opened[demo, name] for name in ONCE} == dict.fromkeys(ONCE, 1)
 
 
 def test_a_run_with_a_draft_model(opened: Counter[tuple[Path, str]], demo: Path) -> None:
     draft = demo_draft_folder()
-    assert spd(*RAW, "-m", demo, "--draft-model", draft) == 0
+    assert main([*RAW, "-m", str(demo), "--draft-model", str(draft)]) == 0
     assert {name: opened[demo, name] for name in ONCE} == dict.fromkeys(ONCE, 1)
     read = ("config.json", "tokenizer.json", "headers")  # the tokenizer is the same file, and is not opened
     assert {name: opened[draft, name] for name in ONCE} == {name: int(name in read) for name in ONCE}

@@ -43,9 +43,6 @@ def snapshot(cache: Path, commit: str) -> Path:
 
 def test_cached_models(cache: Path) -> None:
     assert resolve_model("org/Model-1.5B") == snapshot(cache, FIRST)
-
-
-def test_listing(cache: Path) -> None:
     (cache / "models--gpt2" / "snapshots" / FIRST).mkdir(parents=True)
     assert list_cached_models() == ["gpt2", "org/Model-1.5B"]
 
@@ -112,13 +109,10 @@ def test_without_main_the_only_snapshot_counts(cache: Path) -> None:
     assert resolve_model("org/Model-1.5B") == snapshot(cache, SECOND)
 
 
-def test_an_incomplete_download(cache: Path) -> None:
+def test_an_incomplete_download_and_a_ref_that_points_elsewhere(cache: Path) -> None:
     (snapshot(cache, FIRST) / "config.json").unlink()
     with refused(NotFoundError, "incomplete", "config.json", exit_code=3):
         resolve_model("org/Model-1.5B")
-
-
-def test_a_ref_that_points_elsewhere_is_not_followed(cache: Path) -> None:
     (cache / "models--org--Model-1.5B" / "refs" / "main").write_text("../../../..")
     with refused(NotFoundError, "main", exit_code=3):
         resolve_model("org/Model-1.5B")
@@ -129,10 +123,7 @@ ABSENT = ["./nothing", "/nothing/at/all", "../x", "a/b/c", "a--b/c", "o/..", "~d
 
 @pytest.mark.parametrize(
     ("reference", "kind"),
-    [
-        *((reference, UsageError) for reference in ("", "   ", "a\0b")),
-        *((reference, NotFoundError) for reference in ABSENT),
-    ],
+    [*((word, UsageError) for word in ("", "   ", "a\0b")), *((word, NotFoundError) for word in ABSENT)],
 )
 def test_words_that_mean_no_model(cache: Path, reference: str, kind: type[SpdError]) -> None:
     with pytest.raises(kind) as caught:

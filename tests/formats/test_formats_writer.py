@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import random
 import resource
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -27,21 +30,15 @@ DISK_CALLS = ("fsync", "rename", "open", "replace")
 
 def content(name: str) -> bytes:
     dtype, shape = SIZES[name]
-    size = BYTES[dtype]
-    for length in shape:
-        size *= length
-    return random.Random(name).randbytes(size)
+    return random.Random(name).randbytes(BYTES[dtype] * math.prod(shape))
 
 
 def tensors() -> list[OutputTensor]:
-    def pieces(name: str) -> Callable[[], Iterator[bytes]]:
-        def run() -> Iterator[bytes]:
-            data = content(name)
-            yield from (data[i : i + 700] for i in range(0, len(data), 700))
+    def pieces(name: str) -> Iterator[bytes]:
+        data = content(name)
+        yield from (data[i : i + 700] for i in range(0, len(data), 700))
 
-        return run
-
-    return [OutputTensor(name, dtype, shape, pieces(name)) for name, (dtype, shape) in SIZES.items()]
+    return [OutputTensor(name, *how, partial(pieces, name)) for name, how in SIZES.items()]
 
 
 def write(destination: Path, job: str = "one") -> None:
@@ -96,12 +93,9 @@ def killed_at(call: int, work: Callable[[], None]) -> bool:
         globals()["content"] = counted(content)  # a moment between any two tensors
         work()
         os._exit(0)
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        assert os.WTERMSIG(status) == signal.SIGKILL
-        return True
-    assert os.WEXITSTATUS(status) == 0
-    return False
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, -signal.SIGKILL)
+    return status != 0
 
 
 def test_a_kill_at_any_moment_leaves_all_or_nothing(tmp_path: Path) -> None:
@@ -148,15 +142,11 @@ def test_a_full_disk_is_an_error_in_words_and_leaves_nothing(
         os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     for call in ("fsync", "rename"):
-        monkeypatch.setattr(os, call, _fails)
+        monkeypatch.setattr(os, call, Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
         with pytest.raises(ResourceError, match="Input/output error"):
             write(destination)
         assert os.listdir(tmp_path) == []
         monkeypatch.undo()
-
-
-def _fails(*_: object, **__: object) -> None:
-    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def test_a_tensor_of_another_size_than_announced_is_no_file(tmp_path: Path) -> None:
@@ -167,10 +157,7 @@ def test_a_tensor_of_another_size_than_announced_is_no_file(tmp_path: Path) -> N
 
 def test_two_writers_of_one_destination(tmp_path: Path) -> None:
     """The one that ends last is refused; neither writes into the other's stage."""
-    with (
-        pytest.raises(ResourceError, match="not empty"),
-        open_stage(tmp_path / "head") as stage,
-    ):
+    with pytest.raises(ResourceError, match="not empty"), open_stage(tmp_path / "head") as stage:
         write_json(stage / "manifest.json", {"job": "first"})
         write(tmp_path / "head", "second")
     check(tmp_path / "head")
