@@ -56,9 +56,7 @@ def test_a_head_as_first_published(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "phi3", "deepseek_v3"])
-def test_trainers_write_their_target_s_type_and_ids(
-    tmp_path: Path, architecture: str, model_type: str
-) -> None:
+def test_trainers_write_their_target_s_ids(tmp_path: Path, architecture: str, model_type: str) -> None:
     ids = {"vocab_size": 129280, "bos_token_id": 151643, "eos_token_id": 151645}
     written = {**TRAINED, **ids, "architectures": [architecture], "model_type": model_type}
     assert facts(tmp_path, written).draft_vocab_size == 32000

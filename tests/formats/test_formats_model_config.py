@@ -143,9 +143,7 @@ GEMMA3 = {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3
         (GEMMA3, {"sliding_window": 512, "layer_types": ["full_attention"] * 2}, 2, ()),
     ],
 )  # fmt: skip
-def test_which_layers_slide(
-    tmp_path: Path, base: dict, change: dict, layers: int, expected: tuple[int | None, ...]
-) -> None:
+def test_which_layers_slide(tmp_path: Path, base: dict, change: dict, layers: int, expected: tuple) -> None:
     assert read(tmp_path, {**base, "num_hidden_layers": layers, **change}).sliding == expected
 
 

@@ -127,9 +127,7 @@ def test_an_interrupted_run_is_begun_anew(tmp_path: Path) -> None:
     check(destination)
 
 
-def test_a_full_disk_is_an_error_in_words_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_an_error_in_words_and_leaves_nothing(tmp_path: Path, monkeypatch: Any) -> None:
     destination = tmp_path / "head"
     child = os.fork()
     if child == 0:

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tests.recipes.demo_hybrid import new_decoder
-from tests.recipes.demo_model import Decoder, DeepseekShape, HybridShape, Shape, Sizes
+from tests.recipes.demo_model import Decoder, DeepseekShape, HybridShape, Shape, Sizes, new_decoder
 from tests.recipes.tiny import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 SUMMED = ("config.json", "generation_config.json", "model.safetensors")

@@ -254,6 +254,5 @@ class Batches:
 
     def next(self, rows: int, length: int, answer_rows: int) -> Tensor:
         """Token ids [rows, length + 1]; the first `answer_rows` rows are questions and answers."""
-        return torch.stack(
-            [self._answers(length) if r < answer_rows else self._source(length) for r in range(rows)]
-        )
+        made = (self._answers(length) if r < answer_rows else self._source(length) for r in range(rows))
+        return torch.stack(list(made))

@@ -83,8 +83,6 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hybrid", action="store_true")
     options = parser.parse_args()
-    write, layers = (
-        (write_medium_hybrid, HYBRID_DRAFT_LAYERS) if options.hybrid else (write_medium, DRAFT_LAYERS)
-    )
-    print(write(options.out, options.dtype, options.seed))
+    print((write_medium_hybrid if options.hybrid else write_medium)(options.out, options.dtype, options.seed))
+    layers = HYBRID_DRAFT_LAYERS if options.hybrid else DRAFT_LAYERS
     print(write_medium_draft(options.out / "draft", options.out, layers))

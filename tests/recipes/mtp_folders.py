@@ -73,20 +73,17 @@ def weights(stem: str, dtype: str = "BF16", last: str = ".weight", **shapes: Sha
         yield own, dtype, (shape,) if isinstance(shape, int) else shape
 
 
-Make = Callable[..., Iterator[Entry]]
+Names, Entries = tuple[str, ...], Iterator[Entry]
+Make = Callable[..., Entries]
 GATED = ("gate_proj", "up_proj", "down_proj")
 
 
-def gated(
-    stem: str, hidden: int, inner: int, names: tuple[str, ...] = GATED, make: Make = weights
-) -> Iterator[Entry]:
+def gated(stem: str, hidden: int, inner: int, names: Names = GATED, make: Make = weights) -> Iterator[Entry]:
     """A gated MLP's matrices."""
     return make(stem, **dict(zip(names, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True)))
 
 
-def attention(
-    stem: str, hidden: int, heads: int, keys: int, size: int, make: Make = weights
-) -> Iterator[Entry]:
+def attention(stem: str, hidden: int, heads: int, keys: int, size: int, make: Make = weights) -> Entries:
     """Queries, keys, values and the output, without biases."""
     shapes = {"q_proj": (heads * size, hidden), "o_proj": (hidden, heads * size)}
     return make(stem, **shapes, **dict.fromkeys(("k_proj", "v_proj"), (keys * size, hidden)))

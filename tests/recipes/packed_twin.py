@@ -46,9 +46,7 @@ def words(codes: Tensor, bits: int) -> Tensor:
     return torch.where(wide >= 1 << 31, wide - (1 << 32), wide).to(torch.int32)
 
 
-def integers(
-    weight: Tensor, bits: int, group: int, sym: bool, scale: torch.dtype = torch.float16
-) -> tuple[Tensor, Tensor, Tensor]:
+def integers(weight: Tensor, bits: int, group: int, sym: bool, scale: Any = torch.float16) -> list[Tensor]:
     """Codes [N, K], scales and zeros [N, K / group] of a matrix."""
     grouped, most = weight.float().unflatten(1, (-1, group)), (1 << bits) - 1
     low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
@@ -59,7 +57,7 @@ def integers(
         scales = ((high - low) / most).clamp(min=1e-6).to(scale)
         zeros = (-low / scales.float()).round().clamp(0, most)
     codes = (grouped / scales.float()[..., None]).round() + zeros[..., None]
-    return codes.clamp(0, most).long().flatten(1), scales, zeros.long()
+    return [codes.clamp(0, most).long().flatten(1), scales, zeros.long()]
 
 
 def meant(codes: Tensor, scales: Tensor, zeros: Tensor, order: Tensor | None = None) -> Tensor:
@@ -70,11 +68,14 @@ def meant(codes: Tensor, scales: Tensor, zeros: Tensor, order: Tensor | None = N
 
 
 def packed(
-    weight: Tensor, bits: int = 4, group: int = 32, sym: bool = True, scale: torch.dtype = torch.bfloat16
+    w: Tensor, bits: int = 4, group: int = 32, sym: bool = True, scale: Any = torch.bfloat16
 ) -> Stored:
-    codes, scales, zeros = integers(weight, bits, group if group > 0 else weight.shape[1], sym, scale)
-    found = {"weight_packed": words(codes, bits), "weight_scale": scales}
-    found["weight_shape"] = torch.tensor(weight.shape)
+    codes, scales, zeros = integers(w, bits, group if group > 0 else w.shape[1], sym, scale)
+    found = {
+        "weight_packed": words(codes, bits),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(w.shape),
+    }
     if not sym:
         found["weight_zero_point"] = words(zeros.t(), bits).t().contiguous()
     return Stored(found, meant(codes, scales, zeros))
@@ -179,9 +180,7 @@ def grouped(bits: int, group: int, sym: bool) -> Way:
 
 
 WAYS: dict[str, Way] = {
-    **{
-        f"w{bits}-{group}{'' if sym else '-zeros'}": grouped(bits, group, sym) for bits, group, sym in GROUPED
-    },
+    **{f"w{bits}-{size}{'' if sym else '-zeros'}": grouped(bits, size, sym) for bits, size, sym in GROUPED},
     "w4-float": (of_groups(4, 32), partial(packed, scale=torch.float32)),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq),
     "gptq": (of_gptq(), gptq),

@@ -49,12 +49,9 @@ def heads_of(c: Config) -> tuple[int, int, int, int]:
 
 def glm_flash(c: Config) -> Iterator[Entry]:
     """With its MTP layer, which has the target's tables too."""
-    hidden, vocab, heads, count = (
-        c[key] for key in ("hidden_size", "vocab_size", "num_attention_heads", "n_routed_experts")
-    )
-    query, rank, rope, value = (
-        c[key] for key in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")
-    )
+    hidden, heads, count = c["hidden_size"], c["num_attention_heads"], c["n_routed_experts"]
+    query, rank, rope, value = c["q_lora_rank"], c["kv_lora_rank"], c["qk_rope_head_dim"], c["v_head_dim"]
+    table = c["vocab_size"], hidden
     yield from outside(c)
     for layer in range(c["num_hidden_layers"] + 1):
         stem, own = f"model.layers.{layer}.", f"model.layers.{layer}.self_attn."
@@ -72,8 +69,9 @@ def glm_flash(c: Config) -> Iterator[Entry]:
             yield from gated(f"{stem}mlp.{block}.", hidden, c["moe_intermediate_size"])
         if layer == c["num_hidden_layers"]:
             yield from norms(stem, hidden, (*DRAFTS, "shared_head.norm"))
-            yield from weights(stem, eh_proj=(hidden, 2 * hidden), embed_tokens=(vocab, hidden))
-            yield from weights(stem, shared_head__head=(vocab, hidden))
+            yield from weights(
+                stem, eh_proj=(hidden, 2 * hidden), embed_tokens=table, shared_head__head=table
+            )
 
 
 def lfm2(c: Config) -> Iterator[Entry]:

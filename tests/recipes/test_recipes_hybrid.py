@@ -12,8 +12,7 @@ from torch import Tensor
 
 from spd.formats.demo import demo_folder
 from tests.recipes.demo_checkpoint import load_decoder, save_checkpoint
-from tests.recipes.demo_hybrid import HybridDecoder, delta_rule
-from tests.recipes.demo_model import HybridShape
+from tests.recipes.demo_model import HybridDecoder, HybridShape, delta_rule
 
 SMALL = HybridShape(
     **{"hidden": 32, "intermediate": 48, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 16, "rope": 8},

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.recipes.tiny import generator_of, write_json, write_tensors
+from tests.recipes.tiny import Json, generator_of, write_json, write_tensors
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
 NORMS += ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
-def assistant_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def assistant_shapes(config: Json) -> dict[str, tuple[int, ...]]:
     """Shapes of the floating-point tensors by their published names, but for clusters."""
     text, wide = config["text_config"], config["backbone_hidden_size"]
     hidden, inner, vocab = text["hidden_size"], text["intermediate_size"], text["vocab_size"]

@@ -10,9 +10,8 @@ from functools import partial
 
 import torch
 
-from tests.recipes.tiny import drawn
+from tests.recipes.tiny import Tensors, drawn
 
-Tensors = dict[str, torch.Tensor]
 GATES, QUERIES = "mlp.gate_up_proj", "self_attn.qkv_proj"
 FUSED = {
     GATES: ("mlp.gate_proj", "mlp.up_proj"),
@@ -113,9 +112,8 @@ def renamed(**names: str) -> Callable[[Tensors], Tensors]:
 
 
 without_head_norms = renamed(q_norm="none", k_norm="none")
-as_mixtral = renamed(
-    mlp="block_sparse_moe", gate_proj="w1", up_proj="w3", down_proj="w2", q_norm="none", k_norm="none"
-)
+WAYS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+as_mixtral = renamed(mlp="block_sparse_moe", q_norm="none", k_norm="none", **WAYS)
 
 
 def with_post_norms_alone(tensors: Tensors) -> Tensors:
@@ -288,8 +286,7 @@ def with_convolutions(tensors: Tensors) -> Tensors:
     """
     names = {"input_layernorm": "operator_norm", "post_attention_layernorm": "ffn_norm"}
     names |= {"q_norm": "q_layernorm", "k_norm": "k_layernorm", "o_proj": "out_proj", "mlp": "feed_forward"}
-    names |= {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2", "norm": "embedding_norm"}
-    found = renamed(**names)(tensors)
+    found = renamed(**names, **WAYS, norm="embedding_norm")(tensors)
     for stem in stems(found, "self_attn.out_proj.weight"):
         out = found[f"{stem}self_attn.out_proj.weight"]
         hidden = len(out)

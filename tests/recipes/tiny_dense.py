@@ -16,7 +16,16 @@ import torch
 from safetensors.torch import load_file
 
 from tests.recipes import tiny_changes as to
-from tests.recipes.tiny import LLAMA, QWEN3, QWEN3_MOE, model_type, write_json, write_tensors, write_tiny
+from tests.recipes.tiny import (
+    LLAMA,
+    QWEN3,
+    QWEN3_MOE,
+    Tensors,
+    model_type,
+    write_json,
+    write_tensors,
+    write_tiny,
+)
 
 WINDOW = 24
 SLIDES, PADS = {"sliding_window": WINDOW}, {"pad_token_id": 0}
@@ -31,7 +40,9 @@ LINEAR = {"rope_type": "linear", "factor": 4.0}
 DYNAMIC = {"rope_theta": 1e4, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 TIED, PLAIN, NORMED = {"architecture": LLAMA}, {"architecture": LLAMA, "tie": False}, {"architecture": QWEN3}
-BIASED = {**PLAIN, "attention_bias": True}
+BIAS = {"attention_bias": True}
+BIASED, SIDED = {**PLAIN, **BIAS}, {**NORMED, "rope_style": "parameters"}
+UNTIED, MAMBA = {**NORMED, "tie": False}, partial(to.with_single_blocks, kinds="M*-E")
 SPARSE = {"architecture": QWEN3_MOE, "tie": False, "extra": EXPERTS}
 DENSE_FIRST = {**SPARSE, "extra": {**EXPERTS, "mlp_only_layers": [0]}}
 SPARSE_LAST = {**SPARSE, "extra": {**EXPERTS, "mlp_only_layers": [0, 1, 2]}}
@@ -51,6 +62,7 @@ GRANITE = {
     **{"embedding_multiplier": 12.0, "residual_multiplier": 0.4, "logits_scaling": 2.0},
     **{"attention_multiplier": 0.2, "attention_bias": False},
 }
+LOUD = {"residual_multiplier": 0.7}
 GRANITE_HYBRID: dict[str, Any] = {
     **{**GRANITE, "model_type": "granitemoehybrid", "mamba_n_heads": 8, "mamba_d_head": 16},
     **{"mamba_n_groups": 4, "mamba_d_state": 24, "mamba_d_conv": 4},
@@ -70,15 +82,19 @@ GEMMA4: dict[str, Any] = {
     },
 }
 LONG_ORIGINAL = 256
-Family = tuple[dict[str, Any], dict[str, Any], Callable[[to.Tensors], to.Tensors]]
+Change = Callable[[Tensors], Tensors]
+Family = tuple[dict[str, Any], dict[str, Any], Change]
 
 
-def family(
-    name: str, shape: dict[str, Any], change: Callable[[to.Tensors], to.Tensors] = to.unchanged, **keys: Any
-) -> Family:
+def family(name: str, shape: dict[str, Any], change: Change = to.unchanged, **keys: Any) -> Family:
     """By its class's name, `write_tiny`'s options, what makes its tensors, and keys of config.json."""
     architecture = f"{name}ForCausalLM"
     return shape, {"architectures": [architecture], "model_type": model_type(architecture), **keys}, change
+
+
+def stretched(base: float) -> dict[str, Any]:
+    """A plain family's shape with YaRN."""
+    return {**PLAIN, "rope": {"rope_theta": base, **YARN}}
 
 
 FAMILIES: dict[str, Family] = {
@@ -105,27 +121,22 @@ FAMILIES: dict[str, Family] = {
         **{**GEMMA3, "sliding_window_pattern": 3, "rope_local_base_freq": 100.0},
     ),
     "gemma": family("Gemma", {**TIED, "kv_heads": 1}, to.with_centred_norms, hidden_act="gelu_pytorch_tanh"),
-    "arcee": family(
-        *("Arcee", {**PLAIN, "rope": {"rope_theta": 1e4, **YARN}}, to.renamed(gate_proj="none")),
-        hidden_act="relu2",
-    ),
+    "arcee": family("Arcee", stretched(1e4), to.renamed(gate_proj="none"), hidden_act="relu2"),
     "olmo2": family("Olmo2", PLAIN, to.with_whole_norms, **PADS),
-    "glm": family("Glm", BIASED, to.with_fused_mlp, attention_bias=True, partial_rotary_factor=0.5, **PADS),
+    "glm": family("Glm", BIASED, to.with_fused_mlp, **BIAS, partial_rotary_factor=0.5, **PADS),
     "cohere": family(
         *("Cohere", TIED, to.renamed(post_attention_layernorm="none")),
         **{"layer_norm_eps": 1e-5, "logit_scale": 0.7, **PADS},
     ),
     "ministral": family("Ministral", PLAIN, **SLIDES, layer_types=[SLIDING, FULL] * 2),
     "smollm3": family("SmolLM3", TIED, model_type="smollm3", no_rope_layers=[1, 0, 1, 0], **PADS),
-    "olmo3": family("Olmo3", {**PLAIN, "rope": {"rope_theta": 5e5, **YARN}}, to.with_whole_norms, **SLIDES),
+    "olmo3": family("Olmo3", stretched(5e5), to.with_whole_norms, **SLIDES),
     "granite": family("Granite", TIED, **GRANITE),
     "granite_moe": family(
         *("GraniteMoe", SPARSE, to.packed_experts),
         **{**GRANITE, "model_type": "granitemoe", **LOCAL, "num_experts_per_tok": 3},
     ),
-    "seed_oss": family(
-        "SeedOss", BIASED, to.without_output_bias, attention_bias=True, attention_out_bias=False
-    ),
+    "seed_oss": family("SeedOss", BIASED, to.without_output_bias, **BIAS, attention_out_bias=False),
     "ministral3": family(
         *("Ministral3", PLAIN),
         rope_theta=None,
@@ -134,19 +145,15 @@ FAMILIES: dict[str, Family] = {
             **{"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
     ),
-    "glm4": family(
-        "Glm4", BIASED, to.with_glm4_norms, attention_bias=True, partial_rotary_factor=0.5, **PADS
-    ),
-    "exaone4": family(
-        "Exaone4", {**NORMED, "tie": False}, to.with_post_norms_alone, **SLIDES, sliding_window_pattern=2
-    ),
+    "glm4": family("Glm4", BIASED, to.with_glm4_norms, **BIAS, partial_rotary_factor=0.5, **PADS),
+    "exaone4": family("Exaone4", UNTIED, to.with_post_norms_alone, **SLIDES, sliding_window_pattern=2),
     "cohere2": family(
         *("Cohere2", TIED, to.renamed(post_attention_layernorm="none")),
         **{**SLIDES, "layer_norm_eps": 1e-5, "logit_scale": 0.7, "layer_types": [SLIDING, FULL] * 2, **PADS},
     ),
-    "gemma4": family("Gemma4", {**NORMED, "rope_style": "parameters"}, to.with_sides, **GEMMA4),
+    "gemma4": family("Gemma4", SIDED, to.with_sides, **GEMMA4),
     "gemma4_moe": family(
-        *("Gemma4", {**NORMED, "rope_style": "parameters"}, partial(to.with_sides, sparse=True)),
+        *("Gemma4", SIDED, partial(to.with_sides, sparse=True)),
         **{**GEMMA4, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3},
         moe_intermediate_size=32,
     ),
@@ -174,9 +181,7 @@ FAMILIES: dict[str, Family] = {
         **{"model_type": "hunyuan_v1_moe", "moe_topk": [3] * 4, "moe_intermediate_size": [32] * 4},
         **{"num_shared_expert": [1] * 4, "intermediate_size": 32, **PADS},
     ),
-    "granite_hybrid": family(
-        "GraniteMoeHybrid", TIED, to.with_mamba, **{**GRANITE_HYBRID, "residual_multiplier": 0.7}
-    ),
+    "granite_hybrid": family("GraniteMoeHybrid", TIED, to.with_mamba, **{**GRANITE_HYBRID, **LOUD}),
     "granite_hybrid_moe": family(
         *("GraniteMoeHybrid", SPARSE, partial(to.with_mamba, groups=1)),
         **{
@@ -186,11 +191,9 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "nemotron_h": family("NemotronH", PLAIN, partial(to.with_single_blocks, kinds="M*-M"), **NEMOTRON),
-    "nemotron_h_moe": family(
-        "NemotronH", SPARSE_LAST, partial(to.with_single_blocks, kinds="M*-E"), **NEMOTRON_MOE
-    ),
+    "nemotron_h_moe": family("NemotronH", SPARSE_LAST, MAMBA, **NEMOTRON_MOE),
     "nemotron_h_latent": family(
-        *("NemotronH", SPARSE_LAST, partial(to.with_single_blocks, kinds="M*-E", latent=24)),
+        *("NemotronH", SPARSE_LAST, partial(MAMBA, latent=24)),
         **{**NEMOTRON_MOE, "routed_scaling_factor": 2.5, "moe_latent_size": 24},
         mtp_hybrid_override_pattern="*E",
     ),

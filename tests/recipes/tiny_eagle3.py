@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def write_tiny_pair(
     *,
     variant: str = "llama2",
     kind: str = "random",
-    target_options: Mapping[str, Any] | None = None,
+    target_options: tiny.Json | None = None,
     **options: Any,
 ) -> Path:
     """Write a variant of a tiny checkpoint and an EAGLE-3 head for it; returns the head's folder.
@@ -154,7 +154,7 @@ def write_tiny_eagle3(
     return folder
 
 
-def _layer_config(verifier: Mapping[str, Any], kind: str, hidden: int) -> dict[str, Any]:
+def _layer_config(verifier: tiny.Json, kind: str, hidden: int) -> dict[str, Any]:
     """A Llama configuration of one layer; a copy has twice the target's heads, all as wide as its state."""
     if kind not in ("random", "copy"):
         raise ValueError(f"kind: {kind!r} is neither 'random' nor 'copy'")
@@ -175,7 +175,7 @@ def _layer_config(verifier: Mapping[str, Any], kind: str, hidden: int) -> dict[s
     }
 
 
-def _research(named: str, layer: Mapping[str, Any], flags: Mapping[str, bool]) -> dict[str, Any]:
+def _research(named: str, layer: tiny.Json, flags: tiny.Json) -> dict[str, Any]:
     """The head's layer at the top; head_dim and the flags only where they say something."""
     config = {"architectures": [named], **layer}
     if layer["num_attention_heads"] * layer["head_dim"] == layer["hidden_size"]:
@@ -183,9 +183,7 @@ def _research(named: str, layer: Mapping[str, Any], flags: Mapping[str, bool]) -
     return config | {name: True for name, value in flags.items() if value}
 
 
-def _speculators(
-    layer: Mapping[str, Any], flags: Mapping[str, bool], verifier: Mapping[str, Any], target: Path
-) -> dict[str, Any]:
+def _speculators(layer: tiny.Json, flags: tiny.Json, verifier: tiny.Json, target: Path) -> dict[str, Any]:
     """The head's layer as one key of several, beside how it was meant to be used."""
     greedy = {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 3}
     use = {"algorithm": "eagle3", "default_proposal_method": "greedy"}
@@ -215,7 +213,7 @@ def _embedding(target: Path, kind: str, shape: tuple[int, int], draw: Draw) -> T
     return draw("embed_tokens", shape, 0.2)
 
 
-def _random(layer: Mapping[str, Any], fused: int, vocab: int, draw: Draw) -> dict[str, Tensor]:
+def _random(layer: tiny.Json, fused: int, vocab: int, draw: Draw) -> tiny.Tensors:
     """Every tensor that all heads have; the layer's under `layer.`, the output over all target ids."""
     hidden, inner = layer["hidden_size"], layer["intermediate_size"]
     query, key = (layer[f"num_{name}_heads"] * layer["head_dim"] for name in ("attention", "key_value"))
@@ -237,8 +235,8 @@ def _random(layer: Mapping[str, Any], fused: int, vocab: int, draw: Draw) -> dic
 
 
 def _copied(
-    target: Mapping[str, Tensor], verifier: Mapping[str, Any], draw: Draw, share: float, normed: bool
-) -> dict[str, Tensor]:
+    target: tiny.Tensors, verifier: tiny.Json, draw: Draw, share: float, normed: bool
+) -> tiny.Tensors:
     """The same names out of the target's first layer, with streams of about 1 in place of its quiet ones.
 
     share: how much of the old state stays; normed: whether the residual is that state after its norm.

@@ -7,13 +7,21 @@ checkpoints and of `transformers`' `qwen3_5`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.recipes.tiny import DTYPES, EMBEDDING_STD, drawn, write_json, write_tensors, write_tokenizer
+from tests.recipes.tiny import (
+    DTYPES,
+    EMBEDDING_STD,
+    Json,
+    Tensors,
+    drawn,
+    write_json,
+    write_tensors,
+    write_tokenizer,
+)
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5},
@@ -27,6 +35,7 @@ ROPE = {
     **{"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     **{"mrope_section": [1, 1, 2], "mrope_interleaved": True},
 }
+VALUES = ("num_value_heads", "value_head_dim")
 SOFT = 0.12
 """What layers behind the first two add, where drafters are to agree often."""
 
@@ -80,7 +89,7 @@ def _draw(seed: int, name: str, shape: tuple[int, ...], std: float, mean: float 
     return drawn(f"{seed}/{name}", shape, std, mean)
 
 
-def _attention(config: Mapping[str, Any], prefix: str) -> dict[str, tuple[int, ...]]:
+def _attention(config: Json, prefix: str) -> dict[str, tuple[int, ...]]:
     hidden, size = config["hidden_size"], config["head_dim"]
     heads, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
     shapes = {"q_proj": (2 * heads, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
@@ -88,10 +97,8 @@ def _attention(config: Mapping[str, Any], prefix: str) -> dict[str, tuple[int, .
     return {f"{prefix}self_attn.{name}.weight": shape for name, shape in shapes.items()}
 
 
-def _delta(config: Mapping[str, Any], prefix: str) -> dict[str, tuple[int, ...]]:
-    hidden, heads, size = (
-        config[key] for key in ("hidden_size", "linear_num_value_heads", "linear_value_head_dim")
-    )
+def _delta(config: Json, prefix: str) -> dict[str, tuple[int, ...]]:
+    hidden, heads, size = config["hidden_size"], *(config[f"linear_{key}"] for key in VALUES)
     values = heads * size
     channels = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + values
     shapes = {"in_proj_qkv": (channels, hidden), "in_proj_z": (values, hidden), "in_proj_b": (heads, hidden)}
@@ -101,9 +108,7 @@ def _delta(config: Mapping[str, Any], prefix: str) -> dict[str, tuple[int, ...]]
     return found | {f"{prefix}linear_attn.{name}": (heads,) for name in ("A_log", "dt_bias")}
 
 
-def _layer(
-    config: Mapping[str, Any], prefix: str, linear: bool, seed: int, gain: float
-) -> dict[str, torch.Tensor]:
+def _layer(config: Json, prefix: str, linear: bool, seed: int, gain: float) -> Tensors:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     shapes = (_delta if linear else _attention)(config, prefix)
     for name in ("input_layernorm", "post_attention_layernorm"):
@@ -122,9 +127,7 @@ def _layer(
     return made
 
 
-def _tensors(
-    config: Mapping[str, Any], kinds: list[str], seed: int, agreeing: float | None
-) -> dict[str, torch.Tensor]:
+def _tensors(config: Json, kinds: list[str], seed: int, agreeing: float | None) -> Tensors:
     vocab, hidden = config["vocab_size"], config["hidden_size"]
     made = {
         "model.embed_tokens.weight": _draw(seed, "embedding", (vocab, hidden), EMBEDDING_STD),
@@ -138,7 +141,7 @@ def _tensors(
     return made
 
 
-def _mtp_tensors(config: Mapping[str, Any], seed: int, agreeing: float | None) -> dict[str, torch.Tensor]:
+def _mtp_tensors(config: Json, seed: int, agreeing: float | None) -> Tensors:
     hidden = config["hidden_size"]
     square, loud = (hidden, hidden), 2.5 * agreeing * EMBEDDING_STD if agreeing else 0.8
     token = EMBEDDING_STD * torch.eye(hidden) if agreeing else _draw(seed, "token", square, 0.1)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.recipes.tiny import EMBEDDING_STD, VARIANTS, drawn, write_tensors, write_tiny
+from tests.recipes.tiny import EMBEDDING_STD, VARIANTS, Tensors, drawn, write_tensors, write_tiny
 from tests.recipes.tiny_dense import FAMILIES, write_dense
 
 Glue = tuple[str, str, str, str | None, str, bool]
@@ -29,15 +29,14 @@ def glue(stem: str, *names: str | None, final: str = "final_layernorm", first: b
     return *(name and stem + name for name in four), layer, first
 
 
+ERNIE = (f"mtp_{name}.{{i}}" for name in ("emb_norm", "hidden_norm", "linear_proj"))
 NAMES: dict[str, Glue] = {
     "deepseek": glue("model.layers.{l}.", final="shared_head.norm"),
     "glm4": glue("model.layers.{l}.", final="shared_head.norm"),
     "mimo": glue("model.mtp_layers.{i}.", "token_layernorm", "hidden_layernorm", "input_proj", first=True),
     "mimo_v2": glue("model.mtp.layers.{i}."),
     "step3": glue("model.layers.{l}.", final="transformer.shared_head.norm"),
-    "ernie": glue(
-        *("model.mtp_", "emb_norm.{i}", "hidden_norm.{i}", "linear_proj.{i}", None), "model.mtp_block.{i}."
-    ),
+    "ernie": glue("model.", *ERNIE, None, "model.mtp_block.{i}."),
     "nemotron_h": glue("mtp.layers.", "0.enorm", "0.hnorm", "0.eh_proj", "1.final_layernorm"),
     "mtp": glue("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "mtp.layers.{i}."),
 }
@@ -83,14 +82,14 @@ def write_tiny_mtp(
     return folder
 
 
-def below(tensors: dict[str, torch.Tensor], stem: str) -> dict[str, torch.Tensor]:
+def below(tensors: Tensors, stem: str) -> Tensors:
     """Tensors whose names begin with a stem, by what is behind it."""
     return {name.removeprefix(stem): t for name, t in tensors.items() if name.startswith(stem)}
 
 
 def module_tensors(
-    target: dict[str, torch.Tensor], config: dict[str, Any], family: str, module: int, kind: str, share: float
-) -> dict[str, torch.Tensor]:
+    target: Tensors, config: dict[str, Any], family: str, module: int, kind: str, share: float
+) -> Tensors:
     """One module's tensors under their full names."""
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     token_norm, hidden_norm, projection, final_norm, layer, hidden_first = NAMES[family]

@@ -14,10 +14,10 @@ earlier model, which is not kept (`spd/formats/demo/README.md`). Run it from the
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -29,13 +29,14 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.recipes import demo_model
 from tests.recipes.demo_checkpoint import load_decoder, save_checkpoint, write_sums
 from tests.recipes.demo_corpus import Batches, Corpus, build_corpus, train_tokenizer
 from tests.recipes.demo_held_out import held_out
-from tests.recipes.demo_hybrid import new_decoder
-from tests.recipes.demo_model import DRAFT, TARGETS, Decoder, Gate, Layer, MtpLayer, make_optimizers
+from tests.recipes.demo_model import DRAFT, TARGETS, Decoder, Gate, Optimizers, make_optimizers, new_decoder
 
 MTP_DEPTHS = 3
+Json = dict[str, Any]
 
 
 class Recorder:
@@ -51,7 +52,7 @@ class Recorder:
         self.curve.append(point | {name: round(value.item(), 4) for name, value in figures.items()})
         print(self.stage, json.dumps(self.curve[-1]), flush=True)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Json:
         """What goes into training.json."""
         seconds = round(time.monotonic() - self.began)
         return {"tokens": self.tokens, "seconds": seconds, "curve": self.curve}
@@ -62,14 +63,15 @@ def learning_rate(done: float) -> float:
     return min((done + 1e-3) / 0.02, 1.0, max(0.0, (1.0 - done) / 0.6))
 
 
-def steps_of(
-    optimizers: list[torch.optim.Optimizer], batches: Batches, steps: int, recorder: Recorder, extra: int = 1
-) -> Iterator[tuple[int, float, Tensor]]:
+Steps = Iterator[tuple[int, float, Tensor]]
+
+
+def steps_of(made: Optimizers, batches: Batches, steps: int, recorder: Recorder, extra: int = 1) -> Steps:
     """(step, share done, ids [rows, length + extra]) with the learning rate set, and the step taken after.
 
     Every eighth batch of the second half is long.
     """
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    groups = [group for optimizer in made for group in optimizer.param_groups]
     bases = [group["lr"] for group in groups]
     for step in range(steps):
         done = step / steps
@@ -78,7 +80,7 @@ def steps_of(
         rows, width = (2, 2048) if step % 8 == 7 and done > 0.5 else (8, 512)
         recorder.tokens += rows * width
         yield step, done, batches.next(rows, width + extra - 1, answer_rows=rows // 4)
-        for optimizer in optimizers:
+        for optimizer in made:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
@@ -88,7 +90,7 @@ def compile_parts(*models: nn.Module) -> None:
     torch._dynamo.config.recompile_limit = 64
     for model in models:
         for module in model.modules():
-            if isinstance(module, Layer | MtpLayer):
+            if isinstance(module, demo_model.Layer | demo_model.MtpLayer):
                 module.compile(dynamic=False)
 
 
@@ -100,9 +102,7 @@ def balance(model: Decoder, done: float) -> None:
             module.load.zero_()
 
 
-def train_target(
-    arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokenizer, mtp_alone: bool = False
-) -> dict[str, Any]:
+def train_target(arguments: Namespace, corpus: Corpus, tokenizer: Tokenizer, mtp_alone: bool = False) -> Json:
     """Train the target and its MTP layer together, or go on with the latter alone; returns the record."""
     shape = TARGETS[arguments.model]
     target = load_decoder(arguments.out, shape) if mtp_alone else new_decoder(shape)
@@ -133,9 +133,7 @@ def train_target(
     return recorder.summary()
 
 
-def mtp_losses(
-    target: Decoder, ids: Tensor, depths: int, frozen: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+def mtp_losses(target: Decoder, ids: Tensor, depths: int, frozen: bool = False) -> tuple[Tensor, ...]:
     """Cross entropy [rows, T]; by depth, the MTP layer's loss and how often its first choice is the target's.
 
     ids [rows, T + MTP_DEPTHS]. The MTP layer learns the target's distribution, with the text's own tokens.
@@ -157,12 +155,12 @@ def mtp_losses(
     return own.view(len(ids), -1), torch.stack(missed), torch.stack(agreed)
 
 
-def measure(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
+def measure(arguments: Namespace, corpus: Corpus, tokenizer: Tokenizer) -> Json:
     """The held-out figures of what was trained."""
     return held_out(arguments.out, corpus, tokenizer, TARGETS[arguments.model])
 
 
-def train_draft(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
+def train_draft(arguments: Namespace, corpus: Corpus, tokenizer: Tokenizer) -> Json:
     """Train the draft from the saved target's distributions and save it; returns its record."""
     target = load_decoder(arguments.out, TARGETS[arguments.model]).eval()
     recorder, draft = Recorder("draft"), Decoder(DRAFT)
@@ -186,7 +184,7 @@ def train_draft(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokeni
     return {"parameters": sum(p.numel() for p in draft.parameters()), **recorder.summary()}
 
 
-def begin_record(folder: Path, corpus: Corpus) -> dict[str, Any]:
+def begin_record(folder: Path, corpus: Corpus) -> Json:
     """What training.json keeps, and what this run is made with."""
     path = folder / "training.json"
     record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
@@ -198,7 +196,7 @@ STAGES = {"target": train_target, "mtp": partial(train_target, mtp_alone=True)}
 STAGES |= {"held_out": measure, "draft": train_draft}
 
 
-def main(arguments: argparse.Namespace) -> None:
+def main(arguments: Namespace) -> None:
     """Run the wanted stages; `training.json` beside the checkpoint keeps the record that its README tells."""
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(arguments.threads)
@@ -215,9 +213,9 @@ def main(arguments: argparse.Namespace) -> None:
     write_sums(arguments.out)
 
 
-def parsed(words: list[str]) -> argparse.Namespace:
+def parsed(words: list[str]) -> Namespace:
     """The command line's arguments."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=TARGETS, default="deepseek")
     parser.add_argument("--tokenizer", type=Path, help="a folder whose tokenizer to take")
     parser.add_argument("--stages", default="target,mtp,held_out,draft")

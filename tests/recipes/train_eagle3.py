@@ -203,9 +203,7 @@ def losses_of(head: Eagle3Head, target: Decoder, ids: Tensor, depths: int) -> tu
         return soft_losses(head, head.states(streams, following[:, : length + depths - 1], depths), logits)
 
 
-def train(
-    head: Eagle3Head, target: Decoder, batches: Batches, arguments: argparse.Namespace
-) -> dict[str, Any]:
+def train(head: Eagle3Head, target: Decoder, batches: Batches, arguments: Any) -> dict[str, Any]:
     """Train and save the head; returns the record."""
     recorder, optimizers = Recorder("eagle3"), make_optimizers(head, arguments.scale)
     for step, _, ids in steps_of(optimizers, batches, arguments.steps, recorder, DEPTHS):
