@@ -17,6 +17,7 @@ from spd.errors import CheckpointError
 from spd.formats import checkpoint as module
 from spd.formats.checkpoint import Checkpoint, check_tensors
 from tests.formats.formats_helpers import entry, refused, shard_bytes, write_json, write_shard, write_sharded
+from tests.recipes.mtp_folders import write_hollow
 
 INDEX = "model.safetensors.index.json"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -237,17 +238,11 @@ def test_check_tensors_lists_everything_at_once(tmp_path: Path) -> None:
 
 def test_sixty_shards_are_listed_quickly(tmp_path: Path) -> None:
     weight_map = {}
-    for shard in range(60):
+    for shard in range(60):  # sparse: 3 GiB that occupy nothing
         name = f"model-{shard + 1:05}-of-00060.safetensors"
-        tensors = {f"model.layers.{shard}.{part}.weight": [2**14, 2**13] for part in range(12)}
-        header, position = {}, 0
-        for tensor, shape in tensors.items():
-            header[tensor] = entry(shape, position, position + 2**28, "BF16")
-            position += 2**28
-        raw = shard_bytes(header)
-        (tmp_path / name).write_bytes(raw)
-        os.truncate(tmp_path / name, len(raw) + position)  # sparse: 3 GiB that occupy nothing
-        weight_map.update(dict.fromkeys(tensors, name))
+        tensors = [(f"layers.{shard}.{part}.weight", "BF16", (2**14, 2**13)) for part in range(12)]
+        write_hollow(tmp_path / name, tensors)
+        weight_map |= {tensor: name for tensor, _, _ in tensors}
     write_json(tmp_path, INDEX, {"weight_map": weight_map})
     start = time.process_time()
     assert Checkpoint.open(tmp_path).total_bytes == 60 * 12 * 2**28

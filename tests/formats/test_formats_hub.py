@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spd.errors import CheckpointError, NotFoundError, SpdError, UsageError
+from spd.errors import NotFoundError, SpdError, UsageError
 from spd.formats import hub
 from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.formats.hub import list_cached_models, resolve_model
@@ -109,10 +109,7 @@ def test_without_main_the_only_snapshot_counts(cache: Path) -> None:
     assert resolve_model("org/Model-1.5B") == snapshot(cache, SECOND)
 
 
-def test_an_incomplete_download_and_a_ref_that_points_elsewhere(cache: Path) -> None:
-    (snapshot(cache, FIRST) / "config.json").unlink()
-    with refused(NotFoundError, "incomplete", "config.json", exit_code=3):
-        resolve_model("org/Model-1.5B")
+def test_a_ref_that_points_elsewhere_is_not_followed(cache: Path) -> None:
     (cache / "models--org--Model-1.5B" / "refs" / "main").write_text("../../../..")
     with refused(NotFoundError, "main", exit_code=3):
         resolve_model("org/Model-1.5B")
@@ -129,11 +126,3 @@ def test_words_that_mean_no_model(cache: Path, reference: str, kind: type[SpdErr
     with pytest.raises(kind) as caught:
         resolve_model(reference)
     assert caught.value.exit_code == (2 if kind is UsageError else 3)
-
-
-def test_files_are_not_folders(cache: Path) -> None:
-    for name, word in (("model.gguf", "GGUF"), ("model.safetensors", "folder")):
-        path = cache / name
-        path.write_bytes(b"")
-        with refused(CheckpointError, str(path), word):
-            resolve_model(str(path))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.recipes.tiny import Json, generator_of, write_json, write_tensors
+from tests.recipes.tiny import Json, drawn, generator_of, write_json, write_tensors
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
 NORMS += ("pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -40,18 +40,11 @@ def assistant_shapes(config: Json) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def write_assistant(
-    folder: Path,
-    target: Path,
-    *,
-    clusters: int = 0,
-    kept: int = 0,
-    heads: int = 4,
-    hidden: int = 32,
-    layers: tuple[str, ...] = ("sliding_attention", "sliding_attention", "full_attention"),
-    dtype: str = "float32",
-    seed: int = 0,
-) -> Path:
+HEADS, HIDDEN = 4, 32
+LAYERS = ("sliding_attention", "sliding_attention", "full_attention")
+
+
+def write_assistant(folder: Path, target: Path, *, clusters: int = 0, kept: int = 0) -> Path:
     """Write config.json and model.safetensors of an assistant for `target`; returns its folder.
 
     clusters: of ids, of which `kept` get logits; 0: all ids do.
@@ -61,25 +54,29 @@ def write_assistant(
     wide, vocab = of["hidden_size"], of["vocab_size"]
     text = {
         **{key: value for key, value in of.items() if key not in ("architectures", "quantization_config")},
-        **{"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": len(layers)},
-        **{"num_attention_heads": heads, "layer_types": list(layers), "num_kv_shared_layers": len(layers)},
+        **{"hidden_size": HIDDEN, "intermediate_size": 3 * HIDDEN, "num_hidden_layers": len(LAYERS)},
+        **{"num_attention_heads": HEADS, "layer_types": list(LAYERS), "num_kv_shared_layers": len(LAYERS)},
         **{"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "use_double_wide_mlp": False},
         "enable_moe_block": False,
     }
     config = {
         **{"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"},
-        **{"backbone_hidden_size": wide, "text_config": text, "tie_word_embeddings": True, "dtype": dtype},
+        **{
+            "backbone_hidden_size": wide,
+            "text_config": text,
+            "tie_word_embeddings": True,
+            "dtype": "float32",
+        },
     }
     tensors = {}
     for name, shape in assistant_shapes(config).items():
-        noise = torch.randn(shape, generator=generator_of(f"{seed}/{name}"))
+        noise = drawn(f"0/{name}", shape, 1.0)
         tensors[name] = 1 + 0.1 * noise if len(shape) == 1 else noise * 1.5 * shape[1] ** -0.5
     if clusters:
         config |= {"use_ordered_embeddings": True, "num_centroids": clusters}
         config |= {"centroid_intermediate_top_k": kept}
-        noise = torch.randn((clusters, hidden), generator=generator_of(f"{seed}/centroids"))
-        tensors["masked_embedding.centroids.weight"] = noise
-        order = torch.randperm(vocab, generator=generator_of(f"{seed}/order"))
+        tensors["masked_embedding.centroids.weight"] = drawn("0/centroids", (clusters, HIDDEN), 1.0)
+        order = torch.randperm(vocab, generator=generator_of("0/order"))
         tensors["masked_embedding.token_ordering"] = order
     folder.mkdir(parents=True)
     write_json(folder / "config.json", config)

@@ -110,8 +110,11 @@ def write_tiny_eagle3(
     layer = _layer_config(verifier, kind, hidden)
     if layout == "speculators":
         config = _speculators(layer, flags, verifier, target)
-    else:
-        config = _research(ARCHITECTURES[layout], layer, flags)
+    else:  # head_dim and the flags only where they say something
+        config = {"architectures": [ARCHITECTURES[layout]], **layer}
+        if layer["num_attention_heads"] * layer["head_dim"] == hidden:
+            del config["head_dim"]
+        config |= {name: True for name, value in flags.items() if value}
     config |= {"draft_vocab_size": draft_vocab, "torch_dtype": dtype}
     if layout == "speculators" or hidden != wide:
         config["target_hidden_size"] = wide if hidden != wide else None
@@ -140,17 +143,17 @@ def write_tiny_eagle3(
         tensors["d2t"] = chosen - torch.arange(draft_vocab)
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, chosen, True)
     if own_embedding:
-        tensors["embed_tokens.weight"] = _embedding(target, kind, (vocab, hidden), draw)
+        # A copy's is the target's own; a random head's is another, and louder.
+        own = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+        tensors["embed_tokens.weight"] = own if kind == "copy" else draw("embed_tokens", (vocab, hidden), 0.2)
     if norm_before_fc:
         tensors["input_norm.weight"] = draw("input_norm", (parts * wide,), 0.2, 1.0)
     if fc_norm:
         tensors |= {f"fc_norm.{i}.weight": draw(f"fc_norm{i}", (wide,), 0.2, 1.0) for i in range(parts)}
     folder.mkdir(parents=True, exist_ok=True)
     tiny.write_json(folder / "config.json", config)
-    for name, tensor in tensors.items():
-        stored = tensor.to(tiny.DTYPES[dtype]) if tensor.is_floating_point() else tensor
-        tensors[name] = stored.contiguous()
-    tiny.write_tensors(folder, tensors)
+    kept = {n: t.to(tiny.DTYPES[dtype]) if t.is_floating_point() else t for n, t in tensors.items()}
+    tiny.write_tensors(folder, {name: tensor.contiguous() for name, tensor in kept.items()})
     return folder
 
 
@@ -175,14 +178,6 @@ def _layer_config(verifier: tiny.Json, kind: str, hidden: int) -> dict[str, Any]
     }
 
 
-def _research(named: str, layer: tiny.Json, flags: tiny.Json) -> dict[str, Any]:
-    """The head's layer at the top; head_dim and the flags only where they say something."""
-    config = {"architectures": [named], **layer}
-    if layer["num_attention_heads"] * layer["head_dim"] == layer["hidden_size"]:
-        del config["head_dim"]
-    return config | {name: True for name, value in flags.items() if value}
-
-
 def _speculators(layer: tiny.Json, flags: tiny.Json, verifier: tiny.Json, target: Path) -> dict[str, Any]:
     """The head's layer as one key of several, beside how it was meant to be used."""
     greedy = {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 3}
@@ -204,13 +199,6 @@ def _put_aux(config: dict[str, Any], layout: str, aux: tuple[int, ...], layers: 
         return
     ids = [index - 1 for index in aux]
     config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
-
-
-def _embedding(target: Path, kind: str, shape: tuple[int, int], draw: Draw) -> Tensor:
-    """A copy's is the target's own; a random head's is another, and louder."""
-    if kind == "copy":
-        return load_file(target / "model.safetensors")["model.embed_tokens.weight"]
-    return draw("embed_tokens", shape, 0.2)
 
 
 def _random(layer: tiny.Json, fused: int, vocab: int, draw: Draw) -> tiny.Tensors:

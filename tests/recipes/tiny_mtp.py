@@ -55,13 +55,11 @@ def write_tiny_mtp(
     modules: int = 1,
     kind: str = "random",
     hidden_share: float = 0.25,
-    copies: str = "",
     **options: Any,
 ) -> Path:
     """Write a variant of a tiny checkpoint (see `write_tiny`) with an MTP head; returns its folder.
 
-    hidden_share: how loud the hidden state is beside the token in the projection of a `copy`. copies:
-    "same" adds copies of embedding and head to a deepseek head, "other" different ones.
+    hidden_share: how loud the hidden state is beside the token in the projection of a `copy`.
     """
     quiet = {"residual_gain": soft} if kind == "copy" else {}
     options = {**quiet, "layers": 3, **VARIANTS.get(variant, {"layers": 4}), "tie": False, **options}
@@ -71,11 +69,6 @@ def write_tiny_mtp(
     config = json.loads((folder / "config.json").read_text())
     for module in range(modules):
         tensors |= module_tensors(tensors, config, family, module, kind, hidden_share)
-        if copies:
-            prefix = NAMES[family][4].format(l=config["num_hidden_layers"] + module, i=module)
-            other, table = 1.0 if copies == "same" else -1.0, tensors["model.embed_tokens.weight"]
-            tensors[prefix + "embed_tokens.weight"] = other * table
-            tensors[prefix + "shared_head.head.weight"] = other * tensors.get("lm_head.weight", table)
     if shards > 1:
         (folder / "model.safetensors").unlink()
     write_tensors(folder, {name: tensor.clone() for name, tensor in tensors.items()}, shards)

@@ -58,11 +58,6 @@ class Recorder:
         return {"tokens": self.tokens, "seconds": seconds, "curve": self.curve}
 
 
-def learning_rate(done: float) -> float:
-    """The factor after `done` of the stage: up over 2 %, level, then linearly to zero over the last 60 %."""
-    return min((done + 1e-3) / 0.02, 1.0, max(0.0, (1.0 - done) / 0.6))
-
-
 Steps = Iterator[tuple[int, float, Tensor]]
 
 
@@ -76,7 +71,8 @@ def steps_of(made: Optimizers, batches: Batches, steps: int, recorder: Recorder,
     for step in range(steps):
         done = step / steps
         for base, group in zip(bases, groups, strict=True):
-            group["lr"] = base * learning_rate(done)
+            # Up over 2 %, level, then linearly to zero over the last 60 %.
+            group["lr"] = base * min((done + 1e-3) / 0.02, 1.0, max(0.0, (1.0 - done) / 0.6))
         rows, width = (2, 2048) if step % 8 == 7 and done > 0.5 else (8, 512)
         recorder.tokens += rows * width
         yield step, done, batches.next(rows, width + extra - 1, answer_rows=rows // 4)
