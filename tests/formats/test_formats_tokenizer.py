@@ -59,28 +59,22 @@ def test_names_and_sizes(opened: dict[str, Tokenizer]) -> None:
     assert opened["sentencepiece"]._strips and not tokenizer._strips
 
 
-def test_bos(opened: dict[str, Tokenizer]) -> None:
-    tokenizer = opened["sentencepiece"]
-    assert tokenizer.bos_id == 1
-    plain = tokenizer.encode("hello")
-    assert plain[0] != 1 and tokenizer.encode("hello", add_special=True) == [1, *plain]
-    assert tokenizer.encode("", add_special=True) == [1]
-
-
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({}, ([1], [])),
-        ({"add_bos_token": True}, ([1], [])),
-        ({"add_bos_token": False}, ([], [])),
-        ({"add_eos_token": True}, ([1], [2])),
-        ({"add_bos_token": False, "add_eos_token": True}, ([], [2])),
+        *(({}, ([1], [])), ({"add_bos_token": True}, ([1], [])), ({"add_bos_token": False}, ([], []))),
+        *(
+            ({"add_eos_token": True}, ([1], [2])),
+            ({"add_bos_token": False, "add_eos_token": True}, ([], [2])),
+        ),
     ],
 )
 def test_flags_overrule_the_post_processor(tmp_path: Path, config: dict, expected: tuple) -> None:
     tokenizer = Tokenizer.open(make.write_sentencepiece(tmp_path, **config))
-    plain = tokenizer.encode("hello")
-    assert tokenizer.encode("hello", add_special=True) == [*expected[0], *plain, *expected[1]]
+    plain, (first, last) = tokenizer.encode("hello"), expected
+    assert tokenizer.bos_id == 1 and plain[0] != 1
+    assert tokenizer.encode("hello", add_special=True) == [*first, *plain, *last]
+    assert tokenizer.encode("", add_special=True) == [*first, *last]
 
 
 def test_bos_without_a_post_processor(tmp_path: Path) -> None:
@@ -198,22 +192,17 @@ def test_plain_text_that_cannot_be_kept_apart_is_refused(tmp_path: Path) -> None
 # The bytes of a token
 
 
-def test_every_byte_has_a_token(opened: dict[str, Tokenizer]) -> None:
+def test_every_byte_has_a_token_and_every_token_its_bytes(opened: dict[str, Tokenizer]) -> None:
     tokenizer = opened["bytes"]
     for character, byte in module._byte_alphabet().items():
         token_id = tokenizer.token_to_id(character)
         assert token_id is not None and tokenizer.token_bytes(token_id) == bytes([byte])
     sentence = opened["sentencepiece"]
     assert [sentence.token_bytes(3 + byte) for byte in range(256)] == [bytes([byte]) for byte in range(256)]
-
-
-def test_bytes_of_other_tokens(opened: dict[str, Tokenizer]) -> None:
-    tokenizer = opened["bytes"]
     assert tokenizer.token_bytes(tokenizer.token_to_id("<think>")) == b"<think>"
     assert all(tokenizer.token_bytes(token_id) == b"" for token_id in tokenizer.special_ids)
     for absent in (tokenizer.vocab_size, 2**24, 2**40, -1):
         assert tokenizer.token_bytes(absent) == b"" and tokenizer.decode([absent]) == ""
-    sentence = opened["sentencepiece"]
     assert sentence.token_bytes(sentence.token_to_id("▁hello")) == b" hello"
     assert sentence.token_bytes(1) == b"" and sentence.decode([1], skip_special=False) == "<s>"
 

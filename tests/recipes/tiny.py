@@ -196,8 +196,6 @@ def _put_rope(config: dict[str, Any], rope: Mapping[str, Any], style: str) -> No
         if "partial_rotary_factor" in config:
             config["rope_parameters"]["partial_rotary_factor"] = config.pop("partial_rotary_factor")
         return
-    if style != "legacy":
-        raise ValueError(f"rope_style: {style!r} is neither 'legacy' nor 'parameters'")
     config["rope_theta"] = rope["rope_theta"]
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     config["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
@@ -356,8 +354,6 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], shards: int
         save_file(dict(tensors), folder / "model.safetensors", metadata=metadata)
         return
     names = list(tensors)
-    if not 1 < shards <= len(names):
-        raise ValueError(f"shards: {shards} is not between 1 and {len(names)}")
     weight_map: dict[str, str] = {}
     for shard in range(shards):
         part = names[len(names) * shard // shards : len(names) * (shard + 1) // shards]

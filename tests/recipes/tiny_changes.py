@@ -49,11 +49,6 @@ def take_experts(found: Tensors, stem: str) -> Tensors:
     }
 
 
-def unchanged(tensors: Tensors) -> Tensors:
-    """As Llama has them."""
-    return tensors
-
-
 def without_output_bias(tensors: Tensors) -> Tensors:
     """Biases of queries, keys and values only."""
     return {name: tensor for name, tensor in tensors.items() if not name.endswith("o_proj.bias")}

@@ -86,8 +86,8 @@ Change = Callable[[Tensors], Tensors]
 Family = tuple[dict[str, Any], dict[str, Any], Change]
 
 
-def family(name: str, shape: dict[str, Any], change: Change = to.unchanged, **keys: Any) -> Family:
-    """By its class's name, `write_tiny`'s options, what makes its tensors, and keys of config.json."""
+def family(name: str, shape: dict[str, Any], change: Change = dict, **keys: Any) -> Family:
+    """By its class's name, `write_tiny`'s options, what makes its tensors (else as Llama's), and keys."""
     architecture = f"{name}ForCausalLM"
     return shape, {"architectures": [architecture], "model_type": model_type(architecture), **keys}, change
 

@@ -95,17 +95,13 @@ def write_tiny_eagle3(
     norm_before_residual: None leaves it out, which says yes in the speculators layout and no in the others.
     draft_vocab: how many of the target's ids the head can say; None for all, which the target's own output
     can say too where own_head is false. hidden_share: how much of the old state a copy keeps.
-    Raises ValueError for what a layout cannot say, for copies of what has no plain first layer or another
-    hidden size, and for heads that no output fits.
+    Raises ValueError for what a layout cannot say, and for copies of what has no plain first layer or another
+    hidden size.
     """
-    if layout not in LAYERS:
-        raise ValueError(f"layout: {layout!r} is not one of {', '.join(LAYERS)}")
     verifier: dict[str, Any] = json.loads((target / "config.json").read_text())
     wide, vocab = verifier["hidden_size"], verifier["vocab_size"]
     hidden = hidden_size or wide
     own_embedding = own_embedding or hidden != wide
-    if not own_head and (draft_vocab is not None or hidden != wide):
-        raise ValueError("own_head: the target's says every id, to states of its own size")
     flags = {"norm_before_fc": norm_before_fc, "fc_norm": fc_norm, "norm_output": norm_output}
     layer = _layer_config(verifier, kind, hidden)
     if layout == "speculators":

@@ -252,14 +252,6 @@ def measure(head: Eagle3Head, target: Decoder, corpus: Corpus, tokenizer: Tokeni
     }
 
 
-def new_head(target: Decoder, batches: Batches, count: int) -> Eagle3Head:
-    """A head that drafts the ids seen most often in `count` batches, begun as the target's own."""
-    counts = count_tokens(target, batches, count)
-    head = Eagle3Head(HEAD, counts.argsort(descending=True)[: HEAD.draft_vocab].sort().values)
-    head.start_from(target)
-    return head
-
-
 def main(arguments: argparse.Namespace) -> None:
     """Train the head; `training.json` beside it keeps the record."""
     torch.manual_seed(arguments.seed)
@@ -270,7 +262,9 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.go_on:
         head = load_head(arguments.out, HEAD)
     else:
-        head = new_head(target, batches, arguments.count_batches)
+        counts = count_tokens(target, batches, arguments.count_batches)  # the ids seen most often
+        head = Eagle3Head(HEAD, counts.argsort(descending=True)[: HEAD.draft_vocab].sort().values)
+        head.start_from(target)
         path.unlink(missing_ok=True)
     record = begin_record(arguments.out, corpus)
     said = " ".join(sys.argv[1:]).replace(str(arguments.out), "OUT")  # where it lay says nothing
