@@ -30,7 +30,8 @@ def header_of(tmp_path: Path, content: bytes) -> tuple:
 
 
 def test_a_header_is_read(tmp_path: Path) -> None:
-    path = write_shard(tmp_path / "a.safetensors", {"w": [2, 3], "scalar": [], "nothing": [2, 0]})
+    write_shard(tmp_path / "blob", {"w": [2, 3], "scalar": [], "nothing": [2, 0]})
+    (path := tmp_path / "a.safetensors").symlink_to("blob")  # links are followed
     tensors = {meta.name: meta for meta in read_shard_header(path)[1]}
     assert tensors["w"].shape == (2, 3) and tensors["w"].nbytes == 24 and tensors["w"].dtype == "F32"
     assert tensors["scalar"].shape == () and tensors["scalar"].nbytes == 4
@@ -71,12 +72,8 @@ W_JSON = json.dumps(W).encode()
         (b"\1" * 3, ("truncated", "3 bytes")),
         (struct.pack("<Q", 50) + b"{}", ("truncated", "58")),
         (shard_bytes(b""), ("not JSON",)),
-        (shard_bytes(b'{"\xff": 1}'), ("UTF-8",)),
-        (shard_bytes("{}".encode("utf-16")), ("UTF-16",)),
-        (shard_bytes(b"hello"), ("not JSON",)),
         (shard_bytes([1]), ("not a JSON object",)),
         (shard_bytes(b"[" * 10_000 + b"]" * 10_000), ("nested",)),
-        (shard_bytes(b'{"a":' * 10_000 + b"1" + b"}" * 10_000), ("nested",)),
         (shard_bytes(b'{"w":%b,"w":%b}' % (W_JSON, W_JSON), b"1234"), ("'w'", "twice")),
         (shard_bytes(b'{"w":{"dtype":"F32",%b}' % W_JSON[1:], b"1234"), ("dtype", "twice")),
         (shard_bytes({"w": entry([1], 0, 4, "F7")}, b"1234"), ("'w'", "dtype", "'F7'")),
@@ -104,7 +101,6 @@ W_JSON = json.dumps(W).encode()
         (shard_bytes({"w": entry([4], 0, 16)}, b"1" * 14), ("truncated", "2 bytes")),
         (shard_bytes({"w": entry([4], 0, 16)}, b"1" * 8), ("truncated", "8 bytes")),
         (shard_bytes({"w": W}, b"1234" + b"PK"), ("2 bytes after",)),
-        (shard_bytes(b'{"a\\ud800":' + json.dumps(W).encode() + b"}", b"1234"), ("surrogate",)),
         (shard_bytes({"\x1b[31m\n" * 40: {**W, "dtype": "F7"}}, b"1234"), ("\\x1b", "...")),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
@@ -174,12 +170,6 @@ def test_permission_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(os, "open", denied)
     with refused(CheckpointError, f"{path}: Permission denied"):
         read_shard_header(path)
-
-
-def test_links_to_files_are_followed(tmp_path: Path) -> None:
-    write_shard(tmp_path / "blob", {"w": [1]})
-    (tmp_path / "model.safetensors").symlink_to("blob")
-    assert len(read_shard_header(tmp_path / "model.safetensors")[1]) == 1
 
 
 def mutated(content: bytes, rng: random.Random) -> bytes:
