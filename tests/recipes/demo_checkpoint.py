@@ -20,11 +20,8 @@ SUMMED = ("config.json", "generation_config.json", "model.safetensors")
 SUMMED += ("tokenizer.json", "tokenizer_config.json")
 MTP_NAMES = {"mtp.norm.": "shared_head.norm.", "mtp.block.": "", "mtp.": ""}
 HYBRID_MTP_NAMES = {
-    "mtp.enorm.": "mtp.pre_fc_norm_embedding.",
-    "mtp.hnorm.": "mtp.pre_fc_norm_hidden.",
-    "mtp.eh_proj.": "mtp.fc.",
-    "mtp.block.": "mtp.layers.0.",
-    "mtp.norm.": "mtp.norm.",
+    **{"mtp.enorm.": "mtp.pre_fc_norm_embedding.", "mtp.hnorm.": "mtp.pre_fc_norm_hidden."},
+    **{"mtp.eh_proj.": "mtp.fc.", "mtp.block.": "mtp.layers.0.", "mtp.norm.": "mtp.norm."},
 }
 
 

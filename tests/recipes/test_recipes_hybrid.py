@@ -52,13 +52,8 @@ def test_chunks_are_the_recurrence_and_so_are_their_gradients(length: int) -> No
     # One key said again and again, and decays from none to a wall, are what chunks get wrong first.
     k = torch.randn(2, 2, length, 8)
     k[:, :, length // 3 : length // 2] = k[:, :, :1]
-    given = [
-        torch.randn(2, 2, length, 8) * 8**-0.5,
-        F.normalize(k, dim=-1),
-        torch.randn(2, 4, length, 12),
-        -(torch.rand(2, 4, length) ** 8) * 30,
-        torch.rand(2, 4, length),
-    ]
+    given = [torch.randn(2, 2, length, 8) * 8**-0.5, F.normalize(k, dim=-1), torch.randn(2, 4, length, 12)]
+    given += [-(torch.rand(2, 4, length) ** 8) * 30, torch.rand(2, 4, length)]
     results = []
     for rule in (recurrence, delta_rule):
         inputs = [x.clone().requires_grad_() for x in given]

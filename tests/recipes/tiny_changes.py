@@ -319,13 +319,10 @@ def mamba(stem: str, groups: int, out: torch.Tensor) -> Tensors:
     channels = inner + 2 * groups * 24
     shapes: dict[str, tuple[tuple[int, ...], float, float]] = {
         "in_proj.weight": ((inner + channels + heads, hidden), 1.2 / hidden**0.5, 0.0),
-        "conv1d.weight": ((channels, 1, 4), 0.5, 0.0),
-        "conv1d.bias": ((channels,), 0.2, 0.0),
-        "A_log": ((heads,), 0.7, 0.3),
-        "dt_bias": ((heads,), 1.0, -1.0),
-        "D": ((heads,), 0.5, 1.0),
-        "norm.weight": ((inner,), 0.2, 1.0),
         "out_proj.weight": ((hidden, inner), gain / inner**0.5, 0.0),
+        **{"conv1d.weight": ((channels, 1, 4), 0.5, 0.0), "conv1d.bias": ((channels,), 0.2, 0.0)},
+        **{"A_log": ((heads,), 0.7, 0.3), "dt_bias": ((heads,), 1.0, -1.0), "D": ((heads,), 0.5, 1.0)},
+        "norm.weight": ((inner,), 0.2, 1.0),
     }
     return {stem + name: drawn(stem + name, *how) for name, how in shapes.items()}
 

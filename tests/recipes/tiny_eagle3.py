@@ -201,16 +201,11 @@ def _random(layer: tiny.Json, fused: int, vocab: int, draw: Draw) -> tiny.Tensor
     """Every tensor that all heads have; the layer's under `layer.`, the output over all target ids."""
     hidden, inner = layer["hidden_size"], layer["intermediate_size"]
     query, key = (layer[f"num_{name}_heads"] * layer["head_dim"] for name in ("attention", "key_value"))
-    inputs = {"layer.self_attn.q_proj": query, "layer.self_attn.k_proj": key, "layer.self_attn.v_proj": key}
-    matrices = {
-        "fc": (hidden, fused, 1.0),
-        **{name: (rows, 2 * hidden, 1.5) for name, rows in inputs.items()},
-        "layer.self_attn.o_proj": (hidden, query, 1.5),
-        "layer.mlp.gate_proj": (inner, hidden, 1.5),
-        "layer.mlp.up_proj": (inner, hidden, 1.5),
-        "layer.mlp.down_proj": (hidden, inner, 1.5),
-        "lm_head": (vocab, hidden, tiny.LOGIT_STD),
-    }
+    rows = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": key}
+    matrices = {f"layer.{name}": (count, 2 * hidden, 1.5) for name, count in rows.items()}
+    matrices |= {f"layer.mlp.{name}_proj": (inner, hidden, 1.5) for name in ("gate", "up")}
+    matrices |= {"layer.self_attn.o_proj": (hidden, query, 1.5), "layer.mlp.down_proj": (hidden, inner, 1.5)}
+    matrices |= {"fc": (hidden, fused, 1.0), "lm_head": (vocab, hidden, tiny.LOGIT_STD)}
     norms = (*(f"layer.{name}" for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")),)
     return {
         f"{name}.weight": draw(name, (rows, columns), scale / math.sqrt(columns))
