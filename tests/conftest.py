@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
 from spd.runtime.round import model_runner
 from spd.runtime.round.arithmetic_probe import WIDEST
 from spd.runtime.round.model_runner import ModelRunner
-from tests.helpers import TinyShelf
+from tests.helpers import Patch, TinyShelf
 from tests.interpreted_dot import install
 from tests.known_trials import FEW_ROWS, known_parts, tried_once, try_rows
 from tests.lanes import choose
@@ -39,7 +39,7 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _tried_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _tried_once(request: pytest.FixtureRequest, monkeypatch: Patch) -> None:
     """Tests of what an engine tries at load ask for `every_trial`."""
     if "every_trial" not in request.fixturenames:
         monkeypatch.setattr(ModelRunner, "_try_arithmetic", tried_once)
@@ -53,7 +53,7 @@ def every_trial() -> None:
 
 
 @pytest.fixture
-def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+def untried(monkeypatch: Patch) -> None:
     """No engine tries any: all run whole tiles. For what is compared with other programs' numbers."""
 
     def whole_tiles(runner: ModelRunner, alone: bool) -> None:

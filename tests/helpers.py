@@ -25,14 +25,15 @@ from spd.runtime import Engine, EngineConfig, Request, RequestMetrics, RoundReco
 from spd.runtime.round.rows import PromptPart, SlotView
 from tests.recipes.tiny import VARIANTS, write_tiny
 
+Tiny = Callable[..., Path]  # writes a tiny checkpoint, or finds it
+Patch = pytest.MonkeyPatch
 PROPOSERS: dict[str, dict[str, Any]] = {
     "ngram": {"spec": "ngram", "ngram_min": 2, "draft_max": 4},
     "draft": {"spec": "draft", "draft_max": 3},
     "mtp": {"spec": "mtp", "draft_max": 3},
     "eagle3": {"spec": "eagle3", "draft_max": 3},
     "mtp+ngram": {"spec": "mtp+ngram", "draft_max": 3, "ngram_min": 2},
-}
-"""Wishes for every proposer that the matrices run; a draft model or a head is added by the test."""
+}  # Wishes for every proposer that the matrices run; a draft model or a head is added by the test.
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,7 @@ INTERPRETED = [
         reason="the interpreter needs TRITON_INTERPRET, which is set without a GPU only",
     ),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's, of log(0)
-]
-"""Marks of tests that run Triton kernels in its interpreter."""
+]  # Marks of tests that run Triton kernels in its interpreter.
 
 
 def few_programs(monkeypatch: pytest.MonkeyPatch, processors: int = 1) -> None:

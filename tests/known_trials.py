@@ -17,6 +17,7 @@ from spd.kernels.dispatch import Kernels
 from spd.runtime.ranks.communicator import ProcessGroup
 from spd.runtime.round import arithmetic_probe, model_runner
 from spd.runtime.round.model_runner import ModelRunner
+from tests.helpers import Patch
 
 EVERY_ROW, FEW_ROWS = arithmetic_probe.CANDIDATES, (5, 12)
 """The numbers of rows that are tried, of a run's seven: a fifth of the passes."""
@@ -24,8 +25,7 @@ known_parts = cache(arithmetic_probe.admitted_parts)
 """Parts of blocks of keys follow from the heads alone, of which tiny models have few kinds."""
 honest = ModelRunner._try_arithmetic
 FOUND = ("buckets", "context_parts")
-KNOWN: dict[Any, tuple[Any, ...]] = {}
-"""What was found, by all that a trial depends on."""
+KNOWN: dict[Any, tuple[Any, ...]] = {}  # What was found, by all that a trial depends on.
 
 
 def structure(thing: Any) -> Any:
@@ -56,7 +56,7 @@ def tried_once(runner: ModelRunner, alone: bool) -> None:
         honest(runner, alone)
 
 
-def try_rows(patch: pytest.MonkeyPatch, numbers: tuple[int, ...]) -> None:
+def try_rows(patch: Patch, numbers: tuple[int, ...]) -> None:
     """Let engines try these numbers of rows."""
     for module in (model_runner, arithmetic_probe):
         patch.setattr(module, "CANDIDATES", numbers)

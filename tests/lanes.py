@@ -8,8 +8,7 @@ from collections.abc import Hashable, Sequence
 
 import pytest
 
-Case = dict[str, Hashable]
-"""Which row of each list of parameters it is of."""
+Case = dict[str, Hashable]  # Which row of each list of parameters it is of.
 
 
 def covering(cases: Sequence[Case], strength: int) -> list[int]:

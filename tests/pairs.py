@@ -21,8 +21,7 @@ from tests.runtime.assistant_reference import LibraryAssistant
 from tests.runtime.eagle3_reference import PlainEagle3
 from tests.runtime.mtp_reference import PlainDrafter, PlainMtp
 
-damped = Damped(loud=2)
-"""So that a draft of the first two layers often agrees."""
+damped = Damped(loud=2)  # So that a draft of the first two layers often agrees.
 HEADS: dict[str, dict[str, Any]] = {
     "one": {"family": "deepseek"},
     "three": {"family": "mimo", "modules": 3, "hidden_share": 0.1},
@@ -37,8 +36,7 @@ MTP_OF: dict[str, dict[str, Any]] = {
     },
     "glm4_moe_lite": {"family": "glm4", "variant": "glm4_moe_lite"},
     "ernie4_5": {"family": "ernie", "variant": "ernie4_5"},
-}
-"""Families that ship layers of their own kind."""
+}  # Families that ship layers of their own kind.
 EAGLES: dict[str, dict[str, Any]] = {
     "eagle": {"aux": (1, 2, 3), "hidden_share": 0.3, "target_options": {"layers": 3}},
     "speculators": {
@@ -46,8 +44,7 @@ EAGLES: dict[str, dict[str, Any]] = {
         **{"norm_output": True, "fc_norm": True, "own_embedding": True},
     },
 }
-COPYING = 7
-"""What lookup alone drafts at most, beside a model."""
+COPYING = 7  # What lookup alone drafts at most, beside a model.
 LENGTHS = (3, COPYING, COPYING, 1, COPYING, 0, COPYING, COPYING, COPYING, COPYING, 3, 2, 0, 0, COPYING)
 """Drafts of rounds, over and over: every kind follows every other."""
 
@@ -58,8 +55,7 @@ class Pair:
 
     model: Path
     speculation: dict[str, Any]
-    reference: Callable[[], PlainDrafter] | None = None
-    """Of a head: what its drafts are by their definition."""
+    reference: Callable[[], PlainDrafter] | None = None  # Of a head: what its drafts are by their definition.
 
     def plain(self, **wishes: Any) -> Engine:
         """The target alone, by the quickest kernels that there are here."""

@@ -19,8 +19,7 @@ SAID = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").replace(",", "")
 CEILINGS = {
     tuple(re.findall(r"`([\w/]+?)/?`", rooms)): int(lines)
     for rooms, lines in re.findall(TABLE, SAID, re.MULTILINE)
-}
-"""Lines of Python in each room, of the rest where there is no name, at most. They fall, or stay."""
+}  # Lines of Python in each room, of the rest where there is no name, at most. They fall, or stay.
 READ_ENVIRONMENT = {"spd.cli.app", "spd.formats.hub"}
 
 
@@ -181,8 +180,7 @@ FACADE = {
     "spd.runtime.ranks.follower",
     "spd.runtime.ranks.rendezvous",
     "spd.runtime.round.sampling_params",
-}
-"""All of the runtime that the command line may import; ten modules at most."""
+}  # All of the runtime that the command line may import; ten modules at most.
 
 
 def seen_by_cli(tree: list[tuple[str, ast.Module, str]]) -> set[str]:

@@ -56,8 +56,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "prefix": ("hit", "miss"),
 }
 Case = dict[str, Any]
-KINDS = 7
-"""Different requests; larger batches repeat them."""
+KINDS = 7  # Different requests; larger batches repeat them.
 
 
 def combined(factors: dict[str, Sequence[Any]]) -> list[Case]:
@@ -198,9 +197,6 @@ def test_every_pair_equals_solo(bench: Bench, sizes: tuple[int, ...]) -> None:
     assert min(accepted["draft"], accepted["mtp"]) > 20, accepted
     assert min(accepted["ngram"], accepted["eagle3"]) > 0, accepted
     assert interrupted > 3, "no request was interrupted"
-
-
-# -- the slow lane -------------------------------------------------------------------------------------
 
 
 def demo_prompts(count: int) -> list[tuple[int, ...]]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,18 +17,24 @@ from spd.runtime.round.kv_cache import KvCache
 from spd.runtime.round.limits import CATCH_UP
 from spd.runtime.round.round_queue import RoundQueue
 from spd.runtime.round.rows import SlotView
-from tests.helpers import Run, assert_same, make_engine, next_turn, random_prompts, run_all, run_requests
+from tests.helpers import (
+    Patch,
+    Run,
+    Tiny,
+    assert_same,
+    make_engine,
+    next_turn,
+    random_prompts,
+    run_all,
+    run_requests,
+)
 from tests.pairs import COPYING, LENGTHS, Pair, Pairs, damped
 from tests.prompt_lookup import match_length
 from tests.runtime.eagle3_reference import PlainEagle3
 from tests.runtime.test_runtime_mtp import compared
 from tests.test_invisible import FEW, PROMPTS, VOCAB, decided, outputs
 
-K = 3
-"""What a model drafts at most."""
-
-
-# -- a turn and the next -------------------------------------------------------------------------------
+K = 3  # What a model drafts at most.
 
 
 SHARERS = ("off", "draft+ngram", "deepseek_v3/ngram", "three", "ngram", "draft", "eagle", "gemma2/ngram")
@@ -97,8 +102,6 @@ def test_drafts_after_any_rounds_are_those_of_a_fresh_start(
         assert found[0].output == fresh[0].output and decided(found) == decided(fresh)
 
 
-# -- slots that wait for their masks -------------------------------------------------------------------
-
 BOUND = GrammarText("regex", "(abcdef){30,60}!")
 LOOSE = GrammarText("regex", "([a-f]{2}xyz){10,60}!")
 
@@ -137,7 +140,7 @@ def entries(cache: KvCache, view: SlotView, count: int) -> torch.Tensor:
     [("draft", (0, 3)), ("draft+ngram", (COPYING, 3, 3)), ("draft+ngram", (COPYING, COPYING, 1, 3))],
 )
 def test_a_draft_model_that_is_the_target_has_its_cache(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, spec: str, lengths: tuple[int, ...], lag: int
+    tiny: Tiny, monkeypatch: Patch, spec: str, lengths: tuple[int, ...], lag: int
 ) -> None:
     """After every round that it drafted for, of every slot that took part, up to the last token but one."""
     target = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
@@ -185,9 +188,6 @@ def test_a_next_turn_drafts_as_a_fresh_start_does(pairs: Pairs, name: str, lengt
         assert found.drafts == fresh.drafts and found.output == fresh.output
         compared += len(found.rounds)
     assert compared > 20
-
-
-# -- lookup beside a model -----------------------------------------------------------------------------
 
 
 def test_a_batch_equals_each_alone_and_pages_run_short(pairs: Pairs) -> None:
@@ -244,9 +244,7 @@ def test_rounds_without_drafts_tell_of_matches(pairs: Pairs) -> None:
     assert told_of[0] == told_of[1] and 3 < sum(size > 0 for size in told_of[0]) < len(told_of[0])
 
 
-def test_the_cache_is_brought_up_before_too_much_is_missing(
-    pairs: Pairs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_is_brought_up_before_too_much_is_missing(pairs: Pairs, monkeypatch: Patch) -> None:
     """However long lookup drafts alone: what is missing stays within the rings of states."""
     asked: list[int] = []
     real = ModelProposer.catch_up
@@ -271,7 +269,7 @@ def test_the_cache_is_brought_up_before_too_much_is_missing(
     assert {1 + COPYING + 1, CATCH_UP} <= set(asked), asked
 
 
-def test_what_a_match_drafts_was_drawn_from_nothing(pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_match_drafts_was_drawn_from_nothing(pairs: Pairs, monkeypatch: Patch) -> None:
     """Rules that test a draft's probability find certainty there, and the model's own law elsewhere."""
     seen = {True: 0, False: 0}
     real = ModelProposer.draft
@@ -298,9 +296,6 @@ def test_what_a_match_drafts_was_drawn_from_nothing(pairs: Pairs, monkeypatch: p
     ]
     run_all(pairs.get("draft+ngram").engine(K, slots=3, verify="rejection", adaptive=None), prompts, params)
     assert min(seen.values()) > 3, seen
-
-
-# -- heads, against their definition -------------------------------------------------------------------
 
 
 def assert_the_reference_s(headed: Pair, prompts: list[tuple[int, ...]], runs: list[Run]) -> None:
@@ -386,16 +381,13 @@ def test_what_drafts_were_drawn_from_is_kept(pairs: Pairs, name: str, rule: str)
     assert seen > 20 and 0 < metrics.draft_n_accepted < metrics.draft_n
 
 
-ROUNDS = 9
-"""Rounds without drafting, of which the second slot saw the last one only."""
+ROUNDS = 9  # Rounds without drafting, of which the second slot saw the last one only.
 
 
 @pytest.mark.parametrize(
     ("length", "passes"), [(65, 1), (70, 2)], ids=["a whole chunk", "a chunk and a tail"]
 )
-def test_catching_up_leaves_a_new_slots_prompt_alone(
-    tiny: Callable[..., Path], length: int, passes: int
-) -> None:
+def test_catching_up_leaves_a_new_slots_prompt_alone(tiny: Tiny, length: int, passes: int) -> None:
     """Prefilled pages may be shared, and were written by another program."""
     model = tiny("qwen3", layers=2, seed=3)
     engine = make_engine(model, spec="draft", draft_model=model, draft_max=2, slots=2)

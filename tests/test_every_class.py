@@ -33,8 +33,7 @@ SAID: dict[str, dict[str, Any]] = {
     "GraniteMoeHybridForCausalLM": {"layer_types": [*["mamba"] * 31, "attention"]},
     "Lfm2ForCausalLM": {"layer_types": [*["conv"] * 31, "full_attention"]},
     "Lfm2MoeForCausalLM": {"layer_types": [*["conv"] * 31, "full_attention"]},
-}
-"""What every release of a class says, and its defaults do not."""
+}  # What every release of a class says, and its defaults do not.
 
 
 def classes() -> list[str]:

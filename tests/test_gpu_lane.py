@@ -19,7 +19,7 @@ from spd.runtime import Engine
 from spd.runtime.round.graphs import CapturedRounds, RoundShape
 from spd.runtime.round.rows import SlotView
 from tests.gpu import gpu_helpers, test_gpu_ahead, test_gpu_forms, test_gpu_rounds, test_gpu_texts
-from tests.helpers import Run, make_engine
+from tests.helpers import Patch, Run, make_engine
 
 
 class Through(CapturedRounds):
@@ -47,7 +47,7 @@ def engine_on_cpu(model: Path, graphs: bool | None = None, **wishes: Any) -> Eng
 
 
 @pytest.fixture
-def rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+def rehearsal(monkeypatch: Patch) -> None:
     """Engines of the GPU tests are on the CPU, in the forms that it has."""
     monkeypatch.setattr(gpu_helpers, "make_engine", engine_on_cpu)
 
@@ -75,7 +75,7 @@ def test_captures_ahead_are_rehearsed(rehearsal: None) -> None:
     test_gpu_ahead.test_what_adaptive_lengths_try_first_is_captured()
 
 
-def test_forms_are_rehearsed(rehearsal: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forms_are_rehearsed(rehearsal: None, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(test_gpu_forms, "demo_prompts", lambda: gpu_helpers.demo_prompts()[:1])
     form = test_gpu_forms.make_form("bfloat16", tmp_path)
     short = [(prompt, dataclasses.replace(params, max_tokens=4)) for prompt, params in form.work[:1]]

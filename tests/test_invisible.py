@@ -28,7 +28,6 @@ PROMPTS = random_prompts(4, 20, VOCAB) + random_prompts(2, 75, VOCAB, seed=1)
 FEW = tuple((token, 40.0) for token in (3, 50, 99, 120))
 """A bias under which text is of a few tokens, so that it is full of matches, right ones and wrong ones."""
 
-# -- what is asked -------------------------------------------------------------------------------------
 
 Work = list[tuple[tuple[int, ...], SamplingParams]]
 PARAMETERS: dict[str, dict[str, Any]] = {
@@ -105,8 +104,6 @@ WORKS: dict[str, Work] = {
     },
 }
 
-# -- the matrix ----------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -116,8 +113,7 @@ class Cell:
     name: str
     k: int = 4
     lag: int = 0
-    changing: bool = False
-    """Whether the number of drafts changes from round to round."""
+    changing: bool = False  # Whether the number of drafts changes from round to round.
     form: str = "float32"
     wishes: dict[str, Any] = field(default_factory=dict)
 
@@ -162,8 +158,7 @@ LOOKED_UP = (
     *("gpt_oss", "gemma4", "gemma4_moe", "lfm2", "lfm2_moe", "granite_hybrid"),
     *("nemotron_h", "nemotron_h_moe", "nemotron_h_latent", "minimax_m2", "mimo_v2", "step3"),
     *("hunyuan_moe", "muse_glimmer"),
-)
-"""Families whose attention, norms or caches are their own."""
+)  # Families whose attention, norms or caches are their own.
 QUANTIZED = ("gpt_oss", "gemma4_moe")
 """Families whose experts are rounded at load, beside those of Qwen3 and DeepSeek."""
 OTHERS = ("mimo", "ernie4_5", *sorted(FAMILIES.keys() - {*WINDOWED, *LOOKED_UP}))
@@ -175,8 +170,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "torch": {"dtype": "float32", "kernels": "torch"},
-}
-"""By C kernels where there are any, which take a fifth of torch's time on tiny models; and by torch's."""
+}  # By C kernels where there are any, which take a fifth of torch's time on tiny models; and by torch's.
 LAGS, TYPES = (0, 1, 2), ("float32", "bfloat16")
 
 
@@ -327,9 +321,6 @@ def test_every_parameter_shows(known: Callable[[Cell], list[Run]], pairs: Pairs,
     without = outputs(engine, [(prompt, neutral) for prompt, _ in WORKS[parameter]])
     shown = known(Cell(parameter, "ngram", 0, form="bfloat16"))
     assert [run.output for run in without] != [run.output for run in shown]
-
-
-# -- one by one ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import doctest
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import spd
 import spd.runtime.engine.engine
 from spd.errors import UsageError
 from spd.runtime import Request, SamplingParams
-from tests.helpers import make_engine, random_prompts, run_one
+from tests.helpers import Tiny, make_engine, random_prompts, run_one
 
 PROMPTS = random_prompts(6, 30, 256)
 PARAMS = [SamplingParams(temperature=0.9, max_tokens=6 + 5 * i, seed=i, logprobs=1) for i in range(6)]
@@ -23,7 +23,7 @@ REQUESTS = [Request(f"r{i}", p, q) for i, (p, q) in enumerate(zip(PROMPTS, PARAM
 
 
 @pytest.fixture(scope="module")
-def target(tiny: Callable[..., Path]) -> Path:
+def target(tiny: Tiny) -> Path:
     return tiny("qwen3", layers=1)
 
 

@@ -17,7 +17,7 @@ from spd.kernels.native.build import instructions, obstacle
 from spd.runtime import EngineConfig, Request, SamplingParams
 from spd.runtime.plan.machine import cpu_has_fast_bfloat16
 from spd.runtime.plan.plan import make_plan
-from tests.helpers import TinyShelf, logits_of, make_engine, random_prompts, run_all, run_requests
+from tests.helpers import Patch, TinyShelf, logits_of, make_engine, random_prompts, run_all, run_requests
 from tests.page_checks import check_pages
 from tests.recipes.tiny import VARIANTS
 from tests.recipes.tiny_dense import FAMILIES, write_dense
@@ -104,7 +104,7 @@ def test_the_target_alone_decides(model: Callable[..., Path]) -> None:
     assert [run.tokens for run in run_all(speculated, prompts, params)] == expected
 
 
-def test_why_not(model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_not(model: Callable[..., Path], monkeypatch: Patch) -> None:
     """What cannot be had is refused where it was asked for, and named in the plan where it was not."""
     dense = model("tiny-qwen3")
     for folder, wishes, why in (
@@ -120,7 +120,7 @@ def test_why_not(model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) ->
     assert plan.shape.kernels == "torch" and plan.kernels_reason.startswith("not the C kernels: ")
 
 
-def test_the_dtype_follows_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dtype_follows_the_kernels(monkeypatch: Patch) -> None:
     """`auto` is bfloat16 where C kernels run; else it is torch's choice, and the plan still says why."""
     of_torch = "bfloat16" if cpu_has_fast_bfloat16() else "float32"
 

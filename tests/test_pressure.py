@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from spd.errors import UsageError
 from spd.runtime import Engine, Event, Request, SamplingParams
 from spd.runtime.engine.engine import BUSY_PASSES
-from tests.helpers import quick_engine, random_prompts, run_all, run_one
+from tests.helpers import Tiny, quick_engine, random_prompts, run_all, run_one
 from tests.page_checks import check_pages
 
 VOCAB, CTX, PAGES = 256, 320, 6
@@ -29,7 +28,7 @@ PARAMS = [SamplingParams(max_tokens=64 + 9 * i, seed=i, **kind) for i, kind in e
 
 
 @pytest.fixture(scope="module")
-def target(tiny: Callable[..., Path]) -> Path:
+def target(tiny: Tiny) -> Path:
     return tiny("qwen3", layers=2, seed=3)
 
 

@@ -12,18 +12,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from spd.runtime import Engine
 from spd.runtime.ranks import communicator, crew
 from spd.runtime.ranks.communicator import ProcessGroup
 from spd.runtime.ranks.crew import PROGRAM
 from spd.runtime.round.round_queue import RoundQueue
+from tests.helpers import Patch
 
-ENDS_WITHIN = 30
-"""Seconds in which a run whose rank is lost has to end."""
-LOOK = 0.05
-"""Seconds between two looks at whether something has come true."""
+ENDS_WITHIN = 30  # Seconds in which a run whose rank is lost has to end.
+LOOK = 0.05  # Seconds between two looks at whether something has come true.
 
 
 COUNTED = """
@@ -61,7 +58,7 @@ RoundQueue.tell = tell
 """Makes every rank count collectives and the bytes it received, by group, and write them where it is told."""
 
 
-def count_traffic(patch: pytest.MonkeyPatch, folder: Path) -> Callable[[Engine], dict[int, Any]]:
+def count_traffic(patch: Patch, folder: Path) -> Callable[[Engine], dict[int, Any]]:
     """Count in engines made from now on; returns what asks all ranks of one what they have counted."""
     program = COUNTED.replace("FOLDER", repr(str(folder)))
     patch.setattr(crew, "PROGRAM", f"{program}\n{PROGRAM}")

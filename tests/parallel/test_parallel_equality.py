@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from spd.runtime.load.loader import read_part
 from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import Shard
 from spd.runtime.models.weights import parts_of
-from tests.helpers import Damped, Run, outputs, quick_engine, random_prompts, read_model_config, run_all
+from tests.helpers import Damped, Run, Tiny, outputs, quick_engine, random_prompts, read_model_config, run_all
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny import VARIANTS
 from tests.recipes.tiny_dense import write_dense
@@ -45,7 +44,7 @@ def texts(engine: Any, params: list[SamplingParams] = PARAMS) -> list[Run]:
     return runs
 
 
-def family(name: str, tiny: Callable[..., Path], folder: Path) -> Path:
+def family(name: str, tiny: Tiny, folder: Path) -> Path:
     if name == "fp8":  # heads and widths begin and end inside blocks of 24
         return write_twin(tiny("deepseek_v3", hidden=72, dtype="bfloat16"), folder / "fp8", block=24)
     return tiny(name) if name in VARIANTS else write_dense(folder / name, name)
@@ -56,7 +55,7 @@ FEW = [("gqa8", 4), ("deepseek_v3", 2), ("gemma2", 2), ("fp8", 4)]
 
 
 @pytest.mark.parametrize(("name", "ranks"), FEW)
-def test_a_family_on_several_ranks(name: str, ranks: int, tiny: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_family_on_several_ranks(name: str, ranks: int, tiny: Tiny, tmp_path: Path) -> None:
     folder = family(name, tiny, tmp_path)
     plain = outputs(texts(quick_engine(folder, slots=2)))
     speculated = texts(quick_engine(folder, slots=2, tp=ranks, spec="ngram", ngram_min=1, draft_max=4))
@@ -65,7 +64,7 @@ def test_a_family_on_several_ranks(name: str, ranks: int, tiny: Callable[..., Pa
 
 
 @pytest.mark.parametrize("name", [pytest.param("gqa4", marks=pytest.mark.slow), "deepseek_v3"])
-def test_int8_rows_have_the_scales_of_whole_rows(name: str, tiny: Callable[..., Path]) -> None:
+def test_int8_rows_have_the_scales_of_whole_rows(name: str, tiny: Tiny) -> None:
     """Each rank rounds its part of a row as one rank rounds the row: the text is the same."""
     folder, wishes = tiny(name), {"slots": 2, "quantize": "int8"}
     plain = outputs(texts(quick_engine(folder, **wishes)))
@@ -83,8 +82,7 @@ EAGLES: dict[str, dict[str, Any]] = {
     "eagle3 of its own width": {"kind": "random", "hidden_size": 96, "fc_norm": True, "norm_output": True},
     "eagle3 of few ids": {"kind": "random", "draft_vocab": 25},
     "eagle3 without a head": {"kind": "copy", "draft_vocab": None, "hidden_share": 0.3},
-}
-"""Heads with the target's embeddings, with others of another width, and with the target's logits."""
+}  # Heads with the target's embeddings, with others of another width, and with the target's logits.
 
 
 def without_head(folder: Path) -> None:
@@ -113,7 +111,7 @@ def without_head(folder: Path) -> None:
     ],
 )
 def test_a_drafter_on_fewer_ranks_than_its_target(
-    method: str, ranks: int, groups: list[int], tiny: Callable[..., Path], tmp_path: Path
+    method: str, ranks: int, groups: list[int], tiny: Tiny, tmp_path: Path
 ) -> None:
     """The same tokens and the same accepted drafts, however many ranks share the drafter."""
     wishes: dict[str, Any] = {"spec": method.split()[0], "draft_max": 3, "slots": 2, "ngram_min": 2}
@@ -140,7 +138,7 @@ def test_a_drafter_on_fewer_ranks_than_its_target(
         assert [run.drafts for run in runs] == accepted, group
 
 
-def test_every_parameter(tiny: Callable[..., Path]) -> None:
+def test_every_parameter(tiny: Tiny) -> None:
     """Draws that need whole logits, beside a neighbour whose draw does not."""
     folder = tiny("gqa4")
     whole = texts(quick_engine(folder, slots=2), EVERY_PARAMETER)
@@ -151,14 +149,14 @@ def test_every_parameter(tiny: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize("rule", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
-def test_the_other_rules(rule: str, tiny: Callable[..., Path]) -> None:
+def test_the_other_rules(rule: str, tiny: Tiny) -> None:
     target = tiny("qwen3", layers=4, residual_gain=damped, seed=3)
     wishes = {"spec": "draft", "draft_model": target, "draft_max": 3, "verify": rule}
     one = texts(quick_engine(target, **wishes))
     assert outputs(texts(quick_engine(target, tp=2, draft_tp=1, **wishes))) == outputs(one)
 
 
-def test_ties_go_to_the_lowest_id_across_ranks(tiny: Callable[..., Path], tmp_path: Path) -> None:
+def test_ties_go_to_the_lowest_id_across_ranks(tiny: Tiny, tmp_path: Path) -> None:
     """A head whose every row is another one's twin, in another rank's part."""
     from safetensors.torch import load_file, save_file
 
@@ -176,7 +174,7 @@ def test_ties_go_to_the_lowest_id_across_ranks(tiny: Callable[..., Path], tmp_pa
     assert all(token < half for run in two[::2] for token in run.tokens), "greedy takes the first of twins"
 
 
-def test_parts_make_the_whole_and_nothing_is_read_twice(tiny: Callable[..., Path], tmp_path: Path) -> None:
+def test_parts_make_the_whole_and_nothing_is_read_twice(tiny: Tiny, tmp_path: Path) -> None:
     """What four ranks take of each tensor, laid together, is the tensor; key heads stand on two ranks."""
     for name in ("gqa4", "deepseek_v3", "phi3"):
         folder = family(name, tiny, tmp_path)
@@ -216,7 +214,7 @@ def test_parts_make_the_whole_and_nothing_is_read_twice(tiny: Callable[..., Path
     ],
 )
 def test_sizes_that_do_not_divide(
-    wishes: dict[str, Any], kind: type[SpdError], said: str, fix: str, tiny: Callable[..., Path]
+    wishes: dict[str, Any], kind: type[SpdError], said: str, fix: str, tiny: Tiny
 ) -> None:
     with pytest.raises(kind) as caught:
         quick_engine(**{"model": tiny("qwen3"), "spec": "auto", **wishes})

@@ -33,10 +33,8 @@ HEADS = {
     "mimo": "mimo",
     "ernie4_5": "ernie",
     "qwen3_moe": "mtp",
-}
-"""How a variant's MTP head is named; any other's as DeepSeek's. Families without heads are none of these."""
-HEADS_OF_A_HEAD = OWN_SHAPE["num_attention_heads"]
-"""Of an EAGLE-3 head: more ranks cannot share it."""
+}  # How a variant's MTP head is named; any other's as DeepSeek's. Families without heads are none of these.
+HEADS_OF_A_HEAD = OWN_SHAPE["num_attention_heads"]  # Of an EAGLE-3 head: more ranks cannot share it.
 
 
 loud, silent = Damped(loud=1), Damped(loud=1, soft=0.0)
@@ -127,8 +125,7 @@ def test_experts_in_mxfp4_are_divided(tmp_path: Path) -> None:
     assert outputs(runs_of(folder, tp=2)) == outputs(runs_of(folder))
 
 
-WHOLE = "granite_hybrid_moe"
-"""Its Mamba-2 heads are one group, whose outputs are normalised together."""
+WHOLE = "granite_hybrid_moe"  # Its Mamba-2 heads are one group, whose outputs are normalised together.
 
 
 def test_one_group_of_recurrent_heads_is_not_divided(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from spd.runtime.ranks import crew
 from spd.runtime.ranks.communicator import describe_rank
 from spd.runtime.ranks.crew import Crew
 from spd.runtime.ranks.follower import LOOPBACK, connect
-from tests.helpers import make_engine, random_prompts
+from tests.helpers import Patch, Tiny, make_engine, random_prompts
 from tests.parallel.process_ranks import (
     ENDS_WITHIN,
     children,
@@ -38,8 +38,7 @@ from tests.parallel.process_ranks import (
 )
 
 PROMPTS = random_prompts(1, 300, 256)
-STARTS_WITHIN = 240
-"""Seconds in which a fault has to happen, on a machine that does other things too."""
+STARTS_WITHIN = 240  # Seconds in which a fault has to happen, on a machine that does other things too.
 LONG = SamplingParams(max_tokens=4000, ignore_eos=True)
 SPD = ["generate", "-m", "demo", "--tp", "2", "--raw", "--ignore-eos", "--threads", "1", "-n", "4000"]
 PROMPT = "def read_lines(path):\n    with open(path) as file:\n        for line in file:"
@@ -158,7 +157,7 @@ def run_until_lost(engine: Engine, harm: Callable[[int], None], prompt: tuple[in
     return caught.value.message
 
 
-def test_a_lost_rank_ends_the_run(tiny: Callable[..., Path]) -> None:
+def test_a_lost_rank_ends_the_run(tiny: Tiny) -> None:
     engine = make_engine(tiny("qwen3", max_positions=4096), tp=2, ctx=4096)
     with nothing_is_left(engine):
         said = run_until_lost(engine, lambda pid: os.kill(pid, signal.SIGKILL), PROMPTS[0], 4)
@@ -222,9 +221,7 @@ def crowd(_: object, told: Mapping[str, Any]) -> None:
     threading.Thread(target=come, daemon=True).start()
 
 
-def test_a_silent_connection_keeps_no_rank_waiting(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_connection_keeps_no_rank_waiting(tiny: Tiny, monkeypatch: Patch) -> None:
     """Strangers at the port of a rank 0 that torchrun started: ranks are let in, all are asked for a key."""
     with socket.create_server((LOOPBACK, 0)) as store:
         host, port = store.getsockname()

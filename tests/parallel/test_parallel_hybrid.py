@@ -16,7 +16,17 @@ from spd.kernels.native.build import obstacle
 from spd.runtime import Request, SamplingParams
 from spd.runtime.models.destinations import Shard
 from spd.runtime.models.layouts import DeltaLayout
-from tests.helpers import Run, drafts, make_engine, next_turn, outputs, random_prompts, run_all, run_requests
+from tests.helpers import (
+    Patch,
+    Run,
+    drafts,
+    make_engine,
+    next_turn,
+    outputs,
+    random_prompts,
+    run_all,
+    run_requests,
+)
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
 from tests.runtime.test_runtime_hybrid import FORMS, write_sparse
 
@@ -39,9 +49,6 @@ def runs_of(folder: Path, params: list[SamplingParams] = SEEDED, **wishes: Any) 
 def agreeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target whose MTP layer is often right, and not always."""
     return write_tiny_hybrid(tmp_path_factory.mktemp("agreeing"), mtp=True, agreeing=True)
-
-
-# -- one rank's text and drafts --------------------------------------------------------------------
 
 
 def test_logits_tokens_and_drafts_are_those_of_one_rank(agreeing: Path) -> None:
@@ -74,9 +81,6 @@ def test_a_recurrent_draft_model_on_one_or_two_ranks(agreeing: Path, tmp_path: P
     for group in (1, 2):
         runs = runs_of(agreeing, tp=2, draft_tp=group, **wishes)
         assert (outputs(runs), drafts(runs)) == (outputs(alone), drafts(alone)), group
-
-
-# -- invisibility ----------------------------------------------------------------------------------
 
 
 @pytest.mark.covers(1)
@@ -112,13 +116,10 @@ def test_two_ranks_go_on_from_checkpoints(agreeing: Path, gloo_threads: None) ->
     assert told[0] == told[1] and cached == [0, 0, 0, 0, 74, 84]
 
 
-# -- parts -----------------------------------------------------------------------------------------
-
-
 def moved(name: str) -> Callable[[pytest.MonkeyPatch], None]:
     """Every rank takes the first one's part of a tensor."""
 
-    def plant(patch: pytest.MonkeyPatch) -> None:
+    def plant(patch: Patch) -> None:
         honest = DeltaLayout._cuts
 
         def cuts(layout: DeltaLayout) -> Any:
@@ -146,15 +147,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
 @pytest.mark.parametrize("fault", [*map(moved, SPLIT)], ids=SPLIT)
 def test_a_wrong_part_is_seen(
     fault: Callable[[pytest.MonkeyPatch], None],
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
     alone: tuple[Path, list[Any]],
 ) -> None:
     folder, said = alone
     fault(monkeypatch)
     assert outputs(runs_of(folder, kernels="auto", tp=2)) != said
-
-
-# -- the plan --------------------------------------------------------------------------------------
 
 
 def test_the_plan_counts_a_rank_s_states(agreeing: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,7 +18,16 @@ from spd.formats.chat_template import isolated
 from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.ranks import crew
 from spd.runtime.round.model_runner import bucket_for
-from tests.helpers import INTERPRETED, Damped, make_engine, random_prompts, read_model_config, run_all
+from tests.helpers import (
+    INTERPRETED,
+    Damped,
+    Patch,
+    Tiny,
+    make_engine,
+    random_prompts,
+    read_model_config,
+    run_all,
+)
 from tests.parallel.process_ranks import count_traffic, most_memory, nothing_is_left, pids
 
 damped = Damped(loud=2)
@@ -28,9 +36,7 @@ PARAMS = [SamplingParams(max_tokens=16), SamplingParams(max_tokens=16, temperatu
 
 
 @pytest.mark.parametrize("group", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_tokens_traffic_and_sockets(
-    group: int, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_traffic_and_sockets(group: int, tiny: Tiny, tmp_path: Path, monkeypatch: Patch) -> None:
     """Over gloo: the text of one rank; what is exchanged a round is what the formula says."""
     target = tiny("qwen3", layers=4, residual_gain=damped, seed=3)
     draft = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
@@ -95,7 +101,7 @@ def check_traffic(
 
 
 @pytest.mark.slow
-def test_a_rank_holds_its_part(tiny: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_rank_holds_its_part(tiny: Tiny, tmp_path: Path) -> None:
     """The most memory of its own that a rank has at any time, beyond a rank of a tiny model: what is planned.
 
     Pages of files are not its own: ranks share them, and the kernel takes them back.
@@ -129,7 +135,7 @@ def test_a_rank_holds_its_part(tiny: Callable[..., Path], tmp_path: Path) -> Non
 @pytest.mark.slow
 @INTERPRETED[0]
 @INTERPRETED[1]
-def test_tritons_kernels_on_two_ranks(tiny: Callable[..., Path]) -> None:
+def test_tritons_kernels_on_two_ranks(tiny: Tiny) -> None:
     """In the interpreter: the tokens of one rank and of torch's kernels, plain and with drafts."""
     prompts, params = [(5, 6, 5, 6, 5, 6)], [SamplingParams(max_tokens=3, ignore_eos=True)]
     target = tiny("qwen3")
@@ -142,7 +148,7 @@ def test_tritons_kernels_on_two_ranks(tiny: Callable[..., Path]) -> None:
 
 
 @pytest.mark.slow
-def test_eight_ranks_and_every_group(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eight_ranks_and_every_group(tiny: Tiny, monkeypatch: Patch) -> None:
     """With so few positions no row counts are tried, which would be most of what eight ranks do here."""
     monkeypatch.setattr(crew, "START_SECONDS", 600)  # eight import torch on few cores
     shape = {"residual_gain": damped, "seed": 3, "max_positions": 31}

@@ -43,12 +43,10 @@ from spd.runtime.round.limits import NUM_RESERVED
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.out_of_memory import is_out_of_memory
 from spd.runtime.round.round import Round
-from tests.helpers import make_engine, random_prompts, read_model_config, run_all
+from tests.helpers import Patch, Tiny, make_engine, random_prompts, read_model_config, run_all
 from tests.recipes.tiny import VARIANTS
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.recipes.tiny_mtp import write_tiny_mtp
-
-Shelf = Callable[..., Path]
 
 GIB = 2**30
 
@@ -88,8 +86,7 @@ EAGLE = replace(
     config_8b(num_layers=1),
     architecture="LlamaForCausalLMEagle3",
     eagle3=Eagle3Config(4096, 32000, None, 3, False, False, False, False),
-)
-"""An EAGLE-3 head for it."""
+)  # An EAGLE-3 head for it.
 
 
 def shape_8b(**changes: Any) -> EngineShape:
@@ -108,11 +105,8 @@ def shape_8b(**changes: Any) -> EngineShape:
     return EngineShape(**{**wishes, **changes})
 
 
-# -- what is counted -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_weights_are_counted_to_the_byte(variant: str, tiny: Shelf) -> None:
+def test_weights_are_counted_to_the_byte(variant: str, tiny: Tiny) -> None:
     config = read_model_config(tiny(variant))
     expected = expected_tensors(config, family_layout(config))
     with Checkpoint.open(tiny(variant)) as checkpoint:
@@ -124,7 +118,7 @@ def test_weights_are_counted_to_the_byte(variant: str, tiny: Shelf) -> None:
     assert tensor_bytes(config, "float32") == stored == 2 * tensor_bytes(config, "bfloat16") - exact
 
 
-def test_an_engine_holds_what_its_plan_counts(tiny: Shelf) -> None:
+def test_an_engine_holds_what_its_plan_counts(tiny: Tiny) -> None:
     engine = make_engine(tiny("tied"), spec="draft", draft_model=tiny("tied", layers=1), slots=3, ctx=500)
     runner = engine._device.runner
     caches = [runner.cache, engine._device.proposer.runners[0].cache]  # type: ignore[union-attr]
@@ -175,14 +169,11 @@ def test_the_largest_that_fits_is_found(step: int) -> None:
             assert largest(lambda size, bound=bound: size <= bound, most, step) == expected
 
 
-# -- what is refused and advised -------------------------------------------------------------------
-
-
-def pretend_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+def pretend_free(monkeypatch: Patch, free: int) -> None:
     monkeypatch.setattr(machine, "free_memory", lambda device: free)
 
 
-def test_an_automatic_context_is_the_longest_that_fits(tiny: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_automatic_context_is_the_longest_that_fits(tiny: Tiny, monkeypatch: Patch) -> None:
     wishes = EngineConfig(model=tiny("qwen3", max_positions=8192), dtype="float32")
     pretend_free(monkeypatch, 2**40)
     whole = make_plan(wishes)
@@ -194,7 +185,7 @@ def test_an_automatic_context_is_the_longest_that_fits(tiny: Shelf, monkeypatch:
     assert measure(more).total > cut.memory_budget_bytes == int(whole.need.total * 0.9)
 
 
-def test_pages_give_way_before_an_automatic_context(tiny: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_give_way_before_an_automatic_context(tiny: Tiny, monkeypatch: Patch) -> None:
     """Several slots: as many pages as fit, one request's at least, and only then a shorter context."""
     wishes = EngineConfig(model=tiny("qwen3", max_positions=8192), dtype="float32", kernels="torch", slots=4)
     pretend_free(monkeypatch, 2**40)
@@ -276,7 +267,7 @@ def test_the_memory_fraction_is_advised_where_it_would_do() -> None:
     assert not any("--memory-fraction" in line for line in refused(shape_8b(), total - 1))
 
 
-def test_where_nothing_helps_it_says_so(tiny: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_helps_it_says_so(tiny: Tiny, monkeypatch: Patch) -> None:
     pretend_free(monkeypatch, 2**16)
     with pytest.raises(ResourceError) as caught:
         make_plan(EngineConfig(model=tiny("qwen3"), dtype="bfloat16", quantize="int8", spec="off"))
@@ -287,8 +278,6 @@ def test_where_nothing_helps_it_says_so(tiny: Shelf, monkeypatch: pytest.MonkeyP
     )
     assert error.fix == ("a smaller model, or a device with more memory",)
 
-
-# -- when memory runs out --------------------------------------------------------------------------
 
 NO_MEMORY: list[BaseException] = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
@@ -322,7 +311,7 @@ def fail(error: BaseException, after: int = 0) -> Callable[[Callable[..., Any]],
 
 
 @pytest.mark.parametrize("name", ["load_model", "KvCache", "RoundState"])
-def test_no_memory_while_loading(name: str, tiny: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_while_loading(name: str, tiny: Tiny, monkeypatch: Patch) -> None:
     monkeypatch.setattr(assembly, name, fail(NO_MEMORY[0])(getattr(assembly, name)))
     with pytest.raises(ResourceError) as caught:
         make_engine(tiny("qwen3"), spec="ngram")
@@ -335,7 +324,7 @@ def test_no_memory_while_loading(name: str, tiny: Shelf, monkeypatch: pytest.Mon
     assert not any("ngram" in line for line in refusal.fix)
 
 
-def test_what_was_allocated_is_let_go(tiny: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_allocated_is_let_go(tiny: Tiny, monkeypatch: Patch) -> None:
     held: list[weakref.ref[torch.Tensor]] = []
 
     def hungry(*args: Any, **kwargs: Any) -> None:
@@ -350,7 +339,7 @@ def test_what_was_allocated_is_let_go(tiny: Shelf, monkeypatch: pytest.MonkeyPat
     assert caught.value.message
 
 
-def test_no_memory_while_capturing(tiny: Shelf) -> None:
+def test_no_memory_while_capturing(tiny: Tiny) -> None:
     engine = make_engine(tiny("qwen3"), spec="off", ctx=128)
 
     def capture(program: Callable[[], Any]) -> Any:
@@ -417,8 +406,8 @@ def test_no_memory_while_running(
     after: int,
     spec: str,
     lag: int,
-    tiny: Shelf,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny: Tiny,
+    monkeypatch: Patch,
 ) -> None:
     folder = tiny("qwen3")
     wishes: dict[str, Any] = {"spec": spec, "slots": 2, "lag": lag, "ctx": 256}
@@ -466,7 +455,7 @@ def test_no_memory_while_running(
     ("error", "said"), [(MemoryError(), ResourceError), (ZeroDivisionError(), ZeroDivisionError)]
 )
 def test_an_engine_whose_round_failed_can_be_closed(
-    error: Exception, said: type[Exception], tiny: Shelf, monkeypatch: pytest.MonkeyPatch
+    error: Exception, said: type[Exception], tiny: Tiny, monkeypatch: Patch
 ) -> None:
     """Where memory ran out and for any other reason, which keeps its own error."""
     engine = make_engine(tiny("qwen3"), slots=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,14 @@ from spd.runtime.engine.engine import REASONS
 from spd.runtime.engine.sequence import Detokenizer, Sequence
 from spd.runtime.round.round_queue import RoundResult
 from spd.runtime.round.sampling_params import SamplerClass
-from tests.helpers import logits_of, make_engine, random_prompts, run_all
+from tests.helpers import Patch, Tiny, logits_of, make_engine, random_prompts, run_all
 from tests.runtime.test_runtime_scheduler import sequence_of
 
 PROMPTS = random_prompts(5, 20, 256)
 
 
 @pytest.fixture(scope="module")
-def target(tiny: Callable[..., Path]) -> Path:
+def target(tiny: Tiny) -> Path:
     return tiny("qwen3", layers=2, seed=3)
 
 
@@ -83,9 +82,7 @@ def test_what_is_cut_away_was_matched_and_not_kept() -> None:
     assert m.rounds == 1
 
 
-def test_the_engine_counts_its_rounds_and_forgets_old_requests(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_engine_counts_its_rounds_and_forgets_old_requests(target: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr("spd.runtime.engine.engine.KEPT", 5)
     engine = make_engine(target, slots=2, spec="ngram", ngram_min=1, draft_max=3, lag=1)
     engine.add(Request("gone", PROMPTS[0], SamplingParams()))

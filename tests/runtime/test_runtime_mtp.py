@@ -15,13 +15,12 @@ from torch import Tensor
 from spd.runtime import Engine, SamplingParams
 from spd.runtime.models.decoder import Decoder, HeadModel
 from spd.runtime.proposers.head import HeadProposer
-from tests.helpers import Run, make_engine, quick_engine, random_prompts, run_all
+from tests.helpers import Patch, Run, Tiny, make_engine, quick_engine, random_prompts, run_all
 from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime.mtp_reference import LibraryMtp, NemotronMtp, PlainDrafter, PlainMtp
 
 VOCAB = 256
-TOO_NEAR = 1e-4
-"""Logits that differ by less may change places between float32 and float64."""
+TOO_NEAR = 1e-4  # Logits that differ by less may change places between float32 and float64.
 HEADS: dict[str, dict[str, Any]] = {
     "deepseek": {"family": "deepseek"},
     "deepseek2": {"family": "deepseek", "modules": 2},
@@ -41,12 +40,11 @@ BY_LIBRARY = ("deepseek_v3", "deepseek_v3_2", "glm4", "glm4_lite", "mimo_v2", "s
 SHORT = {("deepseek", 1), ("mimo3", 4), ("ernie", 2), ("deepseek_v3", 3), ("glm4_lite", 2)}
 SHORT |= {("mimo_v2", 3), ("step3", 2), ("nemotron_h", 3)}
 
-Shelf = Callable[..., Path]
 Texts = list[tuple[tuple[int, ...], Run]]
 
 
 @pytest.fixture(scope="module")
-def heads(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """Tiny targets with MTP heads, by name and kind, written once."""
     shelf = tmp_path_factory.mktemp("heads")
 
@@ -92,7 +90,7 @@ def compared(plain: PlainDrafter, runs: Texts, most: int = 1000) -> tuple[int, i
         for k in (1, 2, 3, 4)
     ],
 )
-def test_drafts_are_the_reference_s(heads: Shelf, tmp_path: Path, name: str, k: int) -> None:
+def test_drafts_are_the_reference_s(heads: Tiny, tmp_path: Path, name: str, k: int) -> None:
     family, modules = HEADS[name]["family"], HEADS[name].get("modules", 1)
     total, short = 0, (name, k) in SHORT
     for kind in ("copy",) if short else ("random", "copy"):
@@ -112,19 +110,19 @@ def test_drafts_are_the_reference_s(heads: Shelf, tmp_path: Path, name: str, k: 
     assert total > (12 if short else 200)
 
 
-def swapped(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def swapped(engine: Engine, monkeypatch: Patch) -> None:
     """The projection reads the state where the embedding belongs."""
     for module in modules_of(engine):
         module.rules = replace(module.rules, hidden_first=not module.rules.hidden_first)
 
 
-def unmasked(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def unmasked(engine: Engine, monkeypatch: Patch) -> None:
     """The embedding at position 0 counts."""
     for module in modules_of(engine):
         module.rules = replace(module.rules, masked=-1)
 
 
-def before_the_norm(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def before_the_norm(engine: Engine, monkeypatch: Patch) -> None:
     """The target's states are captured before its final norm."""
     honest, scales = HeadProposer._keep, engine._device.runner.model.final_norm  # type: ignore[attr-defined]
 
@@ -134,7 +132,7 @@ def before_the_norm(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HeadProposer, "_keep", keep)
 
 
-def shifted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def shifted(engine: Engine, monkeypatch: Patch) -> None:
     """A row's own state is read in place of the one before it."""
     for module in modules_of(engine):
         honest = module.kernels.head_input
@@ -147,7 +145,7 @@ def shifted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         module.kernels.head_input = later
 
 
-def turned_by_slots(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def turned_by_slots(engine: Engine, monkeypatch: Patch) -> None:
     """Later rows turn further than the released heads learnt."""
     for module in modules_of(engine):
         table = module.rotary
@@ -155,13 +153,13 @@ def turned_by_slots(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         table.cos, table.sin = table.cos.repeat(2, 1), table.sin.repeat(2, 1)
 
 
-def recycled_raw(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def recycled_raw(engine: Engine, monkeypatch: Patch) -> None:
     """A module goes on from what stands before its final norm."""
     for module in modules_of(engine):
         module.rules = replace(module.rules, recycles_normed=False)
 
 
-def stale(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def stale(engine: Engine, monkeypatch: Patch) -> None:
     """Entries made of recycled states stay in the cache: only the newest token is recomputed."""
     honest = HeadProposer._window
 
@@ -188,7 +186,7 @@ def plain_texts(target: Path) -> Texts:
     return texts(quick_engine(target), 16)
 
 
-def with_fault(target: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch, **wishes: Any) -> Texts:
+def with_fault(target: Path, fault: Fault, monkeypatch: Patch, **wishes: Any) -> Texts:
     """Texts of an engine whose head has a fault; they are those without a drafter."""
     engine = quick_engine(target, draft_max=2, **wishes)
     fault(engine, monkeypatch)
@@ -200,7 +198,7 @@ def with_fault(target: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch, **wi
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_planted_fault_is_seen(heads: Shelf, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
+def test_a_planted_fault_is_seen(heads: Tiny, monkeypatch: Patch, fault: Fault) -> None:
     folder = heads("deepseek", "random")
     runs = with_fault(folder, fault, monkeypatch, spec="mtp")
     assert compared(PlainMtp(folder, "deepseek", 1), runs, most=8)[0] > 0

@@ -20,6 +20,7 @@ from spd.runtime import Engine, EngineConfig, Request, RoundRecord, SamplingPara
 from spd.runtime.engine.metrics import RequestMetrics
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.round_queue import CATCH_UP
+from tests.helpers import Patch
 from tests.recipes.tiny import write_tiny
 from tests.runtime import seeded_faults as fault
 from tests.runtime.round_law import (
@@ -58,9 +59,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiny(folder / "stranger", seed=5, **SHAPE)
     write_tiny(folder / "shallow", layers=1, **SHAPE)
     return folder
-
-
-# -- whole generations -------------------------------------------------------------------------------
 
 
 def generate(
@@ -227,8 +225,6 @@ CHECKS: dict[str, Callable[[Path], None]] = {
 }
 
 
-# -- the faults --------------------------------------------------------------------------------------
-
 MUTANTS: dict[str, tuple[fault.Mutation, str]] = {
     "accepted drafts are summed": (
         fault.verify(lambda d, s, real: ((d == s[:, :-1]) & real).sum(dim=-1)),
@@ -366,7 +362,7 @@ def test_the_program_passes(check: str, models: Path) -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_the_fault_is_caught(mutant: str, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fault_is_caught(mutant: str, models: Path, monkeypatch: Patch) -> None:
     mutation, check = MUTANTS[mutant]
     mutation(monkeypatch)
     with pytest.raises(AssertionError, match=WORDS_OF_A_CATCH):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,8 @@ from spd.runtime.plan.memory import tensor_bytes
 from tests.helpers import (
     INTERPRETED,
     PROPOSERS,
+    Patch,
+    Tiny,
     accepted,
     assert_same,
     edit_config,
@@ -40,7 +41,6 @@ from tests.recipes.tiny_dense import write_dense
 from tests.recipes.tiny_mtp import write_tiny_mtp
 
 SIZES = {"hidden": 64, "intermediate": 128, "dtype": "bfloat16"}
-Tiny = Callable[..., Path]
 
 
 def scheme(way: str) -> Scheme:
@@ -52,7 +52,7 @@ def scheme(way: str) -> Scheme:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("rows", [8, 40, 72])
-def test_every_value(way: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_value(way: str, rows: int, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(packed_weights, "STRIP", 500)
     shape = rows, 192
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(rows)) * 0.1
@@ -218,7 +218,7 @@ def test_c_kernels_speak_as_the_dequantised_copy(way: str, tiny: Tiny, tmp_path:
     ("family", "way"), [("qwen3", "w4--1-zeros"), pytest.param("qwen3_moe", "nvfp4", marks=pytest.mark.slow)]
 )
 def test_triton_kernels_speak_as_the_dequantised_copy(
-    family: str, way: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, way: str, tiny: Tiny, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     few_programs(monkeypatch)
     folder = tiny(family, **SIZES, layers=1, vocab=64, tokenizer=False)

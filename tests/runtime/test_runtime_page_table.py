@@ -133,8 +133,6 @@ TestPageTable = PageTableModel.TestCase
 TestPageTable.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-# -- hashes ------------------------------------------------------------------------------------------
-
 TOKENS = list(range(100, 112))
 RUNS = [Run(0, 12, "tile")]
 

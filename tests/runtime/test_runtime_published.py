@@ -196,8 +196,7 @@ OTHERS = {
 }
 
 
-FILES = {"gpt-oss-20b": 13.76e9, "gpt-oss-120b": 65.25e9}
-"""Bytes of the published files."""
+FILES = {"gpt-oss-20b": 13.76e9, "gpt-oss-120b": 65.25e9}  # Bytes of the published files.
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -229,8 +228,7 @@ WHOLE = {
     "MiniMax-M2": ({**others.MINIMAX_M2, "num_hidden_layers": 62}, others.minimax_m2, 229),
     "MiMo-V2-Flash": ({**others.MIMO_V2, **DEEP}, others.mimo_v2, 309),
     "Step-3.7-Flash": (others.STEP3_WHOLE, others.step3, 196.9 + 2.5),
-}
-"""Releases with all of their layers, and billions of elements as published; Step's with its MTP."""
+}  # Releases with all of their layers, and billions of elements as published; Step's with its MTP.
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -244,8 +242,7 @@ GEMMA4S: dict[str, tuple[dict[str, Any], float]] = {
     "E2B": (E2B_TARGET, (10_246_621_918 - 0.95e9) / 2),
     "E4B": (E4B, (15.9e9 - 0.95e9) / 2),
     **{name: (PUBLISHED[name][0]["text_config"], size) for name, size in BILLIONS.items()},
-}
-"""Configurations of google/gemma-4-*-it, and elements: files without what sees and hears, or as they say."""
+}  # Configurations of google/gemma-4-*-it, and elements: files without what sees and hears, or as they say.
 
 
 @pytest.mark.parametrize("name", GEMMA4S)

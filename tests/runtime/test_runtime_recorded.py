@@ -9,7 +9,7 @@ import pytest
 
 from spd.runtime import Engine, SamplingParams
 from spd.runtime.round.graphs import RecordedRounds
-from tests.helpers import Run, assert_same, make_engine, random_prompts, run_all
+from tests.helpers import Patch, Run, assert_same, make_engine, random_prompts, run_all
 from tests.kernels.forms import needs_compiled
 from tests.pairs import EAGLES, HEADS, MTP_OF, Pair, Pairs
 from tests.test_invisible import LOOKED_UP, METHODS, OTHERS, RECURRENT, SPARSE, WINDOWED
@@ -88,7 +88,7 @@ def test_another_number_of_threads_is_another_recording(pairs: Pairs) -> None:
 
 
 def test_a_shape_is_recorded_when_it_comes_again_and_no_more_than_so_many(
-    pairs: Pairs, monkeypatch: pytest.MonkeyPatch
+    pairs: Pairs, monkeypatch: Patch
 ) -> None:
     from spd.runtime.round import graphs
 

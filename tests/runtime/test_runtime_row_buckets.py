@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +22,7 @@ from spd.runtime.round.arithmetic_probe import (
     summed_alike,
 )
 from spd.runtime.round.model_runner import bucket_for, context_for
-from tests.helpers import make_engine, run_all
+from tests.helpers import Patch, Tiny, make_engine, run_all
 
 pytestmark = pytest.mark.usefixtures("every_trial")
 
@@ -105,7 +103,7 @@ def test_products_say_what_rounding_took() -> None:
 
 @pytest.mark.parametrize(("spec", "width"), [("off", 1), ("ngram", 4)])
 def test_only_the_rows_of_slots_that_have_some_are_run(
-    tiny: Callable[..., Path], spec: str, width: int, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, spec: str, width: int, monkeypatch: Patch
 ) -> None:
     """One request where eight could be, and three: no pass has more rows than their windows fill up to."""
     engine = make_engine(tiny("qwen3"), spec=spec, draft_max=width - 1, slots=8)
@@ -136,7 +134,7 @@ def test_only_the_rows_of_slots_that_have_some_are_run(
 @pytest.mark.parametrize("draft_max", [1, 3])
 @pytest.mark.parametrize("spec", ["off", "ngram", "draft", "mtp"])
 def test_texts_depend_neither_on_row_counts_nor_on_empty_slots(
-    tiny: Callable[..., Path], spec: str, draft_max: int, lag: int
+    tiny: Tiny, spec: str, draft_max: int, lag: int
 ) -> None:
     """Two requests in six slots, by all row counts and by the widest alone: each as alone and plain."""
     target = demo_folder() if spec == "mtp" else tiny("qwen3")
@@ -160,7 +158,7 @@ HEADS = AttentionHeads(4, 2, 16)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "start"), [(2, 0), (5, KV_BLOCK)])
 def test_a_part_that_differs_in_one_bit_is_refused(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int, start: int
+    monkeypatch: Patch, dtype: torch.dtype, rows: int, start: int
 ) -> None:
     """In one number of rows, in the first block or in the second."""
     honest = admitted_parts(HEADS, dtype, 64, (2, 5, 32))

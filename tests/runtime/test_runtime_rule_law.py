@@ -79,9 +79,6 @@ def test_ids_beyond_the_vocabulary_change_no_law(rule: str) -> None:
     check_rule(RuleCase((3,), seed=6, rule=rule, drawn=False, odd_drafts=True))
 
 
-# -- seeded faults -------------------------------------------------------------------------------------
-
-
 def target_rows(**step: Any) -> Mutation:
     """A step of the processing that the tested rows do not get."""
 
@@ -250,8 +247,6 @@ def test_the_fault_is_caught(mutant: str, monkeypatch: Patch) -> None:
     with pytest.raises(AssertionError, match=WORDS_OF_A_CATCH):
         check_rule(case)
 
-
-# -- the real noise ------------------------------------------------------------------------------------
 
 SLOTS = 20_000
 

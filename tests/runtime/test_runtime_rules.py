@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spd.runtime import Engine, SamplingParams
 from spd.runtime.round.sampler import Sampler
-from tests.helpers import Damped, Run, make_engine, random_prompts, run_all
+from tests.helpers import Damped, Patch, Run, Tiny, make_engine, random_prompts, run_all
 from tests.runtime import seeded_faults as fault
 
 RULES = ["rejection", "block"]
@@ -25,12 +25,12 @@ damped = Damped(loud=1)
 
 
 @pytest.fixture(scope="module")
-def target(tiny: Callable[..., Path]) -> Path:
+def target(tiny: Tiny) -> Path:
     return tiny("qwen3", layers=2, residual_gain=damped, seed=5)
 
 
 @pytest.fixture(scope="module")
-def methods(tiny: Callable[..., Path], target: Path) -> Methods:
+def methods(tiny: Tiny, target: Path) -> Methods:
     draft = tiny("qwen3", layers=1, residual_gain=damped, seed=5)
     return {
         "ngram": {"spec": "ngram", "ngram_min": 1, "draft_max": 3},
@@ -108,7 +108,7 @@ def test_a_drafter_of_the_targets_law_is_never_rejected(target: Path, methods: M
     assert all(run.metrics.draft_n_accepted == run.metrics.draft_n > 15 for run in runs)
 
 
-def nothing_is_kept(patch: pytest.MonkeyPatch) -> None:
+def nothing_is_kept(patch: Patch) -> None:
     patch.setattr(Sampler, "keep_draft_laws", lambda self: None)
 
 
@@ -117,7 +117,7 @@ def greedy_rows_draw(a: Any) -> dict[str, object]:
     return {"tensors": dataclasses.replace(a.tensors, temperature=warm)}
 
 
-def drafts_draw_beside_their_law(patch: pytest.MonkeyPatch) -> None:
+def drafts_draw_beside_their_law(patch: Patch) -> None:
     draw = Sampler.draw_draft
 
     def changed(self: Sampler, *args: Any) -> Tensor:
@@ -144,9 +144,7 @@ MUTANTS: dict[str, tuple[fault.Mutation, Callable[..., None]]] = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_the_fault_is_caught(
-    target: Path, methods: Methods, mutant: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fault_is_caught(target: Path, methods: Methods, mutant: str, monkeypatch: Patch) -> None:
     mutation, check = MUTANTS[mutant]
     mutation(monkeypatch)
     with pytest.raises(AssertionError):

@@ -121,9 +121,6 @@ def test_a_window_equals_its_rows_one_by_one(
                 sampler.state.length += 1
 
 
-# -- truncation --------------------------------------------------------------------------------------
-
-
 def truncated_by_definition(
     logits: Sequence[float], top_k: int, top_p: float, min_p: float
 ) -> tuple[set[int], float]:
@@ -194,9 +191,6 @@ KEPT: list[tuple[list[float], dict[str, Any], list[int]]] = [
 @pytest.mark.parametrize(("logits", "cut", "kept"), KEPT)
 def test_truncation_at_its_edges(logits: list[float], cut: dict[str, Any], kept: list[int]) -> None:
     assert kept_ids(logits, **cut) == kept
-
-
-# -- draws -------------------------------------------------------------------------------------------
 
 
 def draft_all(sampler: Sampler, logits: torch.Tensor, needs: SamplerClass) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,16 @@ from spd.runtime.lab import diagnostics, tile_questions
 from spd.runtime.lab.tile_questions import ask
 from spd.runtime.load import token_tiles
 from spd.runtime.load.token_tiles import KINDS, Widest, keep_answer, read_answer, widest_tiles
-from tests.helpers import INTERPRETED, few_programs, make_engine, random_prompts, run_all, with_operations
+from tests.helpers import (
+    INTERPRETED,
+    Patch,
+    Tiny,
+    few_programs,
+    make_engine,
+    random_prompts,
+    run_all,
+    with_operations,
+)
 
 SMALL = ((48, 160), (64, 96), (40, 32))
 CPU, BOUND = torch.device("cpu"), {"gpu": "one", "driver": "1.2"}
@@ -93,7 +101,7 @@ def test_an_answer_is_its_gpus_alone(tmp_path: Path) -> None:
     assert keep_answer(lambda: place / "below", BOUND, ANSWER) is None
 
 
-def test_what_a_device_starts_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_device_starts_with(tmp_path: Path, monkeypatch: Patch) -> None:
     bound = {"capability": "9.0", "gpu": "x"}
     monkeypatch.setattr(token_tiles, "bound_to", lambda device: bound)
     assert widest_tiles("cuda", lambda: tmp_path) == ({"bfloat16": 64}, "shown on its architecture")
@@ -105,9 +113,7 @@ def test_what_a_device_starts_with(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @INTERPRETED[0]
-def test_an_engine_has_the_tiles_of_its_plan(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_has_the_tiles_of_its_plan(tiny: Tiny, monkeypatch: Patch) -> None:
     """One text with narrow tiles and with wide ones, which the interpreter stands in for a GPU to have."""
     few_programs(monkeypatch)
     params = [SamplingParams(max_tokens=2, seed=3)]
@@ -126,7 +132,7 @@ def test_an_engine_has_the_tiles_of_its_plan(
     assert runs[0] == runs[1]
 
 
-def test_the_doctor_asks_each_kind_of_gpu_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_asks_each_kind_of_gpu_once(tmp_path: Path, monkeypatch: Patch) -> None:
     """Two of one kind, an old one, and one of another kind; two files are kept."""
     held = [(9, 0), (9, 0), (7, 5), (8, 0)]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(held))

@@ -20,7 +20,9 @@ from spd.runtime.plan import memory
 from tests.helpers import (
     INTERPRETED,
     Damped,
+    Patch,
     Run,
+    Tiny,
     few_programs,
     make_engine,
     random_prompts,
@@ -57,12 +59,12 @@ damped = Damped(loud=1, soft=0.15)
 
 
 @pytest.fixture(scope="module")
-def target(tiny: Callable[..., Path]) -> Path:
+def target(tiny: Tiny) -> Path:
     return tiny("qwen3", layers=2, residual_gain=damped, **SHAPE)
 
 
 @pytest.fixture(scope="module")
-def methods(tiny: Callable[..., Path]) -> dict[str, dict[str, Any]]:
+def methods(tiny: Tiny) -> dict[str, dict[str, Any]]:
     draft = tiny("qwen3", layers=1, residual_gain=damped, **SHAPE)
     return {
         "off": {"spec": "off"},
@@ -89,7 +91,7 @@ def counts() -> Counts:
 
 
 @pytest.fixture(autouse=True)
-def _counted(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, counts: Counts) -> None:
+def _counted(monkeypatch: Patch, request: pytest.FixtureRequest, counts: Counts) -> None:
     """Count what runs; with small chunks and a GPU of one processor, for the interpreter's sake."""
     from triton.runtime.interpreter import InterpretedFunction
 
@@ -121,7 +123,7 @@ def _counted(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, co
 
 
 @pytest.fixture(autouse=True)
-def no_host_reads(monkeypatch: pytest.MonkeyPatch) -> HostWatch:
+def no_host_reads(monkeypatch: Patch) -> HostWatch:
     """Every round of Triton's form fails at what would make the host wait."""
     watch = HostWatch("triton")
     watch.install(monkeypatch)
@@ -217,10 +219,7 @@ def test_every_step_of_sampling(target: Path, methods: Methods) -> None:
     assert second[1].logprobs == pytest.approx(first[1].logprobs, abs=1e-4)
 
 
-# -- families -------------------------------------------------------------------------------------------
-
-Made = tuple[Path, dict[str, Any]]
-"""A target, and what asks for drafts for it."""
+Made = tuple[Path, dict[str, Any]]  # A target, and what asks for drafts for it.
 LATENT: dict[str, Any] = {"family": "deepseek", "variant": "deepseek_v3", **SHAPE, "kv_heads": 4}
 MAMBA: dict[str, Any] = {name: SHAPE[name] for name in ("vocab", "tokenizer", "seed", "intermediate")}
 MAMBA["config"] = {"shared_intermediate_size": 48, "layer_types": ["mamba", "attention"]}
@@ -311,7 +310,7 @@ EAGLES: dict[str, dict[str, Any]] = {
 def test_an_eagle3_head(
     tmp_path: Path,
     no_host_reads: HostWatch,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
     ids: str,
     layers: int,
     count: int,
@@ -338,7 +337,7 @@ def test_an_eagle3_head(
     assert accepted < drafted and (accepted > 0 or ids == "few")
 
 
-def test_a_lookup_in_parts(target: Path, methods: Methods, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lookup_in_parts(target: Path, methods: Methods, monkeypatch: Patch) -> None:
     """As in a context of more than 5120 positions: several programs walk a row, and one picks."""
     from spd.kernels.round import ngram_lookup_triton
 

@@ -25,6 +25,7 @@ from spd.runtime.load.weight_reader import (
     plan_chunks,
     read_tensors,
 )
+from tests.helpers import Patch
 
 CODES = {getattr(torch, name): code for code, name in TORCH_NAMES.items()}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -169,11 +170,11 @@ def test_a_buffer_is_reused_only_after_its_copies(mixed: Checkpoint, threads: in
 Preadv = Callable[[int, Sequence[memoryview], int], int]
 
 
-def in_its_place(monkeypatch: pytest.MonkeyPatch, make: Callable[[Preadv], Preadv]) -> None:
+def in_its_place(monkeypatch: Patch, make: Callable[[Preadv], Preadv]) -> None:
     monkeypatch.setattr(os, "preadv", make(os.preadv))
 
 
-def test_short_reads_are_continued(mixed: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_reads_are_continued(mixed: Checkpoint, monkeypatch: Patch) -> None:
     def short(preadv: Preadv) -> Preadv:
         return lambda descriptor, views, offset: preadv(descriptor, [views[0][:7]], offset)
 
@@ -185,7 +186,7 @@ def test_short_reads_are_continued(mixed: Checkpoint, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("threads", "failing"), [(1, 1), (1, 5), (3, 1)])
 def test_an_error_of_the_disk_names_the_file_and_stops_every_thread(
-    mixed: Checkpoint, monkeypatch: pytest.MonkeyPatch, threads: int, failing: int
+    mixed: Checkpoint, monkeypatch: Patch, threads: int, failing: int
 ) -> None:
     calls = []
 
@@ -207,9 +208,7 @@ def test_an_error_of_the_disk_names_the_file_and_stops_every_thread(
 
 
 @pytest.mark.parametrize("how", ["truncate", "replace", "touch"])
-def test_a_file_that_changes_while_it_is_read(
-    mixed: Checkpoint, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_a_file_that_changes_while_it_is_read(mixed: Checkpoint, monkeypatch: Patch, how: str) -> None:
     shard = mixed.shards[0]
 
     def disturb() -> None:
@@ -237,9 +236,7 @@ def test_a_file_that_changes_while_it_is_read(
     assert str(shard) in caught.value.message and not reading_threads()
 
 
-def test_a_file_that_changed_since_its_header_was_read(
-    mixed: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_changed_since_its_header_was_read(mixed: Checkpoint, monkeypatch: Patch) -> None:
     os.utime(mixed.shards[1], (1, 1))
     monkeypatch.delattr(os, "preadv")  # nothing is read of it
     with pytest.raises(CheckpointError, match=r"model-2\.safetensors: changed while in use"):

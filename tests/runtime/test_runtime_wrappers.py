@@ -114,8 +114,7 @@ WRAPPED: dict[str, list[dict[str, Any]]] = {
         }
     ],
     "Gemma4UnifiedForCausalLM": [UNIFIED],
-}
-"""Configurations by class."""
+}  # Configurations by class.
 CASES = [(name, config) for name, configs in WRAPPED.items() for config in configs]
 
 

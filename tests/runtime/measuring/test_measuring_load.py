@@ -22,7 +22,7 @@ from spd.runtime.lab.replay import make_requests, promised_equal, replay_request
 from spd.runtime.lab.rows import make_rows
 from spd.runtime.lab.sweep import Settings, Sweep
 from spd.runtime.round.sampling_params import SamplingParams
-from tests.helpers import Damped, random_prompts
+from tests.helpers import Damped, Patch, Tiny, random_prompts
 from tests.runtime import seeded_faults as planted
 from tests.runtime.seeded_faults import first_is_free, verify
 
@@ -113,7 +113,7 @@ def make_sweep(folder: Path, settings: Settings, *, alike: bool = False, **wishe
     return Sweep([plain, spec], questions, settings)
 
 
-def test_every_cell_is_measured_and_every_text_compared(tiny: Callable[..., Path]) -> None:
+def test_every_cell_is_measured_and_every_text_compared(tiny: Tiny) -> None:
     seen = []
     sweep = make_sweep(tiny(), SETTINGS)
     sweep.report = lambda *told: seen.append(told)
@@ -138,7 +138,7 @@ def test_every_cell_is_measured_and_every_text_compared(tiny: Callable[..., Path
 
 
 @pytest.mark.parametrize("load", [Load(), Load(3)])
-def test_prompts_of_the_same_tokens_are_drawn_apart(tiny: Callable[..., Path], load: Load) -> None:
+def test_prompts_of_the_same_tokens_are_drawn_apart(tiny: Tiny, load: Load) -> None:
     """Each has a seed of its own, so each is held against its own plain text."""
     sweep = make_sweep(tiny(), replace(SETTINGS, temperatures=(0.9,), loads=(load,)), alike=True)
     sweep.run()
@@ -146,9 +146,7 @@ def test_prompts_of_the_same_tokens_are_drawn_apart(tiny: Callable[..., Path], l
 
 
 @pytest.mark.parametrize("alike", [False, True])
-def test_a_verifier_that_lets_drafts_through_is_seen(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, alike: bool
-) -> None:
+def test_a_verifier_that_lets_drafts_through_is_seen(tiny: Tiny, monkeypatch: Patch, alike: bool) -> None:
     verify(first_is_free)(monkeypatch)  # in torch's form
     sweep = make_sweep(tiny(), SETTINGS, alike=alike, kernels="torch")
     sweep.run()
@@ -157,7 +155,7 @@ def test_a_verifier_that_lets_drafts_through_is_seen(
     assert first["plain"] != first["speculated"] and first["position"] >= 1
 
 
-def test_imposed_acceptance_is_labelled_and_not_compared(tiny: Callable[..., Path]) -> None:
+def test_imposed_acceptance_is_labelled_and_not_compared(tiny: Tiny) -> None:
     sweep = make_sweep(tiny(), replace(SETTINGS, repetitions=1), synthetic_acceptance=2.0)
     sweep.run()
     assert sweep.differences == []
@@ -165,9 +163,7 @@ def test_imposed_acceptance_is_labelled_and_not_compared(tiny: Callable[..., Pat
     assert {row["method"]: row["acceptance"] for row in rows} == {"plain": "natural", "ngram": "imposed"}
 
 
-def test_prompts_and_lengths_that_are_far_too_long_are_not_encoded(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_and_lengths_that_are_far_too_long_are_not_encoded(tiny: Tiny, monkeypatch: Patch) -> None:
     """Nor is all of a long prompt that may be cut, or of the texts that fill a short one up."""
     sizes: list[int] = []
     encode = Tokenizer._encode
@@ -186,7 +182,7 @@ def test_prompts_and_lengths_that_are_far_too_long_are_not_encoded(
     assert sum(sizes) < 500_000
 
 
-def test_a_text_is_held_against_plain_decoding_on_as_many_ranks(tiny: Callable[..., Path]) -> None:
+def test_a_text_is_held_against_plain_decoding_on_as_many_ranks(tiny: Tiny) -> None:
     """Sums are made in another order there: only speculation must not be seen."""
     folder = tiny("qwen3")
     wishes = {"model": folder, "spec": "off"}
@@ -213,7 +209,7 @@ damped = Damped(loud=2)
 
 
 @pytest.fixture(scope="module")
-def pair(tiny: Callable[..., Path]) -> tuple[EngineConfig, EngineConfig]:
+def pair(tiny: Tiny) -> tuple[EngineConfig, EngineConfig]:
     """Plain decoding, and a draft model that is often right, at fixed k."""
     target, draft = (tiny("qwen3", layers=n, residual_gain=damped, seed=3) for n in (4, 2))
     plain = EngineConfig(model=target, threads=1, dtype="float32", ctx=256, spec="off")
@@ -247,9 +243,7 @@ def test_the_demo_across_a_quarter_of_a_thousand_positions() -> None:
 @pytest.mark.parametrize(
     "plant", [planted.verify(planted.first_is_free), planted.kv_one_off], ids=["first-is-free", "kv-one-off"]
 )
-def test_a_planted_fault_changes_tokens(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, plant: planted.Mutation
-) -> None:
+def test_a_planted_fault_changes_tokens(pair: Pair, monkeypatch: Patch, plant: planted.Mutation) -> None:
     plant(monkeypatch)  # in torch's form
     result = replay_requests(*(replace(each, kernels="torch") for each in pair), asked())
     assert result.differences
