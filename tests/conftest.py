@@ -1,7 +1,5 @@
 """Shared fixtures: checkpoints made once a session, one thread, engines kept small."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -5,8 +5,6 @@ request to the server; the library gets the same messages, with arguments as obj
 write them as they are, as texts. Calls as a template writes them are read back, cut at every place.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

@@ -1,7 +1,5 @@
 """What several tests share: tiny checkpoints on a shelf, and runs of whole generations."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

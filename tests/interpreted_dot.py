@@ -1,7 +1,5 @@
 """Makes Triton's interpreter as position-blind in its products as a GPU, and three times as fast."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """As much of JSON Schema as the shipped schemas use; a keyword it does not know is an error."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Weights' values are not looked at. Where several processes try together, nothing is taken as known.
 """
 
-from __future__ import annotations
-
 import inspect
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Chooses which cases of a parametrised test run in the default lane; the others are `slow`."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence

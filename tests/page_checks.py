@@ -1,7 +1,5 @@
 """Assertions about who owns which page, for tests that put pages under pressure."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from spd.runtime.engine.page_table import PageTable

@@ -1,7 +1,5 @@
 """Targets and what drafts for them: the rows of the matrices that show speculation to be invisible."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Prompt lookup as a plain search, which every form of it is compared with."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

@@ -1,7 +1,5 @@
 """The never arrows, the size limits, and what may read the environment: read from the source itself."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -4,8 +4,6 @@ The default lane runs a pairwise covering array on a tiny model, with another fe
 batch; the slow lane every combination on the demo. A mixture with aborts, for hours: `benchmarks.soak`.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import itertools

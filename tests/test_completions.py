@@ -1,7 +1,5 @@
 """The files in completions/ are what the program prints, and real shells can use them."""
 
-from __future__ import annotations
-
 import os
 import pty
 import select

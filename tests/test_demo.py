@@ -1,7 +1,5 @@
 """The demo is what it is labelled as: it answers, it is no parrot and no loop, its drafts get accepted."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import lzma

@@ -1,7 +1,5 @@
 """README and docs say what the program says: tables, commands, options and layouts; links lead somewhere."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """What drafters keep is of the text, whatever came between: pauses, turns, matches, masks, few pages."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

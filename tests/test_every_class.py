@@ -7,8 +7,6 @@ sizes fit together; `tests/runtime/test_runtime_golden.py`, `test_runtime_hybrid
 `test_runtime_wrappers.py` do so for every one, with sizes of its own.
 """
 
-from __future__ import annotations
-
 import re
 import tempfile
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 They are skipped here, so that a renamed attribute would only be seen on a device.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path

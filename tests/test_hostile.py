@@ -4,8 +4,6 @@ in a tokenizer, modules in the way of an import. By hand: `pytest -m slow -s tes
 Cases run in forked children of a server that has imported everything, each with bounds on time and memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ One matrix: each cell runs requests with a drafter, and without. The default lan
 in which the values of its factors meet in pairs or at least occur; the slow lane has all.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence

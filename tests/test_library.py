@@ -1,7 +1,5 @@
 """The library as its docstrings show it: lists in order, and events as they come."""
 
-from __future__ import annotations
-
 import doctest
 import subprocess
 import sys

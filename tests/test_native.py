@@ -1,7 +1,5 @@
 """The C kernels in whole models: every family, every company that a row can be in, the same text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Too few pages and long prompts: being interrupted, or prefilled between others' rounds, changes nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The built wheel, not the checkout: it carries the demos, and its one executable does the main job."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Ranks as threads, for tests of what they compute."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

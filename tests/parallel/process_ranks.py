@@ -1,7 +1,5 @@
 """Ranks as processes, for tests: who they are, whether they have gone, and faults to plant in them."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

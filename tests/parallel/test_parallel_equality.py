@@ -1,7 +1,5 @@
 """The tokens of one rank on several, whatever the family, the drafter and the size of the drafting groups."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every family, drafter and size of the drafting groups over gloo: the tokens of one rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

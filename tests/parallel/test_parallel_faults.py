@@ -1,7 +1,5 @@
 """Ranks that die, fail, hang or are stopped: the run ends, says which, and leaves nothing."""
 
-from __future__ import annotations
-
 import os
 import pty
 import signal

@@ -1,7 +1,5 @@
 """Hybrids on several ranks: recurrent layers are divided by key heads, and no token or draft changes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Ranks as processes: equal text over gloo, counted exchanges, memory, and other ways to start them."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Ranks as threads of one process: the same orders and layers, exchanged through memory."""
 
-from __future__ import annotations
-
 import pickle
 import queue
 import threading

@@ -1,7 +1,5 @@
 """The memory plan: what is counted, what is refused and advised, and what happens when memory runs out."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import re

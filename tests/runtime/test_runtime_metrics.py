@@ -1,7 +1,5 @@
 """Counters and latencies by their definitions: by hand, against the clock, and summed over requests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

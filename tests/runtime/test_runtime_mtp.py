@@ -1,7 +1,5 @@
 """MTP drafts against plain references, their caches after rejections, prefix hits and late catching up."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from copy import copy

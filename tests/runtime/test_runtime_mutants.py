@@ -5,8 +5,6 @@ Every check passes on the program as it is and must fail under the faults it is 
 made stands in `seeded_faults`.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace

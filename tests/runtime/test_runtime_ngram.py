@@ -1,7 +1,5 @@
 """The proposer of prompt lookup against a plain search, on short alphabets where matches abound."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Matrices stored in few bits: read as their definitions say, refused in every other form."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

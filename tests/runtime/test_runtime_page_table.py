@@ -1,7 +1,5 @@
 """Pages against a model of plain dictionaries; their hashes; and which program writes which position."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Published hybrids from their configurations and tensor lists: what is used, found, counted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Rounds recorded on a CPU: the same rounds as those that run as they are written, for every family."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rotation: heads reordered at load turn in the kernels' one form as their own form says."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Which row counts an engine admits: those that agree bit for bit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

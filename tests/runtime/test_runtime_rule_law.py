@@ -4,8 +4,6 @@ First by enumeration in float64 (`rule_law`), errors below 1e-12; then faults th
 counts of texts drawn with the real noise.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

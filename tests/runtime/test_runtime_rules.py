@@ -1,7 +1,5 @@
 """Whole generations under rejection and block verification: what must be equal, and what is accepted."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The sampler: window rows equal single rows bit for bit, truncation by definition, and fair draws."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from types import SimpleNamespace

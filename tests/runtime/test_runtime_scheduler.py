@@ -1,7 +1,5 @@
 """The scheduler and its pages under arbitrary orders: none starves, nothing leaks, one writer a page."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Wide tiles of tokens: a GPU is asked for them, its answer is kept for it alone, and engines follow it."""
 
-from __future__ import annotations
-
 import json
 import os
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Whole texts by Triton's kernels, in its interpreter, against torch's: tokens, drafts and acceptance."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 from collections import Counter

@@ -1,7 +1,5 @@
 """The threaded reader against plain reads: dtypes, odd offsets, cut tensors, faults, reuse of buffers."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Folders of models that see images too, saved by `transformers` as they are: their text is golden."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Samples and results made by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from spd.runtime.lab.load import Load, Sample, Work

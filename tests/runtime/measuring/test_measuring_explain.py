@@ -1,7 +1,5 @@
 """Explanations of made traces, whose law is known, and of real ones, whose tokens are."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Loads, their clocks and replays, with an engine that only counts and with tiny ones."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import replace

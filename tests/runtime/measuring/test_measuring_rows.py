@@ -1,7 +1,5 @@
 """Rows and comparisons from samples made by hand."""
 
-from __future__ import annotations
-
 import random
 from statistics import median
 from typing import Any
