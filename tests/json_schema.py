@@ -8,13 +8,8 @@ from typing import Any
 
 SCHEMAS = Path(__file__).parents[1] / "spd" / "runtime" / "lab" / "schemas"
 TYPES: dict[str, Any] = {
-    "object": dict,
-    "array": list,
-    "string": str,
-    "boolean": bool,
-    "null": type(None),
-    "number": (int, float),
-    "integer": int,
+    **{"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)},
+    **{"number": (int, float), "integer": int},
 }
 NO_RULE = {"$schema", "$id", "$defs", "title"}
 
@@ -32,38 +27,31 @@ def faults_by_name(value: dict[str, Any]) -> list[str]:
     return faults(value, named[1])
 
 
-def _is(value: object, kind: str) -> bool:
-    return isinstance(value, TYPES[kind]) and (isinstance(value, bool) == (kind == "boolean"))
-
-
 def _walk(value: Any, schema: dict[str, Any], root: dict[str, Any], at: str) -> Iterator[str]:
     for keyword, rule in schema.items():
         if keyword == "$ref":
             yield from _walk(value, root["$defs"][rule.rpartition("/")[2]], root, at)
         elif keyword == "type":
-            if not any(_is(value, kind) for kind in ([rule] if isinstance(rule, str) else rule)):
+            kinds = [TYPES[kind] for kind in ([rule] if isinstance(rule, str) else rule)]
+            if not any(
+                isinstance(value, each) and isinstance(value, bool) == (each is bool) for each in kinds
+            ):
                 yield f"{at} is {type(value).__name__}, not {rule}"
-        elif keyword == "const":
-            if value != rule:
-                yield f"{at} is not {rule!r}"
-        elif keyword == "enum":
-            if value not in rule:
+        elif keyword in ("const", "enum"):
+            if value not in (rule if keyword == "enum" else [rule]):
                 yield f"{at} is not one of {rule}"
         elif keyword == "anyOf":
             if all(list(_walk(value, option, root, at)) for option in rule):
                 yield f"{at} fits none of {len(rule)} forms"
         elif keyword == "required":
-            missing = [] if not isinstance(value, dict) else [name for name in rule if name not in value]
+            missing = set(rule) - value.keys() if isinstance(value, dict) else ()
             yield from (f"{at}.{name} is missing" for name in missing)
         elif keyword == "properties":
-            for name, inner in rule.items():
-                if isinstance(value, dict) and name in value:
-                    yield from _walk(value[name], inner, root, f"{at}.{name}")
+            for name in rule.keys() & value.keys() if isinstance(value, dict) else ():
+                yield from _walk(value[name], rule[name], root, f"{at}.{name}")
         elif keyword == "additionalProperties":
-            known = schema.get("properties", {})
-            yield from (
-                f"{at}.{n} is unknown" for n in (value if isinstance(value, dict) else ()) if n not in known
-            )
+            unknown = value.keys() - schema.get("properties", {}) if isinstance(value, dict) else ()
+            yield from (f"{at}.{name} is unknown" for name in unknown)
         elif keyword == "items":
             for number, item in enumerate(value if isinstance(value, list) else ()):
                 yield from _walk(item, rule, root, f"{at}[{number}]")
