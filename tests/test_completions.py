@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,36 +43,20 @@ def environment(tmp_path: Path) -> dict[str, str]:
     binary.chmod(0o755)
     for name in ("models--Qwen--Qwen3-0.6B", "models--gpt2"):
         (tmp_path / "hub" / name / "snapshots" / "abc").mkdir(parents=True)
-    return os.environ | {
-        "PATH": f"{binary.parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "HF_HUB_CACHE": str(tmp_path / "hub"),
-        "HOME": str(tmp_path),
-        "TERM": "xterm",
-    }
+    own = {"PATH": f"{binary.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    return {**os.environ, **own, "HF_HUB_CACHE": str(tmp_path / "hub"), "HOME": str(tmp_path)}
 
 
 def needs(shell: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(shutil.which(shell) is None, reason=f"{shell} is not installed")
 
 
-@pytest.fixture
-def bash_complete(environment: dict[str, str], tmp_path: Path) -> Callable[..., list[str]]:
-    """Asks a real bash what TAB offers after these words."""
-
-    def complete(*words: str) -> list[str]:
-        quoted = " ".join(f"'{word}'" for word in words)
-        code = (
-            f"source '{ROOT}/completions/spd.bash'; COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1};"
-            "_spd_completion spd; printf '%s\\n' \"${COMPREPLY[@]}\""
-        )
-        done = subprocess.run(
-            ["bash", "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path, check=True
-        )
-        assert done.stderr == ""
-        return done.stdout.split()
-
-    return complete
+def printed(shell: str, code: str, environment: dict[str, str]) -> list[str]:
+    """Lines that a shell prints after it has read its file."""
+    command, home = [shell, "-c", f"source '{ROOT}/completions/{FILES[shell]}'; {code}"], environment["HOME"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=home, check=True)
+    assert done.stderr == ""
+    return done.stdout.splitlines()
 
 
 OFFERED: dict[str, list[str]] = {
@@ -90,31 +73,27 @@ OFFERED: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("line", OFFERED)
-def test_bash_offers_what_fits(bash_complete: Callable[..., list[str]], line: str) -> None:
-    assert bash_complete("spd", *line.split(" ")) == OFFERED[line]
+def test_bash_offers_what_fits(environment: dict[str, str], line: str) -> None:
+    words = ["spd", *line.split(" ")]
+    quoted = " ".join(f"'{word}'" for word in words)
+    code = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _spd_completion spd; printf '%s\\n' "
+    assert "\n".join(printed("bash", code + '"${COMPREPLY[@]}"', environment)).split() == OFFERED[line]
 
 
 @needs("fish")
 def test_fish_offers_what_fits(environment: dict[str, str]) -> None:
-    def complete(line: str) -> list[str]:
-        code = f"source '{ROOT}/completions/spd.fish'; complete -C '{line}'"
-        done = subprocess.run(
-            ["fish", "-c", code], capture_output=True, text=True, env=environment, check=True
-        )
-        assert done.stderr == ""
-        return [offer.split("\t")[0] for offer in done.stdout.splitlines()]
-
-    assert complete("spd ") == sorted(COMMANDS)
-    assert complete("spd generate --draft-") == ["--draft-max", "--draft-model", "--draft-tp"]
-    assert complete("spd generate -m Qwen/Qwen3-0") == ["Qwen/Qwen3-0.6B"]
+    for line, wanted in {
+        **{"spd ": sorted(COMMANDS), "spd generate -m Qwen/Qwen3-0": ["Qwen/Qwen3-0.6B"]},
+        "spd generate --draft-": ["--draft-max", "--draft-model", "--draft-tp"],
+    }.items():
+        assert [s.split("\t")[0] for s in printed("fish", f"complete -C '{line}'", environment)] == wanted
 
 
 @needs("zsh")
 def test_zsh_offers_what_fits(environment: dict[str, str], tmp_path: Path) -> None:
     """Where a person would type: a terminal, TAB, and what is there then."""
-    (tmp_path / ".zshrc").write_text(
-        f"fpath=('{ROOT}/completions' $fpath); autoload -Uz compinit && compinit -u; PS1='READY> '\n"
-    )
+    start = "$fpath); autoload -Uz compinit && compinit -u; PS1='READY> '\n"
+    (tmp_path / ".zshrc").write_text(f"fpath=('{ROOT}/completions' {start}")
     pid, terminal = pty.fork()
     if not pid:
         os.execvpe("zsh", ["zsh", "-i"], environment | {"ZDOTDIR": str(tmp_path)})

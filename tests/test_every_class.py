@@ -1,14 +1,12 @@
 """What becomes of each causal and image-text class of `transformers`: opened, or refused with what it lacks.
 
-By hand, to write the table that `docs/supported_models.py` links to: `python -m tests.test_every_class`.
-A class is opened or refused by the configuration that it has where nothing is asked for, as the library saves
-it. One that opens is also built with small sizes in that configuration, saved, opened and compared, where the
-sizes fit together; `tests/runtime/test_runtime_golden.py`, `test_runtime_hybrid.py` and
-`test_runtime_wrappers.py` do so for every one, with sizes of its own.
+A class is judged by its default configuration; one that opens is also built small, saved and compared.
+`python -m tests.test_every_class` writes the table that `docs/supported_models.py` links to.
 """
 
 import re
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +21,8 @@ from tests.recipes.tiny import write_tokenizer
 
 TABLE = Path(__file__).parents[1] / "docs" / "every-class.md"
 DRAFTERS = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
+# What only code beside published checkpoints defines.
 ELSEWHERE = {"MiMoForCausalLM", "Step3p5ForCausalLM", "MuseGlimmerForCausalLM"}
-"""What only code beside published checkpoints defines."""
 SAID: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
     "Glm4MoeForCausalLM": {"head_dim": 128},
@@ -39,9 +37,7 @@ def classes() -> list[str]:
     from transformers.models.auto import modeling_auto as auto
 
     maps = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-    return sorted(
-        {name for each in maps for name in each.values()} | set(SUPPORTED_ARCHITECTURES) - ELSEWHERE
-    )
+    return sorted({*maps[0].values(), *maps[1].values(), *SUPPORTED_ARCHITECTURES} - ELSEWHERE)
 
 
 def verdict(name: str, folder: Path) -> tuple[str, str]:
@@ -78,10 +74,7 @@ SMALL: dict[str, Any] = {
     **{"global_head_dim": 16, "vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 8},
     **{"shared_intermediate_size": 48, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2},
     "time_step_min": 1e-9,
-}
-"""Sizes of a model that takes no time.
-
-The library bounds Mamba-2's steps of prompts from below, and no others."""
+}  # Sizes that take no time; the library bounds Mamba-2's steps of prompts from below, and no others.
 KINDS_SAID = ("layer_types", "layers_block_type")
 
 
@@ -129,14 +122,14 @@ def rows() -> Iterator[tuple[str, str, str]]:
             yield name, state, spoken(name, Path(parent, f"{name}-small")) if state == "opens" else why
 
 
-def table() -> str:
-    """The table, in Markdown."""
+def table(rows: list[tuple[str, str, str]]) -> str:
+    """In Markdown."""
     import transformers
 
     version = ".".join(transformers.__version__.split(".")[:2])
     lines = [f"Classes of Hugging Face transformers {version}, by their own default configurations.", ""]
     lines += ["| class | spd | why |", "| --- | --- | --- |"]
-    return "\n".join([*lines, *(f"| `{name}` | {state} | {why} |" for name, state, why in rows())]) + "\n"
+    return "\n".join([*lines, *(f"| `{name}` | {state} | {why} |" for name, state, why in rows)]) + "\n"
 
 
 @pytest.mark.slow
@@ -145,19 +138,18 @@ def test_every_class_opens_or_is_refused_by_name(say: Any) -> None:
     found = list(rows())
     for row in found:
         say("  ".join(row))
-    states = {name: state for name, state, _ in found}
-    opened = {name for name, state in states.items() if state in ("opens", "drafts")}
-    assert set(SUPPORTED_ARCHITECTURES) - ELSEWHERE <= opened | {
-        name for name, state in states.items() if state == "not built"
-    }
-    spoke = [why for _, state, why in found if state == "opens" and why]
+    by_state = defaultdict[str, dict[str, str]](dict)
+    for name, state, why in found:
+        by_state[state][name] = why
+    known = {*by_state["opens"], *by_state["drafts"], *by_state["not built"]}
+    assert set(SUPPORTED_ARCHITECTURES) - ELSEWHERE <= known
+    spoke = [why for why in by_state["opens"].values() if why]
     assert not any("differ" in why for why in spoke) and spoke.count("logits equal") > 20, spoke
-    drafters = {name for name, state in states.items() if state == "drafts"}
-    assert drafters and drafters <= set(DRAFTERS)
-    refused = [why for _, state, why in found if state == "refused"]
+    assert by_state["drafts"] and by_state["drafts"].keys() <= set(DRAFTERS)
+    refused = by_state["refused"].values()
     assert len(refused) > 100 and all("nearest supported: " in why and "missing: " in why for why in refused)
-    assert TABLE.read_text(encoding="utf-8") == table(), "python -m tests.test_every_class"
+    assert TABLE.read_text(encoding="utf-8") == table(found), "python -m tests.test_every_class"
 
 
 if __name__ == "__main__":
-    TABLE.write_text(table(), encoding="utf-8")
+    TABLE.write_text(table(list(rows())), encoding="utf-8")

@@ -23,17 +23,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_the_package_and_the_demos_only(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    for needed in (
-        "spd/py.typed",
-        "spd/formats/demo/model.safetensors",
-        "spd/formats/demo/tokenizer.json",
-        "spd/runtime/lab/prompts.jsonl",
-        *(f"spd/cli/completions/{name}" for name in ("spd.bash", "_spd", "spd.fish")),
-        *(str(path.relative_to(ROOT)) for path in SCHEMAS.glob("*.json")),
-        "spd/formats/demo/draft/model.safetensors",
-        "spd/formats/demo-hybrid/model.safetensors",
-    ):
-        assert needed in names
+    needed = {f"spd/formats/{name}/model.safetensors" for name in ("demo", "demo/draft", "demo-hybrid")}
+    needed |= {"spd/py.typed", "spd/formats/demo/tokenizer.json", "spd/runtime/lab/prompts.jsonl"}
+    needed |= {f"spd/cli/completions/{name}" for name in ("spd.bash", "_spd", "spd.fish")}
+    needed |= {str(path.relative_to(ROOT)) for path in SCHEMAS.glob("*.json")}
+    assert needed - set(names) == set()
     assert not [n for n in names if n.startswith(("tests/", "benchmarks/"))]
     assert wheel.stat().st_size < 50 * 2**20
 
