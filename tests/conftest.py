@@ -1,5 +1,6 @@
 """Shared fixtures: checkpoints made once a session, one thread, engines kept small."""
 
+import itertools
 import os
 import signal
 import sys
@@ -19,7 +20,7 @@ if not torch.cuda.is_available():
 from spd.runtime.round import model_runner
 from spd.runtime.round.arithmetic_probe import WIDEST
 from spd.runtime.round.model_runner import ModelRunner
-from tests.helpers import Patch, TinyShelf
+from tests.helpers import Patch, Tiny, TinyShelf
 from tests.interpreted_dot import install
 from tests.known_trials import FEW_ROWS, known_parts, tried_once, try_rows
 from tests.lanes import choose
@@ -54,10 +55,9 @@ def every_trial() -> None:
 def untried(monkeypatch: Patch) -> None:
     """No engine tries any: all run whole tiles. For what is compared with other programs' numbers."""
 
-    def whole_tiles(runner: ModelRunner, alone: bool) -> None:
-        runner.buckets = (WIDEST,)
-
-    monkeypatch.setattr(ModelRunner, "_try_arithmetic", whole_tiles)
+    monkeypatch.setattr(
+        ModelRunner, "_try_arithmetic", lambda runner, alone: setattr(runner, "buckets", (WIDEST,))
+    )
 
 
 @pytest.fixture
@@ -81,19 +81,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--combinations",
-        type=int,
-        default=0,
-        metavar="N",
-        help="so many of each slow matrix, drawn the same way every time; 0 is all of them",
-    )
+    words = "so many of each slow matrix, drawn the same way every time; 0 is all of them"
+    parser.addoption("--combinations", type=int, default=0, metavar="N", help=words)
 
 
 @pytest.fixture
-def say(
-    request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
-) -> Callable[[str], None]:
+def say(request: pytest.FixtureRequest, record_property: Callable) -> Callable[[str], None]:
     """Shows a line of a passing test: at once, or from a worker process (`pytest -n`) after all tests."""
     if hasattr(request.config, "workerinput"):
         return lambda line: record_property("said", line)
@@ -107,11 +100,10 @@ def say(
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            if getattr(report, "when", "") == "call":
-                for line in (value for name, value in report.user_properties if name == "said"):
-                    terminalreporter.write_line(line)
+    for report in itertools.chain(*terminalreporter.stats.values()):
+        if getattr(report, "when", "") == "call":
+            for line in (value for name, value in report.user_properties if name == "said"):
+                terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")
@@ -126,7 +118,7 @@ def medium(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """Tiny random checkpoints by variant name and options, written once a session."""
     return TinyShelf(tmp_path_factory.mktemp("tiny")).get
 

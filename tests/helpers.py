@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import random
 import sys
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -25,6 +26,7 @@ from tests.recipes.tiny import VARIANTS, write_tiny
 
 Tiny = Callable[..., Path]  # writes a tiny checkpoint, or finds it
 Patch = pytest.MonkeyPatch
+Prompt = tuple[int, ...]
 PROPOSERS: dict[str, dict[str, Any]] = {
     "ngram": {"spec": "ngram", "ngram_min": 2, "draft_max": 4},
     "draft": {"spec": "draft", "draft_max": 3},
@@ -36,10 +38,7 @@ PROPOSERS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Damped:
-    """How loudly each layer of a tiny model speaks: `loud` ones wholly, later ones softly.
-
-    A draft model of the first layers then often agrees with the whole, and not always.
-    """
+    """How loudly a tiny model's layers speak: a draft of the `loud` ones often agrees, and not always."""
 
     loud: int
     soft: float = 0.12
@@ -55,24 +54,21 @@ def with_operations(kernels: Kernels, **operations: Callable[..., Any]) -> Kerne
     return changed
 
 
+WHY = "the interpreter needs TRITON_INTERPRET, which is set without a GPU only"
 INTERPRETED = [
-    pytest.mark.skipif(
-        torch.cuda.is_available(),
-        reason="the interpreter needs TRITON_INTERPRET, which is set without a GPU only",
-    ),
+    pytest.mark.skipif(torch.cuda.is_available(), reason=WHY),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's, of log(0)
 ]  # Marks of tests that run Triton kernels in its interpreter.
 
 
 def few_programs(monkeypatch: pytest.MonkeyPatch, processors: int = 1) -> None:
     """Few programs for the interpreter: of a small device none is idle, and one turns all heads of a row."""
-    from spd.kernels import launch
     from spd.kernels.attention import paged_attention_triton, rotary_store_triton
+    from spd.kernels.launch import device_facts
 
-    def facts(device: torch.device) -> launch.Device:
-        return replace(launch.device_facts(device), processors=processors)
-
-    monkeypatch.setattr(paged_attention_triton, "device_facts", facts)
+    monkeypatch.setattr(
+        paged_attention_triton, "device_facts", lambda it: replace(device_facts(it), processors=processors)
+    )
     monkeypatch.setattr(rotary_store_triton, "HEADS_A_PROGRAM", 16)
 
 
@@ -120,16 +116,9 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 def make_engine(model: Path, **wishes: Any) -> Engine:
     """A small engine: one thread, torch in float32, a short context, fixed k unless said otherwise."""
-    reference = wishes.get("dtype", "float32") == "float32" and wishes.get("device", "cpu") == "cpu"
-    defaults: dict[str, Any] = {
-        "threads": 1,
-        "dtype": "float32",
-        "kernels": "torch" if reference else "auto",
-        "ctx": 256,
-        "adaptive": False,
-        "spec": "off",
-    }
-    return Engine(EngineConfig(model=model, **{**defaults, **wishes}))
+    wishes = {"threads": 1, "dtype": "float32", "ctx": 256, "adaptive": False, "spec": "off", **wishes}
+    reference = wishes["dtype"] == "float32" and wishes.get("device", "cpu") == "cpu"
+    return Engine(EngineConfig(model=model, **{"kernels": "torch" if reference else "auto", **wishes}))
 
 
 def quick_engine(model: Path, **wishes: Any) -> Engine:
@@ -137,11 +126,10 @@ def quick_engine(model: Path, **wishes: Any) -> Engine:
     return make_engine(model, **{"kernels": "auto", **wishes})
 
 
-def run_all(engine: Engine, prompts: list[tuple[int, ...]], params: list[SamplingParams]) -> list[Run]:
+def run_all(engine: Engine, prompts: list[Prompt], params: list[SamplingParams]) -> list[Run]:
     """Run every prompt to its end, together as far as the engine has slots."""
-    return run_requests(
-        engine, [Request(f"r{i}", p, q) for i, (p, q) in enumerate(zip(prompts, params, strict=True))]
-    )
+    asked = enumerate(zip(prompts, params, strict=True))
+    return run_requests(engine, [Request(f"r{i}", *each) for i, each in asked])
 
 
 def run_requests(engine: Engine, requests: list[Request]) -> list[Run]:
@@ -184,19 +172,17 @@ def drafted(runs: list[Run]) -> int:
 
 def assert_same(runs: list[Run], expected: list[Run], why: object = "") -> None:
     """Tokens, text, end and log-probabilities are equal."""
-    assert [run.output for run in runs] == [run.output for run in expected], why
+    assert outputs(runs) == outputs(expected), why
     assert [run.logprobs for run in runs] == [run.logprobs for run in expected], why
 
 
-def next_turn(
-    prompt: tuple[int, ...], reply: list[int], params: SamplingParams, said: tuple[int, ...] = (7, 8, 9)
-) -> Request:
+def next_turn(prompt: Prompt, reply: list[int], params: SamplingParams, said: Prompt = (7, 8, 9)) -> Request:
     """A request that goes on behind a reply, and says that it was generated."""
     spans = (("prompt", len(prompt)), ("generated", len(reply)), ("prompt", len(said)))
     return Request("x", (*prompt, *reply, *said), params, spans if said else spans[:2])
 
 
-def run_one(model: Path, prompt: tuple[int, ...], params: SamplingParams, **wishes: Any) -> Run:
+def run_one(model: Path, prompt: Prompt, params: SamplingParams, **wishes: Any) -> Run:
     """One prompt on an engine of its own."""
     return run_all(make_engine(model, **wishes), [prompt], [params])[0]
 
@@ -218,13 +204,7 @@ def logits_of(engine: Engine, prompt: Sequence[int], chunk: int = 64) -> torch.T
 
 
 def speaks_as(
-    reference: Any,
-    engine: Engine,
-    prompt: tuple[int, ...],
-    count: int = 64,
-    *,
-    ends: bool = False,
-    close: float = 1e-4,
+    reference: Any, engine: Engine, prompt: Prompt, count: int = 64, ends: bool = False, close: float = 1e-4
 ) -> Run:
     """Assert that logits and greedy text are those of a model of `transformers`; the engine's run.
 
@@ -254,16 +234,12 @@ def replace_transfers(patch: pytest.MonkeyPatch, instead: Callable[..., torch.Te
     return found
 
 
-def random_prompts(count: int, length: int, vocab: int, seed: int = 0) -> list[tuple[int, ...]]:
+def random_prompts(count: int, length: int, vocab: int, seed: int = 0) -> list[Prompt]:
     """Prompts of repeated fragments, so that n-gram lookup finds something."""
-    import random
-
-    source = random.Random(seed)
-    prompts = []
+    source, prompts = random.Random(seed), []
     for _ in range(count):
         fragment = [source.randrange(vocab) for _ in range(max(3, length // 4))]
-        prompt = (fragment * 5)[: length - 2] + [source.randrange(vocab) for _ in range(2)]
-        prompts.append(tuple(prompt))
+        prompts.append((*(fragment * 5)[: length - 2], *(source.randrange(vocab) for _ in range(2))))
     return prompts
 
 

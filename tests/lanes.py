@@ -39,9 +39,7 @@ def case_of(item: pytest.Item) -> Case:
 
 def spread(total: int, count: int) -> list[int]:
     """Indices of `count` of so many cases, the first and the last among them."""
-    if count >= total:
-        return list(range(total))
-    return sorted({round(i * (total - 1) / max(1, count - 1)) for i in range(count)})
+    return sorted({round(i * (total - 1) / max(1, count - 1)) for i in range(min(count, total))})
 
 
 def choose(items: Sequence[pytest.Item]) -> None:

@@ -23,11 +23,8 @@ def check_pages(scheduler: Scheduler) -> None:
     """Every page has exactly the owners that it counts, and only one that may write to it."""
     check_table(scheduler.pages)
     owners = Counter[int]()
-    for pages in (
-        *(sequence.pages for sequence in scheduler.running()),
-        *(one.pages for one in scheduler.in_flight),
-    ):
-        owners.update(pages)
+    for one in (*scheduler.running(), *scheduler.in_flight):
+        owners.update(one.pages)
     assert owners == scheduler.pages._users, "a page has no owner, or an unknown one"
     for sequence in scheduler.running():
         written = sequence.prefill_end if sequence is not scheduler.prefilling else sequence.prefilled

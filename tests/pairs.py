@@ -25,13 +25,11 @@ HEADS: dict[str, dict[str, Any]] = {
     "three": {"family": "mimo", "modules": 3, "hidden_share": 0.1},
     "deepseek": {"family": "deepseek", "variant": "deepseek_v3"},
 }
+SOFT = {"residual_gain": lambda layer: 0.06 if layer % 2 else 0.012}  # A module that is as the odd layers.
 MTP_OF: dict[str, dict[str, Any]] = {
     "mimo_v2": {"family": "mimo_v2", "variant": "mimo_v2", "modules": 2},
     "step3": {"family": "step3", "variant": "step3", "modules": 3},
-    "nemotron_h": {
-        **{"family": "nemotron_h", "variant": "nemotron_h_latent"},
-        "residual_gain": lambda layer: 0.06 if layer % 2 else 0.012,  # its module is as the odd layers
-    },
+    "nemotron_h": {"family": "nemotron_h", "variant": "nemotron_h_latent", **SOFT},
     "glm4_moe_lite": {"family": "glm4", "variant": "glm4_moe_lite"},
     "ernie4_5": {"family": "ernie", "variant": "ernie4_5"},
 }  # Families that ship layers of their own kind.
@@ -104,14 +102,11 @@ class Pairs:
         if family == "hybrid":
             return self._hybrid(method)
         target = folder if method == "mtp" else self._layers(family or "qwen3", 4)
-        if method == "off":
-            return Pair(target, {"spec": "off"})
-        if method == "ngram":
-            return Pair(target, {"spec": "ngram", "ngram_min": 1})
+        if method in ("off", "ngram"):
+            return Pair(target, {"spec": method, **({"ngram_min": 1} if method == "ngram" else {})})
         if method == "assistant":
-            own = write_assistant(folder, target, clusters=4, kept=3)
-            wishes = {"spec": "assistant", "draft_model": own}
-            return Pair(target, wishes, lambda: LibraryAssistant(target, own))
+            own = {"spec": "assistant", "draft_model": write_assistant(folder, target, clusters=4, kept=3)}
+            return Pair(target, own, lambda: LibraryAssistant(target, folder))
         if method == "mtp":
             write_tiny_mtp(folder, kind="copy", **MTP_OF[family])
             return Pair(folder, {"spec": "mtp"})
