@@ -1,7 +1,7 @@
 """Batch, lag, proposer, temperature, feature, pressure and prefix together, each request against itself.
 
-The default lane runs a pairwise covering array on a tiny model, with another feature in each request of a
-batch; the slow lane every combination on the demo. A mixture with aborts, for hours: `benchmarks.soak`.
+By a pairwise covering array on a tiny model, with another feature in each request of a batch; slowly every
+combination on the demo. A mixture with aborts, for hours: `benchmarks.soak`.
 """
 
 import functools
@@ -10,7 +10,7 @@ import itertools
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from spd.formats.tokenizer import Tokenizer
 from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.engine.request import GrammarText
 from spd.runtime.plan.memory import pages_a_slot
-from tests.helpers import PROPOSERS, Run, make_engine, random_prompts, run_requests
+from tests.helpers import PROPOSERS, Prompt, Run, accepted, drafts, make_engine, random_prompts, run_requests
 from tests.lanes import covering
 from tests.page_checks import check_pages
 from tests.recipes.demo_corpus import question_answers
@@ -30,10 +30,7 @@ from tests.recipes.tiny_eagle3 import write_tiny_eagle3
 from tests.recipes.tiny_mtp import soft, write_tiny_mtp
 from tests.test_demo import ask
 
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "boolean"}},
-}
+SCHEMA = {"properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "boolean"}}, "type": "object"}
 SCHEMA |= {"required": ["a", "b"], "additionalProperties": False}
 FEATURES: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
@@ -87,42 +84,24 @@ class Bench:
     """One model's solo runs, and batches of the same requests in any combination."""
 
     def __init__(
-        self,
-        target: Path,
-        drafts: Mapping[str, Path],
-        prompts: list[tuple[int, ...]],
-        tokens: int,
-        **wishes: Any,
+        self, target: Path, drafts: dict[str, Path], prompts: list[Prompt], tokens: int, **wishes: Any
     ) -> None:
         """drafts: the folders of what drafts, by method."""
-        self.target, self.drafts, self.prompts, self.tokens, self.wishes = (
-            target,
-            drafts,
-            prompts,
-            tokens,
-            wishes,
-        )
+        self.target, self.drafts, self.prompts = target, drafts, prompts
+        self.tokens, self.wishes = tokens, wishes
         self.solo_engine = make_engine(target, prefix_sharing=False, **wishes)
         self.known: dict[tuple[Any, ...], Run] = {}
         self.at_lag_zero: dict[str, list[Any]] = {}
-        self.squeezed = -(-wishes["ctx"] // 64)
-        """Pages under pressure: by default those of one request."""
-        self.parity = 32
-        """Batches up to this size are run at lag 0 too, for their drafts."""
+        self.squeezed = -(-wishes["ctx"] // 64)  # Pages under pressure: by default those of one request.
+        self.parity = 32  # Batches up to this size are run at lag 0 too, for their drafts.
 
     def requests(self, case: Case) -> list[Request]:
         found = []
         for i in range(case["size"]):
             feature = dict(FEATURES[case["features"][i % len(case["features"])]])
             grammar = feature.pop("grammar", None)
-            params = SamplingParams(
-                **{
-                    "max_tokens": self.tokens,
-                    "seed": i % KINDS,
-                    "temperature": case["temperature"],
-                    **feature,
-                }
-            )
+            usual = {"max_tokens": self.tokens, "seed": i % KINDS, "temperature": case["temperature"]}
+            params = SamplingParams(**{**usual, **feature})
             found.append(Request(f"{i}", self.prompts[i % KINDS], params, grammar=grammar))
         return found
 
@@ -167,8 +146,8 @@ class Bench:
         if case["lag"] and not case["pressure"] and case["method"] != "off" and case["size"] <= self.parity:
             key = repr({**case, "lag": 0})
             if key not in self.at_lag_zero:
-                self.at_lag_zero[key] = [run.drafts for run in self.run(case, 0)]
-            assert [run.drafts for run in runs] == self.at_lag_zero[key], case
+                self.at_lag_zero[key] = drafts(self.run(case, 0))
+            assert drafts(runs) == self.at_lag_zero[key], case
         return runs
 
 
@@ -187,41 +166,30 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.mark.parametrize("sizes", [(1, 2, 8), pytest.param((1, 2, 8, 32), marks=pytest.mark.slow)], ids=str)
 def test_every_pair_equals_solo(bench: Bench, sizes: tuple[int, ...]) -> None:
-    accepted, interrupted = Counter[str](), 0
+    right, interrupted = Counter[str](), 0
     for case in pairwise(*sizes):
         runs = bench.check(case)
-        accepted[case["method"]] += sum(run.metrics.draft_n_accepted for run in runs)
+        right[case["method"]] += accepted(runs)
         interrupted += sum(run.metrics.preemptions for run in runs)
-    assert min(accepted["draft"], accepted["mtp"]) > 20, accepted
-    assert min(accepted["ngram"], accepted["eagle3"]) > 0, accepted
+    assert min(right["draft"], right["mtp"]) > 20 and min(right["ngram"], right["eagle3"]) > 0, right
     assert interrupted > 3, "no request was interrupted"
 
 
 def demo_prompts(count: int) -> list[tuple[int, ...]]:
     """Questions, and beginnings of Python code, in turn."""
-    tokenizer = Tokenizer.open(demo_folder())
+    tokenizer, prompts = Tokenizer.open(demo_folder()), []
     names = [name for name, _ in question_answers()]
-    prompts = []
-    for i in range(count):
-        name = names[i * 13 % len(names)]
+    for name in (names[i * 13 % len(names)] for i in range(count)):
         module, _, function = name.rpartition(".")
         code = f"import {module or 'os'}\n\n\ndef {function.lower()}(self, *args):\n    "
-        prompts.append(ask(name) if i % 2 else tuple(tokenizer.encode(code)))
+        prompts.append(ask(name) if len(prompts) % 2 else tuple(tokenizer.encode(code)))
     return prompts
 
 
-DEMO_DRAFTS = {"draft": demo_draft_folder(), "eagle3": demo_eagle3_folder()}
-"""What drafts for the demo, by method."""
-
-
-def drawn(cases: list[Case], request: pytest.FixtureRequest) -> list[Case]:
+def check_all(bench: Bench, cases: list[Case], request: pytest.FixtureRequest, name: str) -> None:
     """As many of the cases as --combinations says, the same ones every time."""
     count = request.config.getoption("--combinations")
-    return random.Random(0).sample(cases, count) if 0 < count < len(cases) else cases
-
-
-def check_all(bench: Bench, cases: list[Case], request: pytest.FixtureRequest, name: str) -> None:
-    chosen = drawn(cases, request)
+    chosen = random.Random(0).sample(cases, count) if 0 < count < len(cases) else cases
     tokens = sum(len(run.tokens) for case in chosen for run in bench.check(case))
     say = request.getfixturevalue("say")
     say(f"{name}: {len(chosen)} of {len(cases)} combinations, {tokens:,} tokens equal solo's")
@@ -231,7 +199,8 @@ def check_all(bench: Bench, cases: list[Case], request: pytest.FixtureRequest, n
 @pytest.mark.parametrize("feature", FEATURES)
 def test_every_combination_equals_solo_on_the_demo(feature: str, request: pytest.FixtureRequest) -> None:
     long = [tuple(itertools.islice(itertools.cycle(p), 70 + i)) for i, p in enumerate(demo_prompts(KINDS))]
-    bench = Bench(demo_folder(), DEMO_DRAFTS, long, 16, ctx=256)
+    drafters = {"draft": demo_draft_folder(), "eagle3": demo_eagle3_folder()}
+    bench = Bench(demo_folder(), drafters, long, 16, ctx=256)
     check_all(bench, [{**case, "features": [feature]} for case in combined(FACTORS)], request, feature)
 
 

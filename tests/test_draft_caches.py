@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.helpers import (
     Run,
     Tiny,
     assert_same,
+    drafts,
     make_engine,
     next_turn,
     random_prompts,
@@ -37,6 +39,15 @@ K = 3  # What a model drafts at most.
 
 SHARERS = ("off", "draft+ngram", "deepseek_v3/ngram", "three", "ngram", "draft", "eagle", "gemma2/ngram")
 ASSISTED = "gemma4/assistant"
+KEEPERS = (
+    "self",
+    *(f"{name}{more}" for name in ("draft", "one", "three", "eagle") for more in ("", "+ngram")),
+)
+Lengths = tuple[int, ...]
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(max_tokens=count, ignore_eos=True)
 
 
 @pytest.mark.covers(count=4)
@@ -52,47 +63,26 @@ def test_a_prefix_hit_drafts_as_a_miss_does(pairs: Pairs, name: str) -> None:
     assert all(run.metrics.cached_tokens == 0 for run in fresh)
     assert_same(shared, fresh)
     assert_same(shared[:1], run_all(pair.plain(ctx=500), [common], [params]))
-    assert [run.drafts for run in shared] == [run.drafts for run in fresh]
+    assert drafts(shared) == drafts(fresh)
     engine = pair.engine(4, ctx=500)
-    long = SamplingParams(temperature=0.8, max_tokens=50, seed=4, ignore_eos=True)
-    turn = next_turn(common, run_all(engine, [common], [long])[0].tokens, params)
+    turn = next_turn(common, run_all(engine, [common], [replace(params, max_tokens=50)])[0].tokens, params)
     found, again = (run_requests(one, [turn])[0] for one in (engine, alone))
     assert found.output == again.output and found.drafts == again.drafts
     assert found.metrics.cached_tokens == 150 + 50 - 1
 
 
 @pytest.mark.covers(1)
-@pytest.mark.parametrize(
-    "lengths", [(K,), (0,), LENGTHS, (COPYING,), (K, COPYING, COPYING, COPYING)], ids=str
-)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "self",
-        "draft+ngram",
-        "one+ngram",
-        "three",
-        "eagle+ngram",
-        "draft",
-        "one",
-        "three+ngram",
-        "eagle",
-        ASSISTED,
-        f"{ASSISTED}+ngram",
-    ],
-)
-def test_drafts_after_any_rounds_are_those_of_a_fresh_start(
-    pairs: Pairs, name: str, lengths: tuple[int, ...]
-) -> None:
+@pytest.mark.parametrize("lengths", [(K,), (0,), LENGTHS, (COPYING,), (K, *[COPYING] * 3)], ids=str)
+@pytest.mark.parametrize("name", [*KEEPERS, ASSISTED, f"{ASSISTED}+ngram"])
+def test_drafts_after_any_rounds_are_a_fresh_start_s(pairs: Pairs, name: str, lengths: Lengths) -> None:
     """A next turn that finds the pages drafts as one that writes them anew: nothing in them is stale."""
     pair, prompt = pairs.get(name), random_prompts(1, 30, VOCAB, seed=5)[0]
     full_of_noise = random_prompts(1, 150, VOCAB, seed=7)
     for count in (33, 40):
         engine = pair.changing(lengths)
-        run_all(engine, full_of_noise, [SamplingParams(max_tokens=4, ignore_eos=True)])
+        run_all(engine, full_of_noise, [greedy(4)])
         params = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.5, logit_bias=FEW)
-        reply = run_all(engine, [prompt], [params])[0].tokens
-        turn = next_turn(prompt, reply, SamplingParams(max_tokens=16, ignore_eos=True))
+        turn = next_turn(prompt, run_all(engine, [prompt], [params])[0].tokens, greedy(16))
         engine._draft_length.choose = lambda: K  # type: ignore[method-assign]
         found = run_requests(engine, [turn])
         fresh = run_requests(pair.changing((K,), prefix_sharing=False), [turn])
@@ -112,15 +102,9 @@ def engine_of(pair: Pair, lengths: Sequence[int], lag: int, **wishes: Any) -> En
 
 def requests(grammar: GrammarText) -> list[Request]:
     """Two with the grammar, and one without."""
-    return [
-        Request(
-            str(i),
-            prompt,
-            SamplingParams(max_tokens=70 + 10 * i, seed=i, temperature=0.5 * (i % 2), ignore_eos=True),
-            grammar=grammar if i < 2 else None,
-        )
-        for i, prompt in enumerate(random_prompts(3, 30, VOCAB, seed=8))
-    ]
+    params = [replace(greedy(70 + 10 * i), seed=i, temperature=0.5 * (i % 2)) for i in range(3)]
+    asked = zip("012", random_prompts(3, 30, VOCAB, seed=8), params, strict=True)
+    return [replace(Request(*each), grammar=grammar if each[0] < "2" else None) for each in asked]
 
 
 def entries(cache: KvCache, view: SlotView, count: int) -> torch.Tensor:
@@ -138,18 +122,15 @@ def entries(cache: KvCache, view: SlotView, count: int) -> torch.Tensor:
     [("draft", (0, 3)), ("draft+ngram", (COPYING, 3, 3)), ("draft+ngram", (COPYING, COPYING, 1, 3))],
 )
 def test_a_draft_model_that_is_the_target_has_its_cache(
-    tiny: Tiny, monkeypatch: Patch, spec: str, lengths: tuple[int, ...], lag: int
+    tiny: Tiny, monkeypatch: Patch, spec: str, lengths: Lengths, lag: int
 ) -> None:
     """After every round that it drafted for, of every slot that took part, up to the last token but one."""
     target = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
     compared, launch = [0], RoundQueue.launch
 
-    def checked(
-        self: RoundQueue, k: int, views: Sequence[SlotView], needs: Any, top: Any, next_k: int
-    ) -> Any:
-        ticket = launch(self, k, views, needs, top, next_k)
+    def checked(self: RoundQueue, k: int, views: Sequence[SlotView], *rest: Any) -> Any:
+        ticket, next_k = launch(self, k, views, *rest), rest[-1]
         proposer = self.round.proposer
-        assert proposer is not None
         assert isinstance(proposer, DraftModelProposer)
         for slot, view in enumerate(views) if 0 < next_k <= proposer.most_drafts else ():
             count = int(self.state.length[slot]) - 1
@@ -167,21 +148,16 @@ def test_a_draft_model_that_is_the_target_has_its_cache(
     assert compared[0] > 15
 
 
-@pytest.mark.parametrize(
-    ("name", "lengths"), [("three", (0, 3)), ("three+ngram", (COPYING, 3)), ("eagle+ngram", (COPYING, 3))]
-)
-def test_a_next_turn_drafts_as_a_fresh_start_does(pairs: Pairs, name: str, lengths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("name", ["three", "three+ngram", "eagle+ngram"])
+def test_a_next_turn_drafts_as_a_fresh_start_does(pairs: Pairs, name: str) -> None:
     """Heads: their entries of a slot that waited were made of the target's states too."""
-    pair = pairs.get(name)
-    engine, asked = engine_of(pair, lengths, 1), requests(LOOSE)
-    compared = 0
+    pair, compared = pairs.get(name), 0
+    engine, asked = engine_of(pair, (COPYING if "+" in name else 0, 3), 1), requests(LOOSE)
     for request, run in zip(asked, run_requests(engine, asked), strict=True):
-        params = SamplingParams(max_tokens=30, ignore_eos=True)
-        turn = next_turn(request.prompt_ids, run.tokens, params)
+        turn = next_turn(request.prompt_ids, run.tokens, greedy(30))
         engine._draft_length.choose = lambda: 3  # type: ignore[method-assign]
-        (found,), (fresh,) = (
-            run_requests(one, [turn]) for one in (engine, engine_of(pair, (3,), 1, prefix_sharing=False))
-        )
+        anew = engine_of(pair, (3,), 1, prefix_sharing=False)
+        (found,), (fresh,) = (run_requests(one, [turn]) for one in (engine, anew))
         assert found.metrics.cached_tokens > 90
         assert found.drafts == fresh.drafts and found.output == fresh.output
         compared += len(found.rounds)
@@ -189,11 +165,9 @@ def test_a_next_turn_drafts_as_a_fresh_start_does(pairs: Pairs, name: str, lengt
 
 
 def test_a_batch_equals_each_alone_and_pages_run_short(pairs: Pairs) -> None:
-    work = [
-        (prompt, SamplingParams(temperature=0.8 * (i % 2), max_tokens=60 + 7 * i, seed=i, logit_bias=FEW))
-        for i, prompt in enumerate(random_prompts(6, 60, VOCAB, seed=4))
-    ]
-    gave_way = 0
+    kinds = [{"temperature": 0.8 * (i % 2), "max_tokens": 60 + 7 * i, "seed": i} for i in range(6)]
+    params, gave_way = [SamplingParams(**kind, logit_bias=FEW) for kind in kinds], 0
+    work = list(zip(random_prompts(6, 60, VOCAB, seed=4), params, strict=True))
     for name, sizes in (("draft", (None, 6)), ("three", (5,)), ("eagle", (7,))):
         pair = pairs.get(f"{name}+ngram")
         alone = [run.output for run in outputs(pair.plain(prefix_sharing=False), work)]
@@ -213,10 +187,7 @@ def test_a_model_that_is_always_right_stays_so(pairs: Pairs, changes: bool, lag:
     Several together, so that slots differ in who drafted and how much was accepted.
     """
     prompts = random_prompts(5, 40, VOCAB, seed=8)
-    params = [
-        SamplingParams(temperature=(0.0, 0.9)[i % 2], max_tokens=60, seed=i, ignore_eos=True)
-        for i in range(len(prompts))
-    ]
+    params = [replace(greedy(60), temperature=0.9 * (i % 2), seed=i) for i in range(len(prompts))]
     pair, wishes = pairs.get("self+ngram"), {"slots": 3, "lag": lag, "ngram_min": 1}
     engine = pair.changing(**wishes) if changes else pair.engine(K, **wishes)
     rounds = [record for run in run_all(engine, prompts, params) for record in run.rounds if record.draft]
@@ -229,10 +200,8 @@ def test_rounds_without_drafts_tell_of_matches(pairs: Pairs) -> None:
     """At every lag the same ones, which are the lengths of the real matches at the round's first token."""
     told_of: list[list[int]] = []
     for lag in (0, 2):
-        engine = pairs.get("one+ngram").changing((0,), lag=lag)
-        outcomes: list[tuple[Any, ...]] = []
-        note = outcomes.append
-        engine._draft_length.observe = lambda *outcome, note=note: note(outcome)  # type: ignore[method-assign]
+        engine, outcomes = pairs.get("one+ngram").changing((0,), lag=lag), list[tuple[Any, ...]]()
+        engine._draft_length.observe = lambda *outcome, note=outcomes.append: note(outcome)  # type: ignore
         prompt, params = PROMPTS[0], SamplingParams(max_tokens=40, temperature=0.5, seed=3, logit_bias=FEW)
         (run,) = run_all(engine, [prompt], [params])
         text, seen = [*prompt, *run.tokens], [outcome[-1] for outcome in outcomes]
@@ -244,25 +213,21 @@ def test_rounds_without_drafts_tell_of_matches(pairs: Pairs) -> None:
 
 def test_the_cache_is_brought_up_before_too_much_is_missing(pairs: Pairs, monkeypatch: Patch) -> None:
     """However long lookup drafts alone: what is missing stays within the rings of states."""
-    asked: list[int] = []
-    real = ModelProposer.catch_up
+    asked, behind, real, launch = list[int](), list[int](), ModelProposer.catch_up, RoundQueue.launch
 
     def watched(self: ModelProposer, tokens: int, views: Any) -> None:
         asked.append(tokens)
         real(self, tokens, views)
 
-    monkeypatch.setattr(ModelProposer, "catch_up", watched)
-    behind: list[int] = []
-    launch = RoundQueue.launch
-
-    def counted(self: RoundQueue, k: int, *rest: Any) -> Any:
-        ticket = launch(self, k, *rest)
+    def counted(self: RoundQueue, *given: Any) -> Any:
+        ticket = launch(self, *given)
         behind.append(self.behind)
         return ticket
 
+    monkeypatch.setattr(ModelProposer, "catch_up", watched)
     monkeypatch.setattr(RoundQueue, "launch", counted)
     engine = pairs.get("one+ngram").changing((COPYING,) * 9 + (0,) * 40 + (K,))
-    run_all(engine, PROMPTS[:1], [SamplingParams(max_tokens=120, ignore_eos=True)])
+    run_all(engine, PROMPTS[:1], [greedy(120)])
     assert len(asked) > 6 and max(asked) <= CATCH_UP and max(behind) <= CATCH_UP
     assert {1 + COPYING + 1, CATCH_UP} <= set(asked), asked
 
@@ -289,9 +254,8 @@ def test_what_a_match_drafts_was_drawn_from_nothing(pairs: Pairs, monkeypatch: P
 
     monkeypatch.setattr(ModelProposer, "draft", checked)
     prompts = random_prompts(4, 24, VOCAB, seed=2)
-    params = [
-        SamplingParams(temperature=1.1, max_tokens=12 + 9 * i, seed=i, logit_bias=FEW) for i in range(4)
-    ]
+    drawn = SamplingParams(temperature=1.1, logit_bias=FEW)
+    params = [replace(drawn, max_tokens=12 + 9 * i, seed=i) for i in range(4)]
     run_all(pairs.get("draft+ngram").engine(K, slots=3, verify="rejection", adaptive=None), prompts, params)
     assert min(seen.values()) > 3, seen
 
@@ -304,24 +268,24 @@ def assert_the_reference_s(headed: Pair, prompts: list[tuple[int, ...]], runs: l
     assert seen > 10 and wrong == 0
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["three", *(pytest.param(n, marks=pytest.mark.slow) for n in ("eagle", "one", "speculators", ASSISTED))],
-)
+def slow(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", ["three", *slow("eagle", "one", "speculators", ASSISTED)])
 def test_drafts_after_rounds_without_any_are_right(pairs: Pairs, name: str) -> None:
     """Pauses shorter and longer than a catch-up, between rounds of every length."""
-    headed, prompts = pairs.get(name), PROMPTS[1:5]
-    greedy = [SamplingParams(max_tokens=60, ignore_eos=True)] * 4
-    plain = run_all(headed.plain(), prompts, greedy)
+    headed, prompts, params = pairs.get(name), PROMPTS[1:5], [greedy(60)] * 4
+    plain = run_all(headed.plain(), prompts, params)
     for slots, lag in ((1, 0), (3, 2)):
         engine = headed.engine(4, adaptive=True, slots=slots, lag=lag)
         source = random.Random(slots)
         pauses = [[0] * n + [source.choice((1, 2, 3, 4)) for _ in range(2)] for n in (1, 3, 18, 5, 35, 2) * 9]
         ks = iter([k for pause in pauses for k in pause])
         engine._draft_length.choose = lambda ks=ks: next(ks)  # type: ignore[method-assign, misc]
-        runs = run_all(engine, prompts, greedy)
+        runs = run_all(engine, prompts, params)
         assert_the_reference_s(headed, prompts, runs)
-        assert [run.tokens for run in runs] == [run.tokens for run in plain]
+        assert_same(runs, plain)
 
 
 @pytest.mark.parametrize("name", ["one", "three", "eagle", "speculators", ASSISTED])
@@ -329,25 +293,20 @@ def test_pages_given_away_in_a_pause_are_whole(pairs: Pairs, name: str) -> None:
     """A text that ends while the head lags behind leaves what a later prompt can draft from."""
     engine = pairs.get(name).engine(3, ctx=400, adaptive=True)
     engine._draft_length.choose = lambda: 0  # type: ignore[method-assign]
-    greedy = SamplingParams(max_tokens=70, ignore_eos=True)
-    first = run_all(engine, [PROMPTS[0]], [greedy])[0]
+    first = run_all(engine, [PROMPTS[0]], [greedy(70)])[0]
     engine._draft_length.choose = lambda: 3  # type: ignore[method-assign]
-    turn = next_turn(PROMPTS[0], first.tokens, greedy, said=())
+    turn = next_turn(PROMPTS[0], first.tokens, greedy(70), said=())
     run = run_requests(engine, [turn])[0]
     assert run.metrics.cached_tokens == len(turn.prompt_ids) - 1
     assert_the_reference_s(pairs.get(name), [turn.prompt_ids], [run])
 
 
-@pytest.mark.parametrize(
-    "name", ["three", *(pytest.param(n, marks=pytest.mark.slow) for n in ("eagle", ASSISTED))]
-)
+@pytest.mark.parametrize("name", ["three", *slow("eagle", ASSISTED)])
 def test_interrupted_texts_draft_as_before(pairs: Pairs, name: str) -> None:
     prompts = [random_prompts(1, n, VOCAB, seed=n)[0] for n in (70, 130, 9, 200, 64, 30)]
-    greedy = [SamplingParams(max_tokens=50 + 9 * i, ignore_eos=True) for i in range(6)]
-    alone = run_all(pairs.get(name).plain(ctx=320), prompts, greedy)
-    engine = pairs.get(name).engine(4, ctx=320, slots=5, lag=1, cache_pages=6)
-    runs = run_all(engine, prompts, greedy)
-    assert [run.output for run in runs] == [run.output for run in alone]
+    params = [greedy(50 + 9 * i) for i in range(6)]
+    runs = run_all(pairs.get(name).engine(4, ctx=320, slots=5, lag=1, cache_pages=6), prompts, params)
+    assert_same(runs, run_all(pairs.get(name).plain(ctx=320), prompts, params))
     assert sum(run.metrics.preemptions for run in runs) > 1
     assert_the_reference_s(pairs.get(name), prompts, runs)
 
@@ -356,13 +315,12 @@ def test_interrupted_texts_draft_as_before(pairs: Pairs, name: str) -> None:
 @pytest.mark.parametrize("name", ["three", "eagle"])
 def test_what_drafts_were_drawn_from_is_kept(pairs: Pairs, name: str, rule: str) -> None:
     """A law over the target's ids for each draft, with nothing for those that a head does not know."""
-    pair = pairs.get(name)
+    pair, seen = pairs.get(name), 0
     assert pair.reference is not None
     engine, plain = pair.engine(3, verify=rule), pair.reference()
     state, laws = engine._device.state, engine._device.sampler.draft_laws
     known = set(plain.said.tolist() if isinstance(plain, PlainEagle3) else range(320))
     assert laws is not None
-    seen = 0
 
     def look(record: RoundRecord) -> None:
         nonlocal seen
@@ -373,8 +331,7 @@ def test_what_drafts_were_drawn_from_is_kept(pairs: Pairs, name: str, rule: str)
             seen += 1
 
     engine.trace = look
-    params = SamplingParams(max_tokens=24, temperature=1.0, seed=2, ignore_eos=True)
-    list(engine.stream([Request("r", PROMPTS[1], params)]))
+    list(engine.stream([Request("r", PROMPTS[1], replace(greedy(24), temperature=1.0, seed=2))]))
     metrics = engine.metrics("r")
     assert seen > 20 and 0 < metrics.draft_n_accepted < metrics.draft_n
 
@@ -382,34 +339,28 @@ def test_what_drafts_were_drawn_from_is_kept(pairs: Pairs, name: str, rule: str)
 ROUNDS = 9  # Rounds without drafting, of which the second slot saw the last one only.
 
 
-@pytest.mark.parametrize(
-    ("length", "passes"), [(65, 1), (70, 2)], ids=["a whole chunk", "a chunk and a tail"]
-)
+@pytest.mark.parametrize(("length", "passes"), [(65, 1), (70, 2)], ids=["a chunk", "a chunk and a tail"])
 def test_catching_up_leaves_a_new_slots_prompt_alone(tiny: Tiny, length: int, passes: int) -> None:
     """Prefilled pages may be shared, and were written by another program."""
     model = tiny("qwen3", layers=2, seed=3)
     engine = make_engine(model, spec="draft", draft_model=model, draft_max=2, slots=2)
     engine._draft_length.choose = lambda: 0  # type: ignore[method-assign]
     old, new = (random_prompts(1, n, 256, seed=n)[0] for n in (20, length))
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
-    engine.add(Request("old", old, params))
-    for _ in range(ROUNDS - passes):
-        engine.step()
-    engine.add(Request("new", new, params))
-    for _ in range(passes):
-        engine.step()
+    for name, prompt, steps in (("old", old, ROUNDS - passes), ("new", new, passes)):
+        engine.add(Request(name, prompt, greedy(40)))
+        for _ in range(steps):
+            engine.step()
     proposer, sequence = engine._device.proposer, engine._scheduler.slots[1]
     assert isinstance(proposer, DraftModelProposer) and sequence is not None
     assert engine._device.behind == ROUNDS and sequence.length == length + 1
     views = [SlotView(s.length, s.pages) for s in engine._scheduler.running()]
     for slot, first in ((0, len(old) - 1), (1, length - 1)):
         pages = list(views[slot].pages)
-        for layer in proposer.runners[0].cache.layers:
-            for pool in layer.pools:
-                pool[pages] = 7.0
+        pools = [pool for layer in proposer.runners[0].cache.layers for pool in layer.pools]
+        for pool in pools:
+            pool[pages] = 7.0
         proposer.catch_up(ROUNDS, views)
-        for layer in proposer.runners[0].cache.layers:
-            for pool in layer.pools:
-                written = (pool[pages].flatten(0, 1) != 7.0).flatten(1).any(dim=1).nonzero().flatten()
-                assert written.tolist() == list(range(first, views[slot].bound))
+        for pool in pools:
+            written = (pool[pages].flatten(0, 1) != 7.0).flatten(1).any(dim=1).nonzero().flatten()
+            assert written.tolist() == list(range(first, views[slot].bound))
     engine.close()

@@ -1,7 +1,4 @@
-"""The tests for a GPU, where there is none: bodies that a CPU can run are run on it.
-
-They are skipped here, so that a renamed attribute would only be seen on a device.
-"""
+"""The tests for a GPU, where there is none: bodies that a CPU can run are run on it."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,19 +14,17 @@ from spd.runtime import Engine
 from spd.runtime.round.graphs import CapturedRounds, RoundShape
 from spd.runtime.round.rows import SlotView
 from tests.gpu import gpu_helpers, test_gpu_ahead, test_gpu_forms, test_gpu_rounds, test_gpu_texts
-from tests.helpers import Patch, Run, make_engine
+from tests.helpers import Patch, make_engine
 
 
 class Through(CapturedRounds):
     """Stands where graphs do: notes each shape and runs it eagerly."""
 
     def run(self, shape: RoundShape, views: Sequence[SlotView]) -> Any:
-        """See `CapturedRounds.run`."""
         self.capture(shape, views)
         return self.round.run(shape.k, views, shape.needs, shape.num_logprobs, shape.next_k)
 
     def capture(self, shape: RoundShape, views: Sequence[SlotView]) -> None:
-        """See `CapturedRounds.capture`."""
         self.round.sampler.make_tables(shape.needs)
         self.captured.setdefault(shape, (None, None))
 
@@ -50,20 +45,12 @@ def rehearsal(monkeypatch: Patch) -> None:
     monkeypatch.setattr(gpu_helpers, "make_engine", engine_on_cpu)
 
 
-@pytest.fixture
-def work(rehearsal: None) -> gpu_helpers.Work:
+def test_rounds_are_rehearsed(rehearsal: None) -> None:
     prompts = gpu_helpers.demo_prompts()
     stop = gpu_helpers.likely_stop(demo_folder(), prompts[2], dtype="bfloat16")
-    return gpu_helpers.every_kind(prompts[:2], stop, max_tokens=7)[:2]
-
-
-@pytest.fixture
-def plain(work: gpu_helpers.Work) -> list[Run]:
+    work = gpu_helpers.every_kind(prompts[:2], stop, max_tokens=7)[:2]
     with gpu_helpers.gpu_engine(demo_folder(), dtype="bfloat16", graphs=False) as engine:
-        return gpu_helpers.run_work(engine, work, 0)
-
-
-def test_rounds_are_rehearsed(work: gpu_helpers.Work, plain: list[Run]) -> None:
+        plain = gpu_helpers.run_work(engine, work, 0)
     test_gpu_rounds.test_alone(work, plain, "draft", 4)
     test_gpu_rounds.test_lengths_that_change(work, plain)
 

@@ -6,16 +6,23 @@ in which the values of its factors meet in pairs or at least occur; the slow lan
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from spd.runtime import Engine, Request, SamplingParams
-from tests.helpers import Run, accepted, assert_same, drafted, quick_engine, random_prompts, run_all, run_one
+from tests.helpers import (
+    Prompt,
+    Run,
+    accepted,
+    assert_same,
+    drafted,
+    random_prompts,
+    run_all,
+)
 from tests.lanes import covering
 from tests.page_checks import check_table
 from tests.pairs import MTP_OF, Pair, Pairs
@@ -27,7 +34,8 @@ FEW = tuple((token, 40.0) for token in (3, 50, 99, 120))
 """A bias under which text is of a few tokens, so that it is full of matches, right ones and wrong ones."""
 
 
-Work = list[tuple[tuple[int, ...], SamplingParams]]
+Work = list[tuple[Prompt, SamplingParams]]
+THREE = (0.0, 0.8, 1.3)
 PARAMETERS: dict[str, dict[str, Any]] = {
     "top_k": {"temperature": 1.0, "top_k": 5},
     "top_p": {"temperature": 1.0, "top_p": 0.7},
@@ -47,55 +55,27 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 }
 
 
-def temperatures(count: int = 24) -> Work:
+def crossed(prompts: list[Prompt], ts: tuple[float, ...] = THREE, seed: int = 100, **kind: Any) -> Work:
     """Every prompt at every temperature."""
-    return [
-        (prompt, SamplingParams(temperature=t, max_tokens=count, seed=100 + i))
-        for i, prompt in enumerate(PROMPTS)
-        for t in (0.0, 0.8, 1.3)
-    ]
+    every = itertools.product(enumerate(prompts), ts)
+    return [(prompt, SamplingParams(temperature=t, seed=seed + i, **kind)) for (i, prompt), t in every]
 
 
-def repeating() -> Work:
-    """Texts that repeat themselves and go on."""
-    kind: dict[str, Any] = {"max_tokens": 24, "logit_bias": FEW, "ignore_eos": True}
-    return [
-        (prompt, SamplingParams(temperature=t, seed=9 + i, **kind))
-        for i, prompt in enumerate(PROMPTS[1:6:2])
-        for t in (0.0, 0.5, 1.3)
-    ]
-
-
-def few() -> Work:
-    """Four requests, one of which repeats itself."""
-    work = temperatures(12)[::5]
-    work[2] = work[2][0], replace(work[2][1], logit_bias=FEW, ignore_eos=True)
-    return work
-
-
-def mixed() -> Work:
-    """Requests of which none is as another."""
-    return [
+REPEATING: dict[str, Any] = {"logit_bias": FEW, "ignore_eos": True}
+FOUR = crossed(PROMPTS, max_tokens=12)[::5]
+WORKS: dict[str, Work] = {
+    "temperatures": crossed(PROMPTS, max_tokens=24)[::4],
+    "some": crossed(PROMPTS, max_tokens=16)[::4],
+    "few": [*FOUR[:2], (FOUR[2][0], replace(FOUR[2][1], **REPEATING)), *FOUR[3:]],
+    "repeating": crossed(PROMPTS[1:6:2], (0.0, 0.5, 1.3), 9, max_tokens=24, **REPEATING)[::4],
+    "mixed": [
         (PROMPTS[i % 6], SamplingParams(**{"max_tokens": 10 + 4 * (i % 6), "seed": i, **PARAMETERS[kind]}))
         for i, kind in enumerate(sorted(PARAMETERS))
-    ]
-
-
-def of_the_demo() -> Work:
-    """Greedy and drawn."""
-    prompts = [tuple(range(5 + n, 45 + n)) for n in (0, 40, 900)] * 2
-    return [
-        (p, SamplingParams(max_tokens=24, temperature=0.8 * (i > 2), seed=i)) for i, p in enumerate(prompts)
-    ]
-
-
-WORKS: dict[str, Work] = {
-    "temperatures": temperatures()[::4],
-    "some": temperatures(16)[::4],
-    "few": few(),
-    "repeating": repeating()[::4],
-    "mixed": mixed(),
-    "demo": of_the_demo(),
+    ],
+    "demo": [
+        (tuple(range(5 + n, 45 + n)), SamplingParams(max_tokens=24, temperature=0.8 * (i > 2), seed=i))
+        for i, n in enumerate((0, 40, 900) * 2)
+    ],
     **{
         name: [(p, SamplingParams(**{"max_tokens": 28, "seed": 5, **kind})) for p in PROMPTS[1:4:2]]
         for name, kind in PARAMETERS.items()
@@ -129,19 +109,12 @@ class Cell:
 
 def table(work: Sequence[str], strength: int, **factors: Sequence[Any]) -> list[Any]:
     """Every combination as a cell; slow are those that no `strength` values need to meet, with 0 all."""
-    every = [
-        dict(zip(("work", *factors), values, strict=True))
-        for values in itertools.product(work, *factors.values())
-    ]
-    few, own = (
-        set(covering(every, strength) if strength else ()),
-        ("work", "name", "k", "lag", "changing", "form"),
-    )
-    cells = []
+    values = itertools.product(work, *factors.values())
+    every = [dict(zip(("work", *factors), each, strict=True)) for each in values]
+    few, cells = set(covering(every, strength) if strength else ()), []
     for i, case in enumerate(every):
-        wishes = {name: value for name, value in case.items() if name not in own}
-        cell = Cell(**{name: case[name] for name in own if name in case}, wishes=wishes)
-        cells.append(pytest.param(cell, marks=() if i in few else pytest.mark.slow))
+        own = {name: case.pop(name) for name in [*case] if name in Cell.__annotations__}
+        cells.append(pytest.param(Cell(**own, wishes=case), marks=() if i in few else pytest.mark.slow))
     return cells
 
 
@@ -157,10 +130,18 @@ LOOKED_UP = (
     *("nemotron_h", "nemotron_h_moe", "nemotron_h_latent", "minimax_m2", "mimo_v2", "step3"),
     *("hunyuan_moe", "muse_glimmer"),
 )  # Families whose attention, norms or caches are their own.
-QUANTIZED = ("gpt_oss", "gemma4_moe")
-"""Families whose experts are rounded at load, beside those of Qwen3 and DeepSeek."""
+QUANTIZED = (
+    "qwen3_moe",
+    "deepseek_v3",
+    "gpt_oss",
+    "gemma4_moe",
+)  # Their experts are rounded at load.
 OTHERS = ("mimo", "ernie4_5", *sorted(FAMILIES.keys() - {*WINDOWED, *LOOKED_UP}))
 """Families that differ from those in numbers and names."""
+OF_FAMILIES = (
+    *(f"{family}/ngram" for family in (*WINDOWED, *SPARSE, *LOOKED_UP, *OTHERS)),
+    *(*(f"{family}/mtp" for family in MTP_OF), "gemma4/assistant", "gemma4_moe/assistant"),
+)
 RECURRENT = tuple(f"hybrid/{method}" for method in ("ngram", "draft", "mtp", "mtp+ngram"))
 FORMS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "bfloat16", "quantize": "int8"},
@@ -172,9 +153,7 @@ FORMS: dict[str, dict[str, Any]] = {
 LAGS, TYPES = (0, 1, 2), ("float32", "bfloat16")
 
 
-def families(
-    names: Sequence[str], methods: Sequence[str], strength: int = 1, **factors: Sequence[Any]
-) -> list[Any]:
+def families(names: Sequence[str], methods: Sequence[str], strength: int = 1, **factors: Any) -> list[Any]:
     """Every family with every method; the default lane has each family with one of them, with 0 none."""
     every = [f"{family}/{method}" for family in names for method in methods]
     first = [f"{family}/{methods[i % len(methods)]}" for i, family in enumerate(names)]
@@ -187,6 +166,8 @@ def families(
 
 
 BESIDE: dict[str, Sequence[Any]] = {"lag": LAGS, "slots": (4,), "form": TYPES}
+ANY: dict[str, Sequence[Any]] = {"k": (1, 2, 3, 4), "lag": LAGS, "changing": (False, True), "form": TYPES}
+ASSISTED: dict[str, Sequence[Any]] = {"k": (1, 4), "lag": LAGS, "form": ("float32", "torch"), "slots": (1, 4)}
 IN_FEW_BITS: dict[str, Sequence[Any]] = {"k": (2, 4), "lag": (0, 1), "form": ("int8", "int4")}
 CELLS = [
     *table(["temperatures"], 1, name=METHODS, k=(1, 2, 4, 8), lag=LAGS),
@@ -202,32 +183,19 @@ CELLS = [
     *families(sorted(MTP_OF), ("mtp",), k=(1, 3), slots=(1, 3)),
     *table(["some"], 1, name=RECURRENT, k=(1, 4, 8), lag=LAGS, form=TYPES, slots=(3, 16)),
     *table(["some"], 1, name=RECURRENT, k=(4,), lag=(0,), form=TYPES[1:], slots=(4,), cache_pages=(6,)),
-    *table(
-        *(["few"], 1),
-        name=("draft", "one", *(f"{family}/ngram" for family in ("qwen3_moe", "deepseek_v3", *QUANTIZED))),
-        **IN_FEW_BITS,
-    ),
-    *table(
-        *(["repeating"], 1),
-        name=[f"{name}+ngram" for name in ("draft", "one", "three", "eagle")],
-        **{"k": (1, 2, 3, 4), "lag": LAGS, "changing": (False, True), "form": TYPES},
-    ),
-    *table(
-        *(["repeating"], 1),
-        name=("gemma4/assistant+ngram",),
-        **{"k": (1, 2, 3, 4), "lag": LAGS, "changing": (False, True), "form": TYPES},
-    ),
+    *table(["few"], 1, name=("draft", "one", *(f"{each}/ngram" for each in QUANTIZED)), **IN_FEW_BITS),
+    *table(["repeating"], 1, name=[f"{name}+ngram" for name in ("draft", "one", "three", "eagle")], **ANY),
+    *table(["repeating"], 1, name=("gemma4/assistant+ngram",), **ANY),
     *table(["temperatures"], 1, name=("draft", "ngram", "one"), lag=LAGS, changing=(True,)),
     *table(sorted(PARAMETERS), 1, name=(*METHODS, "one", "one+ngram"), lag=(0, 2), form=TYPES[1:]),
     *table(["mixed"], 1, name=("draft", "draft+ngram", "three", "eagle"), k=(3,), **BESIDE),
     *table(["mixed"], 0, name=("ngram", "self", "one", "deepseek", "speculators"), k=(3,), **BESIDE),
-    *table(
-        *(["repeating"], 1),
-        name=("gemma4/assistant", "gemma4_moe/assistant"),
-        **{"k": (1, 4), "lag": LAGS, "form": ("float32", "torch"), "slots": (1, 4)},
-    ),
+    *table(["repeating"], 1, name=("gemma4/assistant", "gemma4_moe/assistant"), **ASSISTED),
     *table(["demo"], 1, name=("demo",), k=(1, 4), lag=LAGS, form=TYPES, slots=(3,)),
 ]
+
+
+Known = Callable[[Cell], list[Run]]
 
 
 def outputs(engine: Engine, work: Work) -> list[Run]:
@@ -240,7 +208,7 @@ def decided(runs: list[Run]) -> list[list[tuple[list[int], int, int]]]:
 
 
 @pytest.fixture(scope="module")
-def known(pairs: Pairs) -> Callable[[Cell], list[Run]]:
+def known(pairs: Pairs) -> Known:
     """Runs of a cell, each once; of one that drafts nothing (k = 0), those of the target alone."""
     found: dict[str, list[Run]] = {}
 
@@ -262,17 +230,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("cell", [cell for cell in CELLS if not (few and cell.marks)], ids=str)
 
 
-def test_nothing_of_a_text_depends_on_speculation(
-    known: Callable[[Cell], list[Run]], cell: Cell, request: pytest.FixtureRequest
-) -> None:
-    plain = Cell(cell.work, cell.name, 0, form=cell.form)
+def test_nothing_of_a_text_depends_on_speculation(known: Known, cell: Cell, request: Any) -> None:
     runs = known(cell)
-    assert_same(runs, known(plain))
+    assert_same(runs, known(Cell(cell.work, cell.name, 0, form=cell.form)))
     own_kind = "/" in cell.name and not cell.name.startswith("hybrid/")
     if cell.lag and not cell.changing and not (own_kind and "slow" not in request.keywords):
         # At fixed k the drafts and acceptances are those of the synchronous run, round by round.
-        first = replace(cell, lag=0)
-        assert decided(runs) == decided(known(first))
+        assert decided(runs) == decided(known(replace(cell, lag=0)))
     method = cell.name.rpartition("/")[2]
     if cell.work not in PARAMETERS:
         least = 0 if method == "ngram" and cell.work != "temperatures" else 1
@@ -283,35 +247,27 @@ def test_nothing_of_a_text_depends_on_speculation(
             assert max(record.accepted for run in runs for record in run.rounds) > 1
     if cell.name.endswith("+ngram") and not cell.changing and cell.work == "repeating":
         rounds = [record for run in runs for record in run.rounds if record.accepted]
-        assert min(sum(not r.match for r in rounds), sum(r.match > 0 for r in rounds)) > 2, (
-            "one alone drafted"
-        )
+        matched = sum(r.match > 0 for r in rounds)
+        assert matched > 2 and sum(not r.match for r in rounds) > 2, "one alone drafted"
 
 
 @pytest.mark.covers(count=6)
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(f"{family}/ngram" for family in (*WINDOWED, *SPARSE, *LOOKED_UP, *OTHERS)),
-        *(*(f"{family}/mtp" for family in MTP_OF), "gemma4/assistant", "gemma4_moe/assistant"),
-    ],
-)
+@pytest.mark.parametrize("name", OF_FAMILIES)
 def test_a_prefix_hit_is_a_miss(pairs: Pairs, name: str) -> None:
     """Of every family: a text goes on, and another begins as it did, on pages that hold what both read."""
     pair, (prompt,) = pairs.get(name), random_prompts(1, 75, VOCAB, seed=1)
     params = SamplingParams(max_tokens=70, temperature=0.5, seed=2, ignore_eos=True)
     engine = pair.engine(3, lag=1, slots=2)
     (first,) = run_all(engine, [prompt], [params])
-    later = [(*prompt, *first.tokens, 5, 6), (*prompt[:70], 9, 8, 7)]
-    runs = run_all(engine, later, [replace(params, max_tokens=24)] * 2)
+    later = [(*prompt, *first.tokens, 5, 6), (*prompt[:70], 9, 8, 7)], [replace(params, max_tokens=24)] * 2
+    runs = run_all(engine, *later)
     recurs = engine.plan.model.config.recurrent is not None  # whose states were kept behind the text alone
     assert all(run.metrics.cached_tokens >= 64 for run in runs[: 2 - recurs]) and drafted(runs) > 0
-    alone = pair.plain(slots=2, prefix_sharing=False)
-    assert_same(runs, run_all(alone, later, [replace(params, max_tokens=24)] * 2))
+    assert_same(runs, run_all(pair.plain(slots=2, prefix_sharing=False), *later))
 
 
 @pytest.mark.parametrize("parameter", sorted(PARAMETERS.keys() - {"logprobs", "ignore_eos"}))
-def test_every_parameter_shows(known: Callable[[Cell], list[Run]], pairs: Pairs, parameter: str) -> None:
+def test_every_parameter_shows(known: Known, pairs: Pairs, parameter: str) -> None:
     """Or its cells would show nothing."""
     (_, params), *_ = WORKS[parameter]
     neutral = SamplingParams(temperature=params.temperature, max_tokens=28, seed=5)
@@ -321,27 +277,15 @@ def test_every_parameter_shows(known: Callable[[Cell], list[Run]], pairs: Pairs,
     assert [run.output for run in without] != [run.output for run in shown]
 
 
-@pytest.fixture(scope="module")
-def target(pairs: Pairs) -> Path:
-    return pairs.get("self").model
-
-
-@pytest.fixture(scope="module")
-def draft(pairs: Pairs) -> Path:
-    drafter: Path = pairs.get("draft").speculation["draft_model"]
-    return drafter
-
-
-def test_draft_context_limit(target: Path, draft: Path) -> None:
+def test_draft_context_limit(pairs: Pairs) -> None:
     """Prompts around the draft's own limit, and beyond: drafting ends there, the text goes on."""
-    limit, k = 48, 4
+    limit, k, pair = 48, 4, pairs.get("draft")
     lengths = (*range(limit - k, limit + 2), 3 * limit)
     prompts = [random_prompts(1, n, VOCAB, seed=n)[0] for n in lengths]
     params = [SamplingParams(temperature=0.8, max_tokens=12, seed=i) for i in range(len(prompts))]
-    wishes = {"spec": "draft", "draft_model": draft, "draft_max": k, "draft_ctx": limit}
-    alone = run_all(quick_engine(target), prompts, params)
+    alone = run_all(pair.plain(), prompts, params)
     for slots in (1, len(prompts)):
-        runs = run_all(quick_engine(target, slots=slots, **wishes), prompts, params)
+        runs = run_all(pair.engine(k, slots=slots, draft_ctx=limit), prompts, params)
         assert [run.output for run in runs] == [run.output for run in alone]
         for prompt, run in zip(prompts, runs, strict=True):
             for record in run.rounds[1:]:
@@ -353,8 +297,8 @@ def test_draft_context_limit(target: Path, draft: Path) -> None:
     assert not any(record.draft for record in runs[-1].rounds)
 
 
-def test_every_length_and_stop_position_in_the_window(target: Path, pairs: Pairs) -> None:
-    long = run_one(target, PROMPTS[1], SamplingParams(max_tokens=24), kernels="auto")
+def test_every_length_and_stop_position_in_the_window(pairs: Pairs) -> None:
+    (long,) = run_all(pairs.get("self").plain(), PROMPTS[1:2], [SamplingParams(max_tokens=24)])
     for method in ("self", "draft"):
         engine = pairs.get(method).engine(7)
         for count in range(1, 18):
@@ -377,17 +321,13 @@ def test_context_ends_the_text(pairs: Pairs) -> None:
 
 
 @pytest.mark.parametrize("kind", ["wrong", "out of range", "random length"])
-def test_an_adversarial_drafter_changes_nothing(
-    pairs: Pairs, known: Callable[[Cell], list[Run]], kind: str
-) -> None:
+def test_an_adversarial_drafter_changes_nothing(pairs: Pairs, known: Known, kind: str) -> None:
     engine = pairs.get("ngram").engine(4, lag=1)
     state, source = engine._device.state, random.Random(0)
+    odd = [-1, -(2**40), engine.plan.model.config.vocab_size + 5, 3, 2**40]
+    choices = odd if kind == "out of range" else list(range(VOCAB))
 
     def bad(k: int, *_: Any) -> int:
-        if kind == "out of range":
-            choices = [-1, -(2**40), engine.plan.model.config.vocab_size + 5, 3, 2**40]
-        else:
-            choices = list(range(VOCAB))
         rows = [[source.choice(choices) for _ in range(k)] for _ in range(state.slots)]
         state.draft[:, :k] = torch.tensor(rows)
         state.num_drafts.fill_(source.randrange(k + 1) if kind == "random length" else k)
@@ -397,28 +337,20 @@ def test_an_adversarial_drafter_changes_nothing(
     assert_same(outputs(engine, WORKS["temperatures"]), known(Cell("temperatures", "ngram", 0)))
 
 
-def test_abort_in_flight_frees_everything(target: Path, pairs: Pairs) -> None:
-    alone = run_one(target, PROMPTS[0], SamplingParams(max_tokens=30), kernels="auto")
+def test_abort_in_flight_frees_everything(pairs: Pairs) -> None:
+    (alone,) = run_all(pairs.get("draft").plain(), PROMPTS[:1], [SamplingParams(max_tokens=30)])
     engine = pairs.get("draft").engine(3, slots=2, lag=2)
     available = engine._pages.num_available
     engine.add(Request("a", PROMPTS[1], SamplingParams(max_tokens=200)))
     engine.add(Request("b", PROMPTS[0], SamplingParams(max_tokens=30)))
-    tokens: dict[str, list[int]] = {"a": [], "b": [], "c": []}
-    ends: dict[str, str] = {}
-
-    def take(events: Iterator[Any] | list[Any]) -> None:
-        for event in events:
-            tokens[event.request_id] += event.token_ids
-            if event.finish_reason:
-                ends[event.request_id] = event.finish_reason
-
-    for _ in range(4):
-        take(engine.step())
+    events = [event for _ in range(4) for event in engine.step()]
     engine.abort("a")
     engine.add(Request("c", PROMPTS[0], SamplingParams(max_tokens=30)))
     while engine.has_work:
-        take(engine.step())
+        events += engine.step()
+    ends = {event.request_id: event.finish_reason for event in events if event.finish_reason}
     assert ends == {"a": "abort", "b": "length", "c": "length"}
-    assert tokens["b"] == tokens["c"] == alone.tokens
+    for name in "bc":
+        assert [i for event in events if event.request_id == name for i in event.token_ids] == alone.tokens
     assert engine._pages.num_available == available
     check_table(engine._pages)

@@ -1,6 +1,6 @@
 """The C kernels in whole models: every family, every company that a row can be in, the same text."""
 
-from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,22 @@ from spd.kernels.native.build import instructions, obstacle
 from spd.runtime import EngineConfig, Request, SamplingParams
 from spd.runtime.plan.machine import cpu_has_fast_bfloat16
 from spd.runtime.plan.plan import make_plan
-from tests.helpers import Patch, TinyShelf, logits_of, make_engine, random_prompts, run_all, run_requests
+from tests.helpers import (
+    Patch,
+    Tiny,
+    TinyShelf,
+    logits_of,
+    make_engine,
+    outputs,
+    random_prompts,
+    run_all,
+    run_requests,
+)
+from tests.kernels.forms import needs_compiled as needs_native
 from tests.page_checks import check_pages
 from tests.recipes.tiny import VARIANTS
 from tests.recipes.tiny_dense import FAMILIES, write_dense
 
-needs_native = pytest.mark.skipif(obstacle() is not None, reason=f"no C kernels here: {obstacle()}")
 FEW = ("biases", "qwen3", "deepseek_v3", "deepseek_v2_lite", "glm4_moe", "qwen3_moe", "ernie4_5_moe")
 """Variants of the default lane; the others differ from them in numbers alone."""
 SHAPES = [
@@ -32,17 +42,15 @@ NATIVE = {dtype: {"dtype": dtype, "kernels": "native"} for dtype in ("bfloat16",
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """A tiny checkpoint of a shape, written once."""
-    shelf, made = TinyShelf(tmp_path_factory.mktemp("native")), dict[str, Path]()
+    shelf = TinyShelf(tmp_path_factory.mktemp("native"))
 
+    @cache
     def get(shape: str, **options: Any) -> Path:
         if shape.startswith("tiny-"):
             return shelf.get(shape[5:], **options)
-        key = f"{shape}-{sorted(options)}"
-        if key not in made:
-            made[key] = write_dense(tmp_path_factory.mktemp(key), shape, **options)
-        return made[key]
+        return write_dense(tmp_path_factory.mktemp(shape), shape, **options)
 
     return get
 
@@ -52,7 +60,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.mark.covers(1)
 @pytest.mark.parametrize("dtype", NATIVE)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_logits_of_every_family(model: Callable[..., Path], shape: str, dtype: str) -> None:
+def test_logits_of_every_family(model: Tiny, shape: str, dtype: str) -> None:
     """Bfloat16: no farther from float32 than twice torch's is."""
     folder, prompt = model(shape), random_prompts(1, 90, 250, seed=len(shape))[0]
     exact, found = (logits_of(make_engine(folder, **each), prompt, 0) for each in ({}, NATIVE[dtype]))
@@ -66,7 +74,7 @@ def test_logits_of_every_family(model: Callable[..., Path], shape: str, dtype: s
 
 
 @needs_native
-def test_prompts_go_through_one_pass_together(model: Callable[..., Path]) -> None:
+def test_prompts_go_through_one_pass_together(model: Tiny) -> None:
     """As many as a chunk holds, one of them on pages that another writes in the same pass."""
     folder = model("tiny-qwen3")
     engine = make_engine(folder, **BFLOAT16, slots=6, ctx=512)
@@ -85,24 +93,22 @@ def test_prompts_go_through_one_pass_together(model: Callable[..., Path]) -> Non
     assert [run.metrics.cached_tokens for run in together] == [0, 64, 0, 0, 0, 0]
     assert all(run.metrics.prompt_ms > 0 for run in together)
     alone = make_engine(folder, **BFLOAT16, slots=1, ctx=512, prefix_sharing=False)
-    assert [run.tokens for run in run_all(alone, prompts, params)] == [run.tokens for run in together]
+    assert outputs(run_all(alone, prompts, params)) == outputs(together)
 
 
 @needs_native
-def test_the_target_alone_decides(model: Callable[..., Path]) -> None:
+def test_the_target_alone_decides(model: Tiny) -> None:
     """A draft model that C kernels cannot run is run by torch's, and the text stays."""
     target, draft = model("tiny-qwen3"), model("tiny-qwen3", head_dim=640, heads=1, kv_heads=1)
-    asked = [(prompt, SamplingParams(max_tokens=8, ignore_eos=True)) for prompt in random_prompts(2, 20, 250)]
+    asked = random_prompts(2, 20, 250), [SamplingParams(max_tokens=8, ignore_eos=True)] * 2
     plain = make_engine(target, **BFLOAT16)
     speculated = make_engine(target, **BFLOAT16, spec="draft", draft_model=draft, draft_max=2)
     assert (speculated.plan.shape.kernels, speculated.plan.draft_kernels) == ("native", "torch")
     assert speculated._device.proposer.runners[0].kernels.name == "torch"  # type: ignore[union-attr]
-    prompts, params = [p for p, _ in asked], [q for _, q in asked]
-    expected = [run.tokens for run in run_all(plain, prompts, params)]
-    assert [run.tokens for run in run_all(speculated, prompts, params)] == expected
+    assert outputs(run_all(speculated, *asked)) == outputs(run_all(plain, *asked))
 
 
-def test_why_not(model: Callable[..., Path], monkeypatch: Patch) -> None:
+def test_why_not(model: Tiny, monkeypatch: Patch) -> None:
     """What cannot be had is refused where it was asked for, and named in the plan where it was not."""
     dense = model("tiny-qwen3")
     for folder, wishes, why in (
@@ -138,9 +144,7 @@ def test_the_dtype_follows_the_kernels(monkeypatch: Patch) -> None:
 
 @needs_native
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("once"), KeyboardInterrupt(), RuntimeError("once")])
-def test_a_pass_that_broke_off_leaves_no_pages_behind(
-    model: Callable[..., Path], error: BaseException
-) -> None:
+def test_a_pass_that_broke_off_leaves_no_pages_behind(model: Tiny, error: BaseException) -> None:
     """What others could have found before it was written is not found, or is written by then."""
     folder, prompt = model("tiny-qwen3"), random_prompts(1, 200, 250, seed=3)[0]
     params = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -164,7 +168,7 @@ def test_a_pass_that_broke_off_leaves_no_pages_behind(
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=needs_native)])
-def test_a_pass_that_always_breaks_off_is_said_once(model: Callable[..., Path], dtype: str) -> None:
+def test_a_pass_that_always_breaks_off_is_said_once(model: Tiny, dtype: str) -> None:
     """Requests end with an error; aborting them and closing does not raise it again."""
     engine = make_engine(model("tiny-qwen3"), dtype=dtype, slots=2)
     runner = engine._device.runner

@@ -8,7 +8,7 @@ import pytest
 from spd.errors import UsageError
 from spd.runtime import Engine, Event, Request, SamplingParams
 from spd.runtime.engine.engine import BUSY_PASSES
-from tests.helpers import Tiny, quick_engine, random_prompts, run_all, run_one
+from tests.helpers import Tiny, assert_same, quick_engine, random_prompts, run_all, run_one
 from tests.page_checks import check_pages
 
 VOCAB, CTX, PAGES = 256, 320, 6
@@ -36,32 +36,22 @@ def alone(target: Path) -> list[Any]:
 
 
 def squeezed(target: Path, method: str, **wishes: Any) -> Engine:
-    how: dict[str, dict[str, Any]] = {
-        "off": {},
-        "ngram": {"spec": "ngram", "ngram_min": 1, "draft_max": 3},
-        "draft": {"spec": "draft", "draft_model": target, "draft_max": 3},
-    }
-    return quick_engine(target, ctx=CTX, **how[method], **wishes)
+    more = {"ngram": {"ngram_min": 1}, "draft": {"draft_model": target}, "off": {}}[method]
+    return quick_engine(target, ctx=CTX, spec=method, draft_max=3 * (method != "off"), **more, **wishes)
 
 
 @pytest.mark.parametrize("sharing", [True, False])
 @pytest.mark.parametrize(("method", "lag"), [("off", 1), ("ngram", 0), ("draft", 2)])
-def test_interrupted_texts_are_the_same(
-    target: Path, alone: list[Any], method: str, lag: int, sharing: bool
-) -> None:
+def test_interrupted_texts(target: Path, alone: list[Any], method: str, lag: int, sharing: bool) -> None:
     engine = squeezed(target, method, slots=5, lag=lag, cache_pages=PAGES, prefix_sharing=sharing)
     runs = run_all(engine, PROMPTS, PARAMS)
-    assert [run.output for run in runs] == [run.output for run in alone]
-    assert [run.logprobs for run in runs] == [run.logprobs for run in alone]
+    assert_same(runs, alone)
     interrupted = [run.metrics.preemptions for run in runs]
     assert sum(interrupted) >= 2 and interrupted[0] == 0, interrupted
     for run in runs:  # what was written again is not counted again
         assert run.metrics.rounds == len(run.rounds) == sum(run.metrics.acceptance_histogram)
-        ended_by_draft = run.finish_reason == "stop" and run.drafted[-1]
-        assert (
-            run.metrics.completion_tokens
-            == run.metrics.rounds + run.metrics.draft_n_accepted - ended_by_draft
-        )
+        m, ended_by_draft = run.metrics, run.finish_reason == "stop" and run.drafted[-1]
+        assert m.completion_tokens == m.rounds + m.draft_n_accepted - ended_by_draft
     if method == "draft":  # the drafter's cache came back too: it is the target, and always right
         plain = [runs[i].metrics for i in (2, 5) if interrupted[i]]  # nothing but noise and a bias
         assert plain and all(m.draft_n_accepted == m.draft_n > 0 for m in plain)
@@ -85,9 +75,8 @@ def test_long_prompts_do_not_stall_what_decodes(target: Path, lag: int) -> None:
         passes += [held.prefilled - before] if held and held.prefilled > before else []
     came = [[event.request_id for event in events if event.token_ids] for events in steps]
     talked = [i for i, names in enumerate(came) if "a" in names]
-    assert len(talked) >= 40 - lag and talked == list(range(talked[0], talked[-1] + 1)), (
-        "a waited for a prompt"
-    )
+    assert len(talked) >= 40 - lag, talked
+    assert talked == list(range(talked[0], talked[-1] + 1)), "a waited for a prompt"
     first = {name: next(i for i, names in enumerate(came) if name in names) for name in ("long", "next")}
     assert first["long"] < first["next"], "first come, first served"
     assert passes and max(passes) <= engine.plan.shape.chunk
@@ -126,8 +115,7 @@ def test_requests_choose_how_many_drafts(target: Path) -> None:
     assert [list(one.token_ids) for one in done] == [alone.tokens] * 5
     assert {name: max(counts) for name, counts in seen.items()} == {"0": 0, "1": 1, "2": 2, "3": 3, "None": 3}
     assert done[0].metrics.draft_n == 0
-    for one in done:
-        assert one.metrics.draft_n_accepted == one.metrics.draft_n
+    assert all(one.metrics.draft_n_accepted == one.metrics.draft_n for one in done)
 
 
 def test_a_pool_too_small_for_one_request_is_refused(target: Path) -> None:
