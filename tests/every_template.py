@@ -1,8 +1,7 @@
 """Prompts of chat templates in a folder against those of `transformers`, byte for byte.
 
-By hand: `python -m tests.every_template FOLDER…` with `*.jinja` files. Each conversation goes the way of a
-request to the server; the library gets the same messages, with arguments as objects or, for templates that
-write them as they are, as texts. Calls as a template writes them are read back, cut at every place.
+By hand: `python -m tests.every_template FOLDER…` with `*.jinja` files. The library gets arguments as objects or,
+for templates that write them as they are, as texts. Calls as written are read back, cut at every place.
 """
 
 import itertools
@@ -43,15 +42,11 @@ def result(number: int, text: str, name: str) -> Message:
 
 PLAIN = [call("read", {"path": ARGUMENTS["path"], "n": 3}, 0), call("now", {}, 1)]
 SYSTEM, ASKED = {"role": "system", "content": "Be exact.\n"}, {"role": "user", "content": "Read a & b <x>"}
-ONE = [
-    {"role": "assistant", "content": "", "tool_calls": [call("read", ARGUMENTS, 0)]},
-    result(0, "A\n", "read"),
-]
-TWO = [
-    {"role": "assistant", "content": "Yes.", "tool_calls": [call("read", ARGUMENTS, 0), call("now", {}, 1)]},
-    result(0, '{"a": "ä"}', "read"),
-    result(1, "B", "now"),
-]
+ONE = [{"role": "assistant", "content": "", "tool_calls": [call("read", ARGUMENTS, 0)]}]
+ONE += [result(0, "A\n", "read")]
+CALLS = [call("read", ARGUMENTS, 0), call("now", {}, 1)]
+TWO = [{"role": "assistant", "content": "Yes.", "tool_calls": CALLS}]
+TWO += [result(0, '{"a": "ä"}', "read"), result(1, "B", "now")]
 THOUGHT = {"role": "assistant", "reasoning_content": "Hm.\nSo", "content": "Well"}
 THINKS = [{**message, "reasoning_content": "Hm"} if "tool_calls" in message else message for message in ONE]
 SAID = {"role": "assistant", "content": "Well ä"}
@@ -116,10 +111,8 @@ def read_back(template: str) -> str:
     """What is found in a reply as the template writes it: as many calls as there were, or else."""
     one, form = ChatTemplate("", {"default": template}, SPECIAL), call_form(template)
     for said in ({"role": "assistant", "content": "Yes.", "tool_calls": PLAIN[:size]} for size in (2, 1)):
-        asked = (
-            own(one, [ASKED], tools=TOOLS),
-            own(one, [ASKED, said], tools=TOOLS, add_generation_prompt=False),
-        )
+        written = own(one, [ASKED, said], tools=TOOLS, add_generation_prompt=False)
+        asked = own(one, [ASKED], tools=TOOLS), written
         if None in asked:
             continue
         pairs = enumerate(zip(*map(str, asked), strict=False))
@@ -146,15 +139,13 @@ def main() -> None:
     for path in sorted(path for folder in sys.argv[1:] for path in Path(folder).glob("**/*.jinja")):
         template, found = path.read_text("utf-8"), Counter[str]()
         for name, what, mine, other in cells(template):
-            kind = (
-                "equal" if mine in other else "refused by both" if mine is None and not other else "DIFFERS"
-            )
+            same = "equal" if mine in other else "DIFFERS"
+            kind = "refused by both" if mine is None and not other else same
             found[kind] += 1
             if kind == "DIFFERS":
                 print(f"  {name}, {what}:\n    spd    {mine!r}\n    theirs {other[:1]!r}")
-        print(
-            f"{path.stem}: {names[id(call_form(template))]}: {dict(found)}, {read_back(template)}", flush=True
-        )
+        form = names[id(call_form(template))]
+        print(f"{path.stem}: {form}: {dict(found)}, {read_back(template)}", flush=True)
         total += found
     print(dict(total))
     sys.exit(total["DIFFERS"] > 0)

@@ -33,15 +33,11 @@ CONTROLS = re.compile(
     rb"|\xe2\x81[\xa6-\xa9]"
 )
 EVIL = ["\x1b]0;own\x07", "a\x1b[2J\x1b[31mb", "\x9b31m\x90q\x9c", "bell\x07\x08\x7f", "over\rwritten"]
-EVIL += [
-    "half\ud800",
-    "\u202egpj.exe\u2066\u200f\u061c",
-    "nul\x00nul",
-    "\u2028end\u2029\nerror: no\n  fix: rm",
-]
-EVIL += ["[bold]{0}%s" + "n" * 10_000]
+EVIL += ["half\ud800", "\u202egpj.exe\u2066\u200f\u061c", "nul\x00nul", "[bold]{0}%s" + "n" * 10_000]
+EVIL += ["\u2028end\u2029\nerror: no\n  fix: rm"]
 CANARIES = "json re enum typing torch numpy triton spd sitecustomize usercustomize jinja2 tokenizers socket"
 SHAPES = "fifo folder socket loop dangling /dev/zero /dev/full empty one cut cut flipped flipped zeros"
+SHAPES += " deep twice list NaN huge kinds utf-16"
 TABLES = {
     section.partition("]\n")[0]: section.partition("]\n")[2].strip().split("\n")
     for section in (ROOT / "tests/hostile_cases.txt").read_text(encoding="utf-8").split("\n\n[")[1:]
@@ -188,19 +184,14 @@ def strings(rng: random.Random, bench: Bench) -> Iterator[Case]:
             evil, base = rng.choice(EVIL), rng.choice(("tiny", "tiny", "head", "eagle3"))
             yield Case(f"string as {path}", command, put(name, path, evil), base)
     for text, command in product(TABLES["TEMPLATES"], COMMANDS[:6]):
-        yield Case(
-            "template", command, writes("model/chat_template.jinja", text.replace("@", rng.choice(EVIL)))
-        )
+        evil = writes("model/chat_template.jinja", text.replace("@", rng.choice(EVIL)))
+        yield Case("template", command, evil)
     times = {"draft": 1, "verify": 2, "rest": 1, "host": 0}
     lists = {"draft": [1], "sampled": [1], "committed": [1], "ms": times}
     numbers = {"round": 1, "position": 9, "accepted": 0, "draft_forwards": 1, "k": 1}
     for evil, quoted in ((evil, json.dumps(evil)) for evil in EVIL):
-        head = {
-            "schema": "spd.trace/1",
-            "model": evil,
-            "temperature": 0,
-            "plan": {"spec": evil, "verify": evil},
-        }
+        head = {"schema": "spd.trace/1", "temperature": 0, "model": evil}
+        head |= {"plan": {"spec": evil, "verify": evil}}
         row = json.dumps({"request": evil, "method": evil, **lists, **numbers})
         for more in ({"prompt_ids": []}, {"prompt_ids": evil}, {evil: 1}):
             yield Case("trace", "explain t -v", writes("t", f"{json.dumps(head | more)}\n{row}\n{row}"))
@@ -225,9 +216,8 @@ def strings(rng: random.Random, bench: Bench) -> Iterator[Case]:
         for line in rng.sample(COMMANDS, 4):
             moved = lambda place, folder=folder: shutil.move(place / "model", place / folder)  # noqa: E731
             yield Case("folder name", re.sub(r"\bmodel\b", lambda _, f=folder: f, line), moved)  # type: ignore[misc]
-        yield Case(
-            "line of a chat", "chat model -n 2 --no-save", stdin=f"/{evil}\n/load {evil}\n/set {evil}\n"
-        )
+        typed = f"/{evil}\n/load {evil}\n/set {evil}\n"
+        yield Case("line of a chat", "chat model -n 2 --no-save", stdin=typed)
         cached = bench.folder / "hub" / f"models--org--{folder[:100]}" / "snapshots" / COMMIT
         shutil.copytree(bench.folder / "tiny", cached)
         (cached / "config.json").write_text(json.dumps({"model_type": evil, "architectures": [evil]}))
@@ -266,9 +256,7 @@ def become(path: Path, shape: str, rng: random.Random) -> None:
 
 def files(rng: random.Random, bench: Bench) -> Iterator[Case]:
     """What is no regular file, or holds what it should not, in the place of every file that spd opens."""
-    for row, shape in product(
-        TABLES["OPENED"], [*SHAPES.split(), "deep", "twice", "list", "NaN", "huge", "kinds", "utf-16"]
-    ):
+    for row, shape in product(TABLES["OPENED"], SHAPES.split()):
         name, line = row.split(":")
         if shape == "fifo" and line.strip():
             continue  # a file that is named may be a pipe: it is waited for, as cat does
@@ -305,10 +293,8 @@ def bombs(rng: random.Random, bench: Bench) -> Iterator[Case]:
     }
     for line in TABLES["BOMBS"]:
         field, text = line.split(": ", 1)
-        name = (
-            "tokenizer_config.json" if re.search(r"_tokens?$|_decoder|template", field) else "tokenizer.json"
-        )
-        name = "tokenizer.json" if field == "added_tokens" else name
+        own = field == "added_tokens" or not re.search(r"_tokens?$|_decoder|template", field)
+        name = "tokenizer.json" if own else "tokenizer_config.json"
         for word, whole in short.items():
             text = text.replace(word, whole)
         word = next((word for word in several if word in text), "")
@@ -332,11 +318,8 @@ def test_what_a_hub_says_is_shown_harmlessly(bench: Bench) -> None:
     """Names of files and of errors."""
     bench.faults = []
     for evil, status in product(EVIL, (200, 404)):
-        hub = Hub(
-            {"config.json": b"{}", "model.safetensors": b"12345678"},
-            extra=[evil, f"{evil}.json"],
-            status=status,
-        )
+        held = {"config.json": b"{}", "model.safetensors": b"12345678"}
+        hub = Hub(held, extra=[evil, f"{evil}.json"], status=status)
         server = serve(hub)
         for words in ("--dry-run", "--json --dry-run", "-v --color never"):
             bench.run(Case("hub", f"pull {NAME} {words}"), HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="0")
@@ -352,9 +335,7 @@ def test_no_command_imports_what_lies_in_the_working_directory(bench: Bench) -> 
     for folder, name in product((place, place / "model"), CANARIES.split()):
         (folder / f"{name}.py").write_text(trap)
     env = {k: v for k, v in bench.env.items() if k != "PYTHONPATH"} | {"XDG_CACHE_HOME": str(place / "cache")}
-    lines = [
-        f"{line} {ranks}" for line, ranks in product((*COMMANDS[:5:4], COMMANDS[11]), ("--tp 1", "--tp 2"))
-    ]
+    lines = [f"{line} --tp {ranks}" for line in (*COMMANDS[:5:4], COMMANDS[11]) for ranks in (1, 2)]
     lines += ["inspect model", "convert-mtp demo head --verify --force", "doctor --quick", "doctor", "ls"]
     for line, folder in product(lines, (place, place / "model")):
         words = line.replace("model", "model" if folder == place else ".").split()

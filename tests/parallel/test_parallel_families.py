@@ -1,6 +1,7 @@
 """Every family, drafter and size of the drafting groups over gloo: the tokens of one rank."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,11 @@ from tests.recipes.tiny_mtp import write_tiny_mtp
 pytestmark = pytest.mark.usefixtures("gloo_threads")
 
 PROMPTS = [*random_prompts(2, 75, 256), *random_prompts(1, 20, 256, seed=1)]
-PARAMS = [
-    SamplingParams(temperature=t, max_tokens=14, seed=i, ignore_eos=True)
-    for i, t in enumerate((0.0, 0.8, 1.2))
-]
+LONG = SamplingParams(max_tokens=14, ignore_eos=True)
+PARAMS = [replace(LONG, temperature=t, seed=i) for i, t in enumerate((0.0, 0.8, 1.2))]
 HEADS = {
-    "glm4_moe": "glm4",
-    "glm4_moe_air": "glm4",
-    "glm4_moe_lite": "glm4",
-    "mimo": "mimo",
-    "ernie4_5": "ernie",
-    "qwen3_moe": "mtp",
+    **dict.fromkeys(("glm4_moe", "glm4_moe_air", "glm4_moe_lite"), "glm4"),
+    **{"mimo": "mimo", "ernie4_5": "ernie", "qwen3_moe": "mtp"},
 }  # How a variant's MTP head is named; any other's as DeepSeek's. Families without heads are none of these.
 HEADS_OF_A_HEAD = OWN_SHAPE["num_attention_heads"]  # Of an EAGLE-3 head: more ranks cannot share it.
 
@@ -54,14 +49,8 @@ def drafters(name: str, folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     target = written(folder / "target", name, residual_gain=loud)
     yield target, {"spec": "off"}
     yield target, {"spec": "ngram", "ngram_min": 1, "draft_max": 4, "lag": 1}
-    yield (
-        target,
-        {
-            "spec": "draft",
-            "draft_max": 3,
-            "draft_model": written(folder / "draft", name, residual_gain=silent),
-        },
-    )
+    draft = written(folder / "draft", name, residual_gain=silent)
+    yield target, {"spec": "draft", "draft_max": 3, "draft_model": draft}
     if name in VARIANTS:
         family = HEADS.get(name, "deepseek")
         headed = write_tiny_mtp(folder / "mtp", variant=name, family=family, modules=2, kind="copy")
@@ -81,8 +70,7 @@ def runs_of(folder: Path, **wishes: Any) -> list[Run]:
 
 def check(name: str, ranks: int, folder: Path, groups: list[int]) -> None:
     """Float32: the tokens of one rank. Bfloat16: those without speculation. Everywhere the same drafts."""
-    plain: dict[Path, Any] = {}
-    rounded: dict[Path, Any] = {}
+    plain, rounded = dict[Path, Any](), dict[Path, Any]()
     for target, wishes in drafters(name, folder):
         if target not in plain:
             plain[target] = outputs(runs_of(target))
@@ -118,17 +106,16 @@ def test_an_assistant_s_ranks_are_its_target_s(tmp_path: Path, family: str, clus
         make_engine(target, tp=2, draft_tp=1, **wishes)
 
 
-def test_experts_in_mxfp4_are_divided(tmp_path: Path) -> None:
-    folder = write_mxfp4(tmp_path, layers=2)
-    assert outputs(runs_of(folder, tp=2)) == outputs(runs_of(folder))
-
-
 WHOLE = "granite_hybrid_moe"  # Its Mamba-2 heads are one group, whose outputs are normalised together.
 
 
-def test_one_group_of_recurrent_heads_is_not_divided(tmp_path: Path) -> None:
-    with pytest.raises(IncompatibleError, match="--tp 2 does not divide"):
-        make_engine(written(tmp_path, WHOLE), tp=2)
+def test_what_is_divided_and_what_is_not(tmp_path: Path) -> None:
+    """Experts in MXFP4 are; one group of recurrent heads by two and six heads by four are not."""
+    folder = write_mxfp4(tmp_path / "mxfp4", layers=2)
+    assert outputs(runs_of(folder, tp=2)) == outputs(runs_of(folder))
+    for name, ranks in ((WHOLE, 2), ("step3", 4)):
+        with pytest.raises(IncompatibleError, match=f"--tp {ranks} does not divide"):
+            make_engine(written(tmp_path / name, name), tp=ranks)
 
 
 @pytest.mark.covers(count=2)
@@ -139,11 +126,6 @@ def test_a_family_s_own_mtp_layers_are_divided(tmp_path: Path, name: str) -> Non
     alone, runs = runs_of(folder, **wishes), runs_of(folder, tp=2, lag=1, **wishes)
     assert outputs(runs) == outputs(alone) == outputs(runs_of(folder))
     assert drafts(runs) == drafts(alone)
-
-
-def test_six_heads_are_not_divided_by_four(tmp_path: Path) -> None:
-    with pytest.raises(IncompatibleError, match="--tp 4 does not divide"):
-        make_engine(written(tmp_path, "step3"), tp=4)
 
 
 @pytest.mark.slow

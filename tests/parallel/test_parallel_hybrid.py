@@ -1,7 +1,5 @@
 """Hybrids on several ranks: recurrent layers are divided by key heads, and no token or draft changes."""
 
-import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,8 @@ from spd.runtime import Request, SamplingParams
 from spd.runtime.models.destinations import Shard
 from spd.runtime.models.layouts import DeltaLayout
 from tests.helpers import (
-    Patch,
     Run,
+    accepted,
     drafts,
     make_engine,
     next_turn,
@@ -31,9 +29,8 @@ from tests.runtime.test_runtime_hybrid import FORMS, write_sparse
 pytestmark = pytest.mark.usefixtures("threads")
 
 PROMPTS = [*random_prompts(1, 75, 256), *random_prompts(2, 20, 256, seed=1), (5,)]
-SEEDED = [
-    SamplingParams(temperature=t, max_tokens=10, seed=i, ignore_eos=True) for i, t in enumerate((0, 1.0) * 2)
-]
+SHORT = SamplingParams(max_tokens=10, ignore_eos=True)
+SEEDED = [replace(SHORT, temperature=t, seed=i) for i, t in enumerate((0, 1.0) * 2)]
 
 
 def runs_of(folder: Path, params: list[SamplingParams] = SEEDED, **wishes: Any) -> list[Run]:
@@ -57,11 +54,10 @@ def test_logits_tokens_and_drafts_are_those_of_one_rank(agreeing: Path) -> None:
         assert other.logprobs == pytest.approx(one.logprobs, abs=1e-4)
     wishes = {"kernels": "auto", "spec": "mtp", "draft_max": 3}
     expected = runs_of(folder, **wishes)
-    assert outputs(expected) == outputs(alone) and sum(run.metrics.draft_n_accepted for run in expected)
+    assert outputs(expected) == outputs(alone) and accepted(expected)
     for group in (1, 2):
         runs = runs_of(folder, tp=2, draft_tp=group, **wishes)
-        assert outputs(runs) == outputs(alone), group
-        assert drafts(runs) == drafts(expected), group
+        assert (outputs(runs), drafts(runs)) == (outputs(alone), drafts(expected)), group
 
 
 @pytest.mark.parametrize("name", ["Qwen3_5Moe", "Qwen3Next"])
@@ -75,7 +71,7 @@ def test_a_recurrent_draft_model_on_one_or_two_ranks(agreeing: Path, tmp_path: P
     draft = write_tiny_hybrid(tmp_path, agreeing=True, num_hidden_layers=2, full_attention_interval=2)
     wishes = {"kernels": "auto", "spec": "draft", "draft_model": draft, "draft_max": 3}
     alone = runs_of(agreeing, **wishes)
-    assert sum(run.metrics.draft_n_accepted for run in alone)
+    assert accepted(alone)
     for group in (1, 2):
         runs = runs_of(agreeing, tp=2, draft_tp=group, **wishes)
         assert (outputs(runs), drafts(runs)) == (outputs(alone), drafts(alone)), group
@@ -84,9 +80,7 @@ def test_a_recurrent_draft_model_on_one_or_two_ranks(agreeing: Path, tmp_path: P
 @pytest.mark.covers(1)
 @pytest.mark.parametrize("method", ["ngram", "mtp"])
 @pytest.mark.parametrize("form", FORMS)
-def test_speculation_changes_no_token_on_two_ranks(
-    agreeing: Path, form: str, method: str, gloo_threads: None
-) -> None:
+def test_speculation_changes_no_token(agreeing: Path, form: str, method: str, gloo_threads: None) -> None:
     if form == "native" and obstacle() is not None:
         pytest.skip("no C kernels here")
     asked = {**FORMS[form], "tp": 2, "ngram_min": 1}
@@ -94,7 +88,7 @@ def test_speculation_changes_no_token_on_two_ranks(
     first, late = (runs_of(agreeing, spec=method, draft_max=4, lag=lag, **asked) for lag in (0, 1))
     assert outputs(first) == outputs(late) == plain
     assert drafts(first) == drafts(late), "the host's lag changes no draft"
-    assert method == "ngram" or any(count for each in drafts(first) for _, count in each)
+    assert method == "ngram" or accepted(first)
 
 
 def test_two_ranks_go_on_from_checkpoints(agreeing: Path, gloo_threads: None) -> None:
@@ -114,43 +108,24 @@ def test_two_ranks_go_on_from_checkpoints(agreeing: Path, gloo_threads: None) ->
     assert told[0] == told[1] and cached == [0, 0, 0, 0, 74, 84]
 
 
-def moved(name: str) -> Callable[[pytest.MonkeyPatch], None]:
-    """Every rank takes the first one's part of a tensor."""
+SPLIT = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "conv1d", "A_log", "dt_bias", "out_proj")
 
-    def plant(patch: Patch) -> None:
-        honest = DeltaLayout._cuts
 
-        def cuts(layout: DeltaLayout) -> Any:
+def test_a_wrong_part_is_seen(tmp_path: Path) -> None:
+    """Where every rank takes the first one's part of a tensor."""
+    folder = write_tiny_hybrid(tmp_path, num_hidden_layers=2, full_attention_interval=2)
+    said, honest = outputs(runs_of(folder, kernels="auto")), DeltaLayout._cuts
+    for name in SPLIT:
+
+        def cuts(layout: DeltaLayout, name: str = name) -> Any:
             found = dict(honest(layout))
             if layout.shard.size > 1:
                 found[name] = honest(replace(layout, shard=Shard(0, layout.shard.size)))[name]
             return found
 
-        patch.setattr(DeltaLayout, "_cuts", cuts)
-
-    return plant
-
-
-SPLIT = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "conv1d", "A_log", "dt_bias", "out_proj")
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    """A hybrid, and what one rank says by it."""
-    sizes = {"num_hidden_layers": 2, "full_attention_interval": 2}
-    folder = write_tiny_hybrid(tmp_path_factory.mktemp("alone"), **sizes)
-    return folder, outputs(runs_of(folder, kernels="auto"))
-
-
-@pytest.mark.parametrize("fault", [*map(moved, SPLIT)], ids=SPLIT)
-def test_a_wrong_part_is_seen(
-    fault: Callable[[pytest.MonkeyPatch], None],
-    monkeypatch: Patch,
-    alone: tuple[Path, list[Any]],
-) -> None:
-    folder, said = alone
-    fault(monkeypatch)
-    assert outputs(runs_of(folder, kernels="auto", tp=2)) != said
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DeltaLayout, "_cuts", cuts)
+            assert outputs(runs_of(folder, kernels="auto", tp=2)) != said, name
 
 
 def test_the_plan_counts_a_rank_s_states(agreeing: Path) -> None:
@@ -158,10 +133,8 @@ def test_the_plan_counts_a_rank_s_states(agreeing: Path) -> None:
     kept = [pool for layer in engine._device.runner.cache.layers for pool in layer.pools]
     states = [pool for pool in kept if pool.dim() == 4 and pool.shape[1:] == (3, 16, 24)]
     assert len(states) == 4 and all(pool.dtype == torch.float32 for pool in states)
-    assert (
-        sum(math.prod(pool.shape) * pool.dtype.itemsize for pool in kept)
-        == engine.plan.need.cache + engine.plan.need.states
-    )
+    held, need = sum(pool.nbytes for pool in kept), engine.plan.need
+    assert held == need.cache + need.states
     engine.close()
 
 

@@ -5,6 +5,8 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import suppress
+from operator import sub
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,7 +23,10 @@ from tests.helpers import (
     Damped,
     Patch,
     Tiny,
+    accepted,
+    drafts,
     make_engine,
+    outputs,
     random_prompts,
     read_model_config,
     run_all,
@@ -39,15 +44,16 @@ def test_tokens_traffic_and_sockets(group: int, tiny: Tiny, tmp_path: Path, monk
     target = tiny("qwen3", layers=4, residual_gain=damped, seed=3)
     draft = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
     wishes: dict[str, Any] = {"spec": "draft", "draft_model": draft, "draft_max": 3}
-    plain = [run.output for run in run_all(make_engine(target), PROMPTS, PARAMS)]
+    plain = outputs(run_all(make_engine(target), PROMPTS, PARAMS))
     before_all, traffic = listening([]), count_traffic(monkeypatch, tmp_path)
     engine = make_engine(target, tp=2, draft_tp=group, **wishes)
     with nothing_is_left(engine):
-        assert [run.output for run in run_all(engine, PROMPTS, PARAMS)] == plain
+        assert outputs(run_all(engine, PROMPTS, PARAMS)) == plain
         before, rounds = traffic(engine), engine.rounds
         list(engine.stream([Request("x", PROMPTS[1][:1], SamplingParams(max_tokens=12, seed=1))]))
         after, rounds = traffic(engine), engine.rounds - rounds
-        check_traffic(engine, target, draft, group, before, after, rounds)
+        delta = {rank: count_between(before[rank], after[rank]) for rank in (0, 1)}
+        check_traffic(engine, target, draft, group, delta, rounds)
         found = [place.split(":")[0] for place in listening(pids(engine)) - before_all]
         assert found == ["0100007F"] * 2, "gloo's, one a rank, on loopback only"
         engine.close()
@@ -55,25 +61,20 @@ def test_tokens_traffic_and_sockets(group: int, tiny: Tiny, tmp_path: Path, monk
 
 def listening(processes: list[int]) -> set[str]:
     """Where processes, this one too, listen: IPv4 addresses and ports, as the kernel shows them."""
-    inodes = set()
-    for pid in (*processes, os.getpid()):
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                inodes.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
-            except OSError:
-                continue
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                found.add(fields[1])
-    return found
+    links, inodes = [f for pid in (*processes, os.getpid()) for f in Path(f"/proc/{pid}/fd").iterdir()], set()
+    for link in links:
+        with suppress(OSError):
+            inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+    tables = [Path(f"/proc/net/{table}").read_text().splitlines()[1:] for table in ("tcp", "tcp6")]
+    lines = [line.split() for table in tables for line in table]
+    return {each[1] for each in lines if each[3] == "0A" and each[9] in inodes}
 
 
-def check_traffic(
-    engine: Engine, target: Path, draft: Path, group: int, before: Any, after: Any, rounds: int
-) -> None:
+def count_between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(map(sub, after[name], before[name])) for name in ("target", "draft", "share")}
+
+
+def check_traffic(engine: Engine, target: Path, draft: Path, group: int, delta: Any, rounds: int) -> None:
     """A prompt of one token has no prefill: its rounds are all that is exchanged."""
     config, small, k = read_model_config(target), read_model_config(draft), engine.plan.shape.draft_max
     buckets = engine._device.runner.buckets
@@ -87,15 +88,11 @@ def check_traffic(
     drafting += logits_exchange(later, small.vocab_size, 2) * k
     drafting += pass_exchange(small.num_layers, small.hidden_size, later, 4) * (k - 1)
     for rank in (0, 1):
-        delta = {
-            name: tuple(b - a for a, b in zip(before[rank][name], after[rank][name], strict=True))
-            for name in ("target", "draft", "share")
-        }
-        assert delta["target"] == (len(verifying) * rounds, sum(verifying) * rounds)
+        assert delta[rank]["target"] == (len(verifying) * rounds, sum(verifying) * rounds)
         drafted = (len(drafting) * rounds, sum(drafting) * rounds)
         # Where ranks draft alone, rank 0's ids, of 8 bytes each, go to the other one.
-        assert delta["draft"] == (drafted if group == 2 else (0, 0))
-        assert delta["share"] == ((0, 0) if group == 2 else (rounds, 8 * k * rounds * rank))
+        assert delta[rank]["draft"] == (drafted if group == 2 else (0, 0))
+        assert delta[rank]["share"] == ((0, 0) if group == 2 else (rounds, 8 * k * rounds * rank))
 
 
 @pytest.mark.slow
@@ -122,10 +119,7 @@ def test_a_rank_holds_its_part(tiny: Tiny, tmp_path: Path) -> None:
         if ranks == 1:
             continue
         found = max(held["large"]) - min(held["tiny"])
-        print(
-            f"{ranks} ranks: {found / 2**20:.1f} MiB; weights {planned / 2**20:.1f} MiB planned, of which "
-            f"{(planned - whole / ranks) / 2**20:.2f} MiB stand on several ranks"
-        )
+        print(f"{ranks} ranks: {found / 2**20:.1f} MiB; weights {planned / 2**20:.1f} MiB planned")
         assert whole / ranks <= planned < whole / ranks * 1.1
         assert 0.95 * planned < found < 1.15 * planned + 8 * 2**20
 
@@ -137,11 +131,11 @@ def test_tritons_kernels_on_two_ranks(tiny: Tiny) -> None:
     """In the interpreter: the tokens of one rank and of torch's kernels, plain and with drafts."""
     prompts, params = [(5, 6, 5, 6, 5, 6)], [SamplingParams(max_tokens=3, ignore_eos=True)]
     target = tiny("qwen3")
-    plain = [run.output for run in run_all(make_engine(target), prompts, params)]
+    plain = outputs(run_all(make_engine(target), prompts, params))
     for spec in ({"spec": "off"}, {"spec": "ngram", "ngram_min": 1, "draft_max": 2}):
         engine = make_engine(target, tp=2, kernels="triton", ctx=64, **spec)
         with nothing_is_left(engine):
-            assert [run.output for run in run_all(engine, prompts, params)] == plain, spec
+            assert outputs(run_all(engine, prompts, params)) == plain, spec
             engine.close()
 
 
@@ -151,19 +145,18 @@ def test_eight_ranks_and_every_group(tiny: Tiny, monkeypatch: Patch) -> None:
     monkeypatch.setattr(crew, "START_SECONDS", 600)  # eight import torch on few cores
     shape = {"residual_gain": damped, "seed": 3, "max_positions": 31}
     target, draft = tiny("gqa1", layers=3, **shape), tiny("gqa1", layers=2, **shape)
-    prompts, accepted = [tuple(range(4, 13)), (7, 7, 9)], None
+    prompts, expected = [tuple(range(4, 13)), (7, 7, 9)], None
     params = [SamplingParams(max_tokens=10, temperature=t, seed=4, ignore_eos=True) for t in (0.0, 0.9)]
     wishes: dict[str, Any] = {"ctx": 31, "slots": 2}
-    plain = [run.output for run in run_all(make_engine(target, **wishes), prompts, params)]
+    plain = outputs(run_all(make_engine(target, **wishes), prompts, params))
     wishes |= {"spec": "draft", "draft_model": draft, "draft_max": 3}
     for group in (1, 2, 4, 8):
         engine = make_engine(target, tp=8, draft_tp=group, **wishes)
         with nothing_is_left(engine):
             runs = run_all(engine, prompts, params)
-            assert [run.output for run in runs] == plain, group
-            accepted = accepted or [run.drafts for run in runs]
-            assert [run.drafts for run in runs] == accepted, group
-            assert any(count for run in runs for _, count in run.drafts)
+            expected = expected or drafts(runs)
+            assert (outputs(runs), drafts(runs)) == (plain, expected), group
+            assert accepted(runs)
             records = [record for run in runs for record in run.rounds if record.draft_forwards]
             each = median(record.ms["draft"] / record.draft_forwards for record in records)
             print(f"draft TP {group}: {each:.2f} ms a draft token")
@@ -197,31 +190,20 @@ def test_more_ranks_than_torchrun_started(tmp_path: Path) -> None:
 
 
 def test_no_child_takes_code_from_the_working_folder(tmp_path: Path) -> None:
-    """Modules and programs lie there under the names that ranks and the template's process look for.
-
-    The compiler is `test_kernels_native`'s.
-    """
+    """Modules and programs lie there under the names that ranks and the template's process look for."""
     here, mark = tmp_path / "here", tmp_path / "mark"
     here.mkdir()
-    for name in {
-        *sys.stdlib_module_names,
-        *["jinja2", "markupsafe", "numpy", "torch", "triton", "sitecustomize"],
-    }:
+    others = {"jinja2", "markupsafe", "numpy", "torch", "triton", "sitecustomize"}
+    for name in sys.stdlib_module_names | others:
         (here / f"{name}.py").write_text(f"open({str(mark)!r}, 'a').write('{name} ')")
     for name in ("env", "uname", "ldconfig"):
         (here / name).write_text(f"#!/bin/sh\necho {name} >> {mark}\nexit 1\n")
         (here / name).chmod(0o755)
     argv = ["spd", "generate", "-m", "demo", "-n", "2", "--threads", "1", "--json", "--tp", "2", "Hi"]
     searched = {name: f":.:{os.environ.get(name, '')}" for name in ("PATH", "PYTHONPATH")}
-    done = subprocess.run(
-        isolated(f"sys.argv = {argv}; from spd.__main__ import main; sys.exit(main())"),
-        cwd=here,
-        env=os.environ | searched,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = isolated(f"sys.argv = {argv}; from spd.__main__ import main; sys.exit(main())")
+    how: dict[str, Any] = {"cwd": here, "env": os.environ | searched, "text": True, "timeout": 300}
+    done = subprocess.run(command, capture_output=True, **how)
     assert not mark.exists(), mark.read_text()
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["plan"]["tp"] == 2
