@@ -199,17 +199,9 @@ def strings(rng: random.Random, bench: Bench) -> Iterator[Case]:
         lines = lines.replace("@", quoted)
         for words in ("--json", "-q", "-v -o out/a.jsonl"):
             yield Case("jsonl", f"generate -m model -n 2 --jsonl {words} -f l", writes("l", lines))
-        result = {
-            "schema": "spd.bench/1",
-            "model": evil,
-            "plans": [{"model": evil}],
-            "settings": {evil: evil},
-        }
-        result |= {
-            "rows": [{"label": evil, "spec": evil}],
-            "versions": {evil: evil},
-            "machine": {"cpu": evil},
-        }
+        named = {evil: evil}
+        result = {"schema": "spd.bench/1", "model": evil, "plans": [{"model": evil}], "settings": named}
+        result |= {"rows": [{"label": evil, "spec": evil}], "versions": named, "machine": {"cpu": evil}}
         yield Case("result", "compare a.json a.json", writes("a.json", json.dumps(result)))
         folder = re.sub(r"[\0/ ]", "", evil).replace("\ud800", "\udcff")[:200]
         yield Case("file name", rng.choice(COMMANDS), writes(f"model/{folder}.safetensors", "{"))

@@ -184,9 +184,7 @@ DEMO: dict[str, Any] = {"model": demo_folder(), "spec": "draft"}
         (2, 2, DEMO, "--draft-tp 2 does not divide the drafter", "--draft-tp 1"),
     ],
 )
-def test_sizes_that_do_not_divide(
-    tp: int, draft_tp: Any, wishes: Any, said: str, fix: str, tiny: Any
-) -> None:
+def test_sizes_that_are_refused(tp: int, draft_tp: Any, wishes: Any, said: str, fix: str, tiny: Tiny) -> None:
     with pytest.raises(IncompatibleError if "not divide" in said else UsageError) as caught:
         quick_engine(**{"model": tiny("qwen3"), "spec": "auto", "tp": tp, "draft_tp": draft_tp, **wishes})
     assert said in caught.value.message and fix in caught.value.fix

@@ -1,6 +1,7 @@
 """The proposer of prompt lookup against a plain search, on short alphabets where matches abound."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from hypothesis import given, settings
@@ -17,12 +18,10 @@ from tests.runtime.rule_law import NO_WINDOW
 MAX_LEN, MAX_DRAFT = 40, 8
 
 
-def propose(
-    texts: Sequence[Sequence[int] | None], k: int, shortest: int, longest: int, junk: int = 0, slack: int = 0
-) -> list[list[int]]:
-    """Drafts of a batch; None is a silent slot. `junk` fills the row after each text, where old drafts lie.
+def propose(texts: Sequence[Any], k: int, shortest: int, longest: int, junk: int, slack: int) -> Any:
+    """Drafts of a batch; None is a silent slot.
 
-    `slack` is how far the host's bound of a length lies above it.
+    junk: fills the row after each text, where old drafts lie; slack: of the host's bound above a length.
     """
     state = RoundState(len(texts), MAX_LEN, MAX_DRAFT, 1, "cpu")
     state.tokens.fill_(junk)
@@ -41,9 +40,8 @@ def propose(
     return [drafts[:count] for drafts, count in zip(state.draft.tolist(), counts, strict=True)]
 
 
-texts = st.lists(st.integers(0, 2), min_size=1, max_size=24) | st.lists(
-    st.integers(0, 1), min_size=1, max_size=12
-)
+texts = st.lists(st.integers(0, 2), min_size=1, max_size=24)
+texts |= st.lists(st.integers(0, 1), min_size=1, max_size=12)
 
 
 @settings(max_examples=400, deadline=None)
@@ -54,9 +52,7 @@ texts = st.lists(st.integers(0, 2), min_size=1, max_size=24) | st.lists(
     junk=st.integers(0, 2),
     slack=st.integers(0, 9),
 )
-def test_drafts_equal_a_plain_search_row_by_row(
-    batch: list[list[int] | None], k: int, sizes: tuple[int, int], junk: int, slack: int
-) -> None:
+def test_drafts_equal_a_plain_search(batch: list[Any], k: int, sizes: Any, junk: int, slack: int) -> None:
     shortest, longest = sizes[0], sizes[0] + sizes[1]
     expected = [[] if text is None else search(text, k, shortest, longest) for text in batch]
     assert propose(batch, k, shortest, longest, junk, slack) == expected

@@ -1,5 +1,6 @@
 """Pages against a model of plain dictionaries; their hashes; and which program writes which position."""
 
+import itertools
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -18,20 +19,14 @@ digests = st.integers(0, 3).map(lambda n: b"digest %d" % n)
 
 
 class PageTableModel(RuleBasedStateMachine):
-    """What each page is.
-
-    users: uses of each; published: its digest; tails: what stands before it; idle: may be
-    found and is used by no sequence, oldest first.
-    """
+    """What each page is: its uses, its digest, what stands before it, or idle, oldest first."""
 
     @initialize(size=st.integers(1, 12))
     def start(self, size: int) -> None:
         self.everything = set(range(NUM_RESERVED, NUM_RESERVED + size))
         self.table = PageTable(NUM_RESERVED + size)
-        self.users: Counter[int] = Counter()
-        self.published: dict[int, bytes] = {}
-        self.tails: dict[int, bytes] = {}
-        self.idle: list[int] = []
+        self.users, self.idle = Counter[int](), list[int]()
+        self.published, self.tails = dict[int, bytes](), dict[int, bytes]()
 
     def free(self) -> set[int]:
         return self.everything - set(self.users) - set(self.idle)
@@ -53,11 +48,7 @@ class PageTableModel(RuleBasedStateMachine):
     @rule(wanted=st.lists(digests, max_size=4))
     def match(self, wanted: list[bytes]) -> None:
         page_of = {digest: page for page, digest in self.published.items()}
-        expected = []
-        for digest in wanted:
-            if digest not in page_of:
-                break
-            expected.append(page_of[digest])
+        expected = [page_of[digest] for digest in itertools.takewhile(page_of.__contains__, wanted)]
         assert self.table.match(wanted) == expected
         self.users.update(expected)
         self.idle = [page for page in self.idle if page not in expected]
@@ -140,13 +131,11 @@ def hashes(tokens: list[int] = TOKENS, runs: list[Run] = RUNS, end: int = 12) ->
 
 
 def test_hashes_differ_from_the_first_changed_token_on() -> None:
+    """Also of ids that read alike."""
     for at in range(12):
         changed = [*TOKENS[:at], 5, *TOKENS[at + 1 :]]
         equal = [a == b for a, b in zip(hashes(changed), hashes(), strict=True)]
         assert equal == [page < at // 4 for page in range(3)]
-
-
-def test_hashes_tell_ids_apart_that_read_alike() -> None:
     texts = [[1, 23, 4, 5], [12, 3, 4, 5], [1, 2, 34, 5], [1, 2, 3, 45]]
     assert len({TextHashes(text, RUNS, 4).before(4) for text in texts}) == 4
 
@@ -163,19 +152,17 @@ def test_hashes_depend_on_the_programs_that_wrote_the_page() -> None:
     last = [hashes(runs=runs)[-1] for runs in cuts]
     assert len(set(last)) == len(cuts)
     # Which chunk a page lies in counts too: the second half of one is not the first half of another.
-    second = [
-        hashes([7] * 12, runs)[1]
-        for runs in ([Run(0, 8, "chunk")], [Run(0, 4, "chunk"), Run(4, 12, "chunk")])
-    ]
-    assert second[0] != second[1]
+    halves = [Run(0, 8, "chunk")], [Run(0, 4, "chunk"), Run(4, 12, "chunk")]
+    assert hashes([7] * 12, halves[0])[1] != hashes([7] * 12, halves[1])[1]
 
 
 spans_lists = st.lists(st.tuples(st.sampled_from(["prompt", "generated"]), st.integers(0, 19)), max_size=5)
 chunks = st.integers(1, 6)
+Spans = list[tuple[str, int]]
 Position = tuple[str, int]  # how a position is written: ("tile", 0) or ("chunk", offset in its chunk)
 
 
-def positions_of(spans: list[tuple[str, int]], chunk: int) -> list[Position]:
+def positions_of(spans: Spans, chunk: int) -> list[Position]:
     """Every position by the rule: full chunks of a prompt span that leave it a last token, tiles else."""
     written: list[Position] = []
     for origin, length in spans:
@@ -196,7 +183,7 @@ def expand(runs: list[Run]) -> list[Position]:
 
 @settings(max_examples=200, deadline=None)
 @given(spans=spans_lists, chunk=chunks)
-def test_runs_follow_the_rule(spans: list[tuple[str, int]], chunk: int) -> None:
+def test_runs_follow_the_rule(spans: Spans, chunk: int) -> None:
     runs = program_runs(spans, chunk)
     assert expand(runs) == positions_of(spans, chunk)
     assert all(run.end - run.start == chunk for run in runs if run.kind == "chunk")
@@ -204,9 +191,7 @@ def test_runs_follow_the_rule(spans: list[tuple[str, int]], chunk: int) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(spans=spans_lists, chunk=chunks, data=st.data())
-def test_clipped_runs_hold_whole_chunks_only(
-    spans: list[tuple[str, int]], chunk: int, data: st.DataObject
-) -> None:
+def test_clipped_runs_hold_whole_chunks_only(spans: Spans, chunk: int, data: st.DataObject) -> None:
     written = positions_of(spans, chunk)
     end = data.draw(st.integers(0, len(written)))
     expected = written[:end]
@@ -218,9 +203,7 @@ def test_clipped_runs_hold_whole_chunks_only(
 
 @settings(max_examples=200, deadline=None)
 @given(spans=spans_lists, chunk=chunks, data=st.data())
-def test_a_reusable_prefix_is_the_longest_that_cuts_no_chunk(
-    spans: list[tuple[str, int]], chunk: int, data: st.DataObject
-) -> None:
+def test_a_reusable_prefix_is_the_longest_that_cuts_no_chunk(spans: Spans, chunk: int, data: Any) -> None:
     written = [*positions_of(spans, chunk), ("tile", 0)]
     cached = data.draw(st.integers(0, len(written) - 1))
     whole = [n for n in range(cached + 1) if written[n][0] == "tile" or written[n][1] == 0]
@@ -229,7 +212,7 @@ def test_a_reusable_prefix_is_the_longest_that_cuts_no_chunk(
 
 @settings(max_examples=100, deadline=None)
 @given(spans=spans_lists, chunk=chunks, more=st.integers(-3, 9))
-def test_extended_runs_go_on_in_tiles(spans: list[tuple[str, int]], chunk: int, more: int) -> None:
+def test_extended_runs_go_on_in_tiles(spans: Spans, chunk: int, more: int) -> None:
     written = positions_of(spans, chunk)
     end = max(0, len(written) + more)
     extended = expand(extend_tile(program_runs(spans, chunk), end))

@@ -1,12 +1,8 @@
-"""Rejection and block verification in real rounds keep the target's joint law: exactly, and as drawn.
+"""Rejection and block verification in real rounds keep the target's joint law: enumerated, and as drawn."""
 
-First by enumeration in float64 (`rule_law`), errors below 1e-12; then faults that it must see; then
-counts of texts drawn with the real noise.
-"""
-
-import dataclasses
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,13 +24,8 @@ from tests.runtime.test_runtime_sampler import FALSE_ALARM, assert_fair
 COOL = SamplingParams(temperature=0.5)
 BIASED = SamplingParams(temperature=1.0, logit_bias=((0, 1.5), (2, -1.0)))
 PARAMETERS = {
-    "cool": COOL,
-    "bias": BIASED,
-    "penalties": PENALTIES,
-    "min-tokens": MIN_TOKENS,
-    "truncation": TRUNCATION,
-    "everything": EVERYTHING,
-    "stops-and-limit": STOPS_AND_LIMIT,
+    **{"cool": COOL, "bias": BIASED, "penalties": PENALTIES, "min-tokens": MIN_TOKENS},
+    **{"truncation": TRUNCATION, "everything": EVERYTHING, "stops-and-limit": STOPS_AND_LIMIT},
 }
 by_rule = pytest.mark.parametrize("rule", RULES)
 by_draft = pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "certain"])
@@ -81,7 +72,7 @@ def target_rows(**step: Any) -> Mutation:
     """A step of the processing that the tested rows do not get."""
 
     def changed(a: Any) -> dict[str, object]:
-        return {"tensors": dataclasses.replace(a.tensors, **step)} if a.draft.shape[1] else {}
+        return {"tensors": replace(a.tensors, **step)} if a.draft.shape[1] else {}
 
     return fault.operation("row_laws", changed)
 
@@ -90,7 +81,7 @@ def draft_row(change: Any) -> Mutation:
     """Other parameters for what is kept of a draft."""
 
     def changed(a: Any) -> dict[str, object]:
-        return {} if a.draft.shape[1] else {"tensors": dataclasses.replace(a.tensors, **change(a.tensors))}
+        return {} if a.draft.shape[1] else {"tensors": replace(a.tensors, **change(a.tensors))}
 
     return fault.operation("row_laws", changed)
 
@@ -141,98 +132,73 @@ def unclamped(right: Callable[..., Tensor], p: Tensor, q: Tensor, x: Tensor, *re
 
 
 TWO = RuleCase((2,), seed=5)
-SINGLY = RuleCase((2,), seed=5, rule="rejection")
-THREE = RuleCase((3,), seed=5)
 CERTAIN = RuleCase((2,), seed=5, drawn=False)
 
 
-def with_params(params: SamplingParams, **changes: Any) -> RuleCase:
-    return dataclasses.replace(TWO, params=params, **changes)
+def kept(change: Callable[[Any], Tensor]) -> Mutation:
+    """Other laws of drafts than those that were kept."""
+    return fault.operation("verify_drafts", lambda a: {"draft_probs": change(a)})
 
 
+def one_by_one(_: object, p: Tensor, q: Tensor, x: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+    return draft_verify.draft_ratios(p, q, x).clamp(max=1), torch.ones_like(p[..., 0])
+
+
+def last_row(right: Any, p: Tensor, q: Tensor, x: Tensor, n: Tensor, a: Tensor, s: Tensor) -> Tensor:
+    return torch.where((a == n)[:, None], p[:, -1], right(p, q, x, n, a, s))
+
+
+commit, laws = (functools.partial(fault.operation, name) for name in ("round_commit", "row_laws"))
+PENALISED, SINGLY = replace(TWO, params=PENALTIES), replace(TWO, rule="rejection")
+ROUNDS, THREE = RuleCase((1, 1), seed=5), RuleCase((3,), seed=5)
 MUTANTS: dict[str, tuple[Mutation, RuleCase]] = {
-    "the rule sees no penalties": (target_rows(generated=None), with_params(PENALTIES)),
-    "the rule sees no truncation": (target_rows(truncation=False), with_params(TRUNCATION)),
-    "the rule sees no bias": (target_rows(bias=None), with_params(BIASED)),
-    "the rule sees no minimum length": (target_rows(min_length=None), with_params(MIN_TOKENS)),
-    "penalties see other drafts": (
-        fault.operation("row_laws", lambda a: {"draft": a.draft.roll(1, 1)}),
-        with_params(PENALTIES),
-    ),
+    "the rule sees no penalties": (target_rows(generated=None), PENALISED),
+    "the rule sees no truncation": (target_rows(truncation=False), replace(TWO, params=TRUNCATION)),
+    "the rule sees no bias": (target_rows(bias=None), replace(TWO, params=BIASED)),
+    "the rule sees no minimum length": (target_rows(min_length=None), replace(TWO, params=MIN_TOKENS)),
+    "penalties see other drafts": (laws(lambda a: {"draft": a.draft.roll(1, 1)}), PENALISED),
     "what is kept knows no temperature": (
         draft_row(lambda t: {"temperature": torch.ones_like(t.temperature)}),
-        with_params(COOL),
+        replace(TWO, params=COOL),
     ),
-    "what is kept knows no bias": (draft_row(lambda t: {"bias": None}), with_params(BIASED)),
-    "what is kept is of another step": (
-        fault.operation("verify_drafts", lambda a: {"draft_probs": a.draft_probs.roll(1, 1)}),
-        TWO,
-    ),
-    "what is kept is a neighbour's": (
-        fault.operation("verify_drafts", lambda a: {"draft_probs": a.draft_probs.roll(7, 0)}),
-        TWO,
-    ),
-    "what is kept is of an earlier round": (kept_of_the_first_drafting, RuleCase((1, 1), seed=5)),
-    "a certain draft is taken for drawn": (
-        fault.operation("verify_drafts", lambda a: {"draft_probs": torch.full_like(a.target[:, 1:], 1 / 3)}),
-        CERTAIN,
-    ),
+    "what is kept knows no bias": (draft_row(lambda t: {"bias": None}), replace(TWO, params=BIASED)),
+    "what is kept is of another step": (kept(lambda a: a.draft_probs.roll(1, 1)), TWO),
+    "what is kept is a neighbour's": (kept(lambda a: a.draft_probs.roll(7, 0)), TWO),
+    "what is kept is of an earlier round": (kept_of_the_first_drafting, ROUNDS),
+    "a certain draft is drawn": (kept(lambda a: torch.full_like(a.target[:, 1:], 1 / 3)), CERTAIN),
     "drafts that do not count are tested": (
         fault.operation("verify_drafts", lambda a: {"num_drafts": torch.full_like(a.num_drafts, 2)}),
-        dataclasses.replace(CERTAIN, rule="rejection"),
+        replace(CERTAIN, rule="rejection"),
     ),
-    "a block is tested one by one": (
-        block_chances(
-            lambda _, p, q, x, n: (
-                draft_verify.draft_ratios(p, q, x).clamp(max=1),
-                torch.ones_like(p[..., 0]),
-            )
-        ),
-        TWO,
-    ),
-    "the target's row for the residual": (
-        last_token(lambda right, p, q, x, n, a, s: right(p, q, x, a, a, s)),
-        SINGLY,
-    ),
+    "a block is tested one by one": (block_chances(one_by_one), TWO),
+    "the residual of the target": (last_token(lambda f, p, q, x, n, a, s: f(p, q, x, a, a, s)), SINGLY),
     "the residual is not clamped": (last_token(unclamped), SINGLY),
-    "the residual comes from the next row": (
-        last_token(lambda right, p, *rest: right(p.roll(-1, 1), *rest)),
-        SINGLY,
-    ),
-    "the bonus comes from the last row": (
-        last_token(
-            lambda right, p, q, x, n, a, s: torch.where((a == n)[:, None], p[:, -1], right(p, q, x, n, a, s))
-        ),
-        SINGLY,
-    ),
-    "a draft after a rejected one is accepted": (
-        passed(lambda tests: tests.flip(-1).cumsum(dim=-1).flip(-1) > 0),
-        SINGLY,
-    ),
+    "the residual comes from the next row": (last_token(lambda f, p, *r: f(p.roll(-1, 1), *r)), SINGLY),
+    "the bonus comes from the last row": (last_token(last_row), SINGLY),
+    "one after a rejected one counts": (passed(lambda t: t.flip(-1).cumsum(dim=-1).flip(-1) > 0), SINGLY),
     "a block ends at its first failure": (passed(lambda tests: tests.long().cumprod(dim=-1) > 0), THREE),
     "a block's residual is not scaled": (
         last_token(lambda right, *given: right(*given[:-1], torch.ones_like(given[-1]))),
         THREE,
     ),
     "a block's joint ratio is capped at the end only": (block_chances(uncapped), THREE),
-    "a block's inner prefixes pass by the joint ratio": (
-        block_chances(lambda right, *given: (right(*given)[1][:, 1:], right(*given)[1])),
+    "inner prefixes pass by the joint ratio": (
+        block_chances(lambda f, *g: (f(*g)[1][:, 1:], f(*g)[1])),
         THREE,
     ),
     "a shorter block is taken for a whole one": (
         block_chances(lambda right, p, q, x, n: right(p, q, x, torch.full_like(n, x.shape[1]))),
         THREE,
     ),
-    "accepted drafts are not counted": (
-        fault.operation("round_commit", lambda a: {"generated": None}),
-        RuleCase((1, 1), PENALTIES, seed=5),
+    "accepted drafts do not count": (
+        commit(lambda a: {"generated": None}),
+        replace(ROUNDS, params=PENALTIES),
     ),
     "one draft more is committed": (
-        fault.operation("round_commit", lambda a: {"accepted": torch.minimum(a.accepted + 1, a.num_drafts)}),
-        dataclasses.replace(TWO, rule="rejection"),
+        commit(lambda a: {"accepted": torch.minimum(a.accepted + 1, a.num_drafts)}),
+        SINGLY,
     ),
 }
-
 honest = functools.cache(check_rule)
 WORDS_OF_A_CATCH = "the law differs|do not add up|^lengths|^reasons|other tokens are told"
 
@@ -249,11 +215,7 @@ def test_the_fault_is_caught(mutant: str, monkeypatch: Patch) -> None:
 SLOTS = 20_000
 
 
-@pytest.mark.parametrize(
-    ("rule", "drawn"),
-    [("rejection", True), ("block", True), ("block", False)],
-    ids=["rejection", "block", "certain"],
-)
+@pytest.mark.parametrize(("rule", "drawn"), [("rejection", True), ("block", True), ("block", False)])
 def test_drawn_texts_follow_the_target(rule: str, drawn: bool) -> None:
     """20,000 texts of four tokens, 81 kinds: a chi-square of 80 degrees, false alarm 1e-6."""
     assert FALSE_ALARM == 1e-6
@@ -263,40 +225,26 @@ def test_drawn_texts_follow_the_target(rule: str, drawn: bool) -> None:
     assert_fair(counts, expected)
 
 
-def keyed_by_position(patch: Patch) -> None:
-    def uniforms(seed: Tensor, positions: Tensor) -> Tensor:
-        seed = seed.unsqueeze(-1).expand_as(positions)
-        return uniform(random_bits(seed, positions, draft_verify.STREAM_ACCEPTANCE, 1)).squeeze(-1)
-
-    patch.setattr(draft_verify, "acceptance_uniforms", uniforms)
+def keyed_by_position(seed: Tensor, positions: Tensor) -> Tensor:
+    seed = seed.unsqueeze(-1).expand_as(positions)
+    return uniform(random_bits(seed, positions, draft_verify.STREAM_ACCEPTANCE, 1)).squeeze(-1)
 
 
-NOISE_MUTANTS: dict[str, tuple[Mutation, str]] = {
+SAMPLER = "spd.runtime.round.sampler"
+NOISE_MUTANTS: dict[str, tuple[tuple[Any, ...], str]] = {
     # A block that fails early has looked at the tests and drafts behind; rejection stops at the first.
-    "a position's test is the same in every round": (keyed_by_position, "block"),
-    "a position's draft is the same in every round": (
-        lambda patch: patch.setattr("spd.runtime.round.sampler.row_stream", lambda stream, row: stream),
-        "block",
-    ),
-    "a block's drafts share the target's noise": (
-        lambda patch: patch.setattr("spd.runtime.round.sampler.row_stream", lambda stream, row: 0),
-        "block",
-    ),
-    "drafts share the residual's noise": (
-        lambda patch: patch.setattr("spd.runtime.round.sampler.STREAM_DRAFT", STREAM_RESIDUAL),
-        "rejection",
-    ),
-    "tests share the drafts' noise": (
-        lambda patch: patch.setattr(draft_verify, "STREAM_ACCEPTANCE", STREAM_DRAFT),
-        "rejection",
-    ),
+    "a position's test is one": ((draft_verify, "acceptance_uniforms", keyed_by_position), "block"),
+    "its draft is": ((f"{SAMPLER}.row_stream", lambda stream, row: stream), "block"),
+    "a block's drafts share the target's": ((f"{SAMPLER}.row_stream", lambda stream, row: 0), "block"),
+    "drafts share the residual's": ((f"{SAMPLER}.STREAM_DRAFT", STREAM_RESIDUAL), "rejection"),
+    "tests share the drafts'": ((draft_verify, "STREAM_ACCEPTANCE", STREAM_DRAFT), "rejection"),
 }
 
 
 @pytest.mark.parametrize("mutant", NOISE_MUTANTS)
 def test_shared_noise_is_seen(mutant: str, monkeypatch: Patch) -> None:
-    mutation, rule = NOISE_MUTANTS[mutant]
-    mutation(monkeypatch)
+    change, rule = NOISE_MUTANTS[mutant]
+    monkeypatch.setattr(*change)
     counts, expected, _ = drawn_texts(rule, True, SLOTS)
     with pytest.raises(AssertionError):
         assert_fair(counts, expected)

@@ -1,7 +1,6 @@
 """Whole generations under rejection and block verification: what must be equal, and what is accepted."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,18 @@ from torch import Tensor
 
 from spd.runtime import Engine, SamplingParams
 from spd.runtime.round.sampler import Sampler
-from tests.helpers import Damped, Patch, Run, Tiny, make_engine, random_prompts, run_all
+from tests.helpers import (
+    Damped,
+    Patch,
+    Run,
+    Tiny,
+    accepted,
+    drafts,
+    make_engine,
+    outputs,
+    random_prompts,
+    run_all,
+)
 from tests.runtime import seeded_faults as fault
 
 RULES = ["rejection", "block"]
@@ -30,11 +40,9 @@ def target(tiny: Tiny) -> Path:
 @pytest.fixture(scope="module")
 def methods(tiny: Tiny, target: Path) -> Methods:
     draft = tiny("qwen3", layers=1, residual_gain=damped, seed=5)
-    return {
-        "ngram": {"spec": "ngram", "ngram_min": 1, "draft_max": 3},
-        "draft": {"spec": "draft", "draft_model": draft, "draft_max": 3},
-        "self": {"spec": "draft", "draft_model": target, "draft_max": 3},
-    }
+    by = {"draft_max": 3, "spec": "draft"}
+    found = {"draft": {**by, "draft_model": draft}, "self": {**by, "draft_model": target}}
+    return {"ngram": {"spec": "ngram", "ngram_min": 1, "draft_max": 3}, **found}
 
 
 def engine_of(target: Path, rule: str, **wishes: Any) -> Engine:
@@ -47,9 +55,7 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 1.2, "top_p": 0.8, "top_k": 30, "logit_bias": ((7, 2.0),)},
     {"temperature": 1.0, "min_tokens": 6, "stop_token_ids": tuple(range(0, 256, 16)), "logprobs": 2},
 ]
-SAMPLED = [
-    SamplingParams(**{"max_tokens": 6 + 5 * i, "seed": 40 + i, **kind}) for i, kind in enumerate(KINDS)
-]
+SAMPLED = [SamplingParams(max_tokens=6 + 5 * i, seed=40 + i, **kind) for i, kind in enumerate(KINDS)]
 
 
 def story(runs: list[Run]) -> list[object]:
@@ -59,14 +65,9 @@ def story(runs: list[Run]) -> list[object]:
 @pytest.mark.covers(1)
 @by_rule
 @pytest.mark.parametrize("method", ["ngram", "draft"])
-def test_a_request_is_the_same_alone_and_among_others(
-    target: Path, methods: Methods, method: str, rule: str
-) -> None:
+def test_a_request_is_itself_among_others(target: Path, methods: Methods, method: str, rule: str) -> None:
     """k is fixed and noise keyed by the request's own seed and position; so is it for every lag."""
-    alone = [
-        run_all(engine_of(target, rule, slots=1, **methods[method]), PROMPTS[i : i + 1], [params])[0]
-        for i, params in enumerate(SAMPLED)
-    ]
+    alone = run_all(engine_of(target, rule, slots=1, **methods[method]), PROMPTS, SAMPLED)
     for slots, lag in ((2, 1), (4, 2)):
         engine = engine_of(target, rule, slots=slots, lag=lag, **methods[method])
         together = run_all(engine, PROMPTS, SAMPLED)
@@ -87,27 +88,20 @@ def test_greedy_texts_are_the_plain_ones(target: Path, methods: Methods, method:
     greedy = SamplingParams(max_tokens=24, repetition_penalty=1.1)
     plain = run_all(make_engine(target), PROMPTS, [greedy] * 4)
     alone = run_all(engine_of(target, rule, **methods[method]), PROMPTS, [greedy] * 4)
-    assert [run.output for run in alone] == [run.output for run in plain]
+    assert outputs(alone) == outputs(plain)
     drawing = SamplingParams(temperature=1.5, max_tokens=50, ignore_eos=True)
-    beside = run_all(
-        engine_of(target, rule, **methods[method]), [*PROMPTS[2:], *PROMPTS[:2]], [drawing] * 2 + [greedy] * 2
-    )
-    assert [run.output for run in beside[2:]] == [run.output for run in plain[:2]]
-    assert [run.drafts for run in beside[2:]] == [run.drafts for run in alone[:2]]
-    assert any(run.metrics.draft_n_accepted for run in alone)
+    asked = [*PROMPTS[2:], *PROMPTS[:2]], [drawing] * 2 + [greedy] * 2
+    beside = run_all(engine_of(target, rule, **methods[method]), *asked)[2:]
+    assert outputs(beside) == outputs(plain[:2]) and drafts(beside) == drafts(alone[:2])
+    assert accepted(alone)
 
 
 @by_rule
 def test_a_drafter_of_the_targets_law_is_never_rejected(target: Path, methods: Methods, rule: str) -> None:
-    params = [
-        SamplingParams(temperature=t, max_tokens=30, seed=i) for i, t in enumerate((0.0, 0.6, 1.0, 2.0))
-    ]
+    ts = enumerate((0.0, 0.6, 1.0, 2.0))
+    params = [SamplingParams(temperature=t, max_tokens=30, seed=i) for i, t in ts]
     runs = run_all(engine_of(target, rule, **methods["self"]), PROMPTS, params)
     assert all(run.metrics.draft_n_accepted == run.metrics.draft_n > 15 for run in runs)
-
-
-def nothing_is_kept(patch: Patch) -> None:
-    patch.setattr(Sampler, "keep_draft_laws", lambda self: None)
 
 
 def greedy_rows_draw(a: Any) -> dict[str, object]:
@@ -115,38 +109,20 @@ def greedy_rows_draw(a: Any) -> dict[str, object]:
     return {"tensors": dataclasses.replace(a.tensors, temperature=warm)}
 
 
-def drafts_draw_beside_their_law(patch: Patch) -> None:
-    draw = Sampler.draw_draft
-
-    def changed(self: Sampler, *args: Any) -> Tensor:
-        drawn = draw(self, *args)
-        return (drawn + 1) % self.usable_vocab
-
-    patch.setattr(Sampler, "draw_draft", changed)
-
-
-MUTANTS: dict[str, tuple[fault.Mutation, Callable[..., None]]] = {
-    "a drawn draft is taken for certain": (
-        nothing_is_kept,
-        lambda t, m: test_a_drafter_of_the_targets_law_is_never_rejected(t, m, "rejection"),
-    ),
-    "another token than was drawn is proposed": (
-        drafts_draw_beside_their_law,
-        lambda t, m: test_a_drafter_of_the_targets_law_is_never_rejected(t, m, "block"),
-    ),
-    "greedy rows draw": (
-        fault.operation("row_laws", greedy_rows_draw),
-        lambda t, m: test_greedy_texts_are_the_plain_ones(t, m, "draft", "block"),
-    ),
-}
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_the_fault_is_caught(target: Path, methods: Methods, mutant: str, monkeypatch: Patch) -> None:
-    mutation, check = MUTANTS[mutant]
-    mutation(monkeypatch)
+def test_faults_are_caught(target: Path, methods: Methods, monkeypatch: Patch) -> None:
+    """A drawn draft that is taken for certain, another than was drawn, and greedy rows that draw."""
+    draw, never = Sampler.draw_draft, test_a_drafter_of_the_targets_law_is_never_rejected
+    with monkeypatch.context() as patch, pytest.raises(AssertionError):
+        patch.setattr(Sampler, "keep_draft_laws", lambda self: None)
+        never(target, methods, "rejection")
+    with monkeypatch.context() as patch, pytest.raises(AssertionError):
+        patch.setattr(
+            Sampler, "draw_draft", lambda self, *given: (draw(self, *given) + 1) % self.usable_vocab
+        )
+        never(target, methods, "block")
+    fault.operation("row_laws", greedy_rows_draw)(monkeypatch)
     with pytest.raises(AssertionError):
-        check(target, methods)
+        test_greedy_texts_are_the_plain_ones(target, methods, "draft", "block")
 
 
 @pytest.mark.parametrize("rule", ["coupled", *RULES])

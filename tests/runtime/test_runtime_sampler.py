@@ -1,7 +1,9 @@
 """The sampler: window rows equal single rows bit for bit, truncation by definition, and fair draws."""
 
+import functools
 import math
 from collections.abc import Sequence
+from operator import or_
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,29 +24,23 @@ FALSE_ALARM = 1e-6
 """Chance that a chi-square test below fails on a right sampler, for a seed taken at random."""
 
 
-def sampler_of(
-    slots: Sequence[tuple[Sequence[int], SamplingParams]],
-    vocab: int = VOCAB,
-    usable: int | None = None,
-    kernels: str = "torch",
-) -> Sampler:
+Slots = Sequence[tuple[Sequence[int], SamplingParams]]
+
+
+def sampler_of(slots: Slots, vocab: int = VOCAB, usable: int = 0, kernels: str = "torch") -> Sampler:
     """A sampler whose slots hold these (prompt, parameters)."""
     state = RoundState(len(slots), 64, 8, 1, "cpu")
     sampler = Sampler(state, vocab, usable or vocab, load_kernels(kernels))
     for slot, (prompt, params) in enumerate(slots):
         ids = torch.tensor(prompt)
-        stops = list(params.stop_token_ids)
-        state.admit(slot, ids, 60, len(prompt) + params.min_tokens, stops, 60)
+        state.admit(slot, ids, 60, len(prompt) + params.min_tokens, list(params.stop_token_ids), 60)
         state.set_active(slot, True)
         sampler.admit(slot, params, ids)
     return sampler
 
 
-def needs_of(slots: Sequence[tuple[Sequence[int], SamplingParams]]) -> SamplerClass:
-    needs = SamplerClass()
-    for _, params in slots:
-        needs = needs | SamplerClass.of(params)
-    return needs
+def needs_of(slots: Slots) -> SamplerClass:
+    return functools.reduce(or_, (SamplerClass.of(params) for _, params in slots), SamplerClass())
 
 
 def process(sampler: Sampler, logits: Tensor, draft: Tensor, needs: SamplerClass) -> Tensor:
@@ -91,9 +87,7 @@ slot = st.tuples(st.lists(token, min_size=1, max_size=6), parameters)
     drafts=st.lists(st.lists(token, min_size=3, max_size=3), max_size=5),
     seed=st.integers(0, 2**32),
 )
-def test_a_window_equals_its_rows_one_by_one(
-    slots: list[tuple[list[int], SamplingParams]], drafts: list[list[int]], seed: int
-) -> None:
+def test_a_window_equals_its_rows_one_by_one(slots: Slots, drafts: list[list[int]], seed: int) -> None:
     """Every row of a verify window, bitwise, against single rows with the drafts committed before them."""
     draft = torch.tensor(drafts, dtype=torch.long).view(-1, 3).T[: len(slots)]
     logits, needs = normal(len(slots), draft.shape[1] + 1, VOCAB, seed=seed), needs_of(slots)
@@ -119,9 +113,7 @@ def test_a_window_equals_its_rows_one_by_one(
                 sampler.state.length += 1
 
 
-def truncated_by_definition(
-    logits: Sequence[float], top_k: int, top_p: float, min_p: float
-) -> tuple[set[int], float]:
+def defined(logits: list[float], top_k: int, top_p: float, min_p: float) -> tuple[set[int], float]:
     """Ids kept, in float64, and how far the closest decision was from its threshold."""
     order = sorted(range(len(logits)), key=lambda v: (-logits[v], v))[: top_k or len(logits)]
     weights = [math.exp(logits[v] - logits[order[0]]) for v in order]
@@ -152,11 +144,9 @@ def kept_ids(logits: Sequence[float], top_k: int = 0, top_p: float = 1.0, min_p:
     top_p=st.floats(0.01, 1.0),
     min_p=st.sampled_from([0.0, 0.011, 0.11, 0.61, 0.93]),
 )
-def test_truncation_is_what_the_definition_keeps(
-    logits: list[float], top_k: int, top_p: float, min_p: float
-) -> None:
+def test_truncation_by_its_definition(logits: list[float], top_k: int, top_p: float, min_p: float) -> None:
     """Values on a coarse grid: most rows hold ties."""
-    kept, margin = truncated_by_definition(logits, top_k, top_p, min_p)
+    kept, margin = defined(logits, top_k, top_p, min_p)
     if margin > 1e-5:  # nearer to a threshold, float32 may differ from float64
         assert kept_ids(logits, top_k, top_p, min_p) == sorted(kept)
 
@@ -191,18 +181,14 @@ def test_truncation_at_its_edges(logits: list[float], cut: dict[str, Any], kept:
     assert kept_ids(logits, **cut) == kept
 
 
-def draft_all(sampler: Sampler, logits: torch.Tensor, needs: SamplerClass) -> torch.Tensor:
+def draft_all(sampler: Sampler, logits: Tensor, needs: SamplerClass) -> Tensor:
     """What a drafter with these logits [S, R, V] draws at each of its R steps: [S, R]."""
-
-    def one(step: int) -> torch.Tensor:
-        runner: Any = SimpleNamespace(
-            logits=lambda _hidden: logits[:, step : step + 1],
-            sample=lambda *_, **__: None,
-            model=SimpleNamespace(vocab_size=logits.shape[-1]),
-        )
-        return sampler.draw_draft(runner, torch.zeros(len(logits), 1, 1), step, needs)
-
-    return torch.cat([one(step) for step in range(logits.shape[1])], dim=1)
+    drawn, runner = [], SimpleNamespace(sample=lambda *_, **__: None)
+    runner.model = SimpleNamespace(vocab_size=logits.shape[-1])
+    for step in range(logits.shape[1]):
+        runner.logits = lambda _hidden, step=step: logits[:, step : step + 1]
+        drawn.append(sampler.draw_draft(runner, torch.zeros(len(logits), 1, 1), step, needs))  # type: ignore[arg-type]
+    return torch.cat(drawn, dim=1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -253,17 +239,14 @@ def test_draws_follow_the_softmax(temperature: float, seed: int) -> None:
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("drafters_vocab", [VOCAB - 6, VOCAB + 6], ids=["narrower", "wider"])
-def test_a_drafter_of_another_width_sees_the_bias_of_its_own_ids(
+def test_a_drafter_of_another_width_has_its_bias(
     drafters_vocab: int, temperature: float, kernels: str
 ) -> None:
     """Every slot's own bias, over embeddings that are padded otherwise than the target's."""
     if kernels == "triton":
         pytest.importorskip("triton")
-    params = [
-        SamplingParams(temperature=temperature, seed=i, logit_bias=((3 + 7 * i, 30.0), (35, 40.0)))
-        for i in range(3)
-    ]
-    slots = [([0], one) for one in params]
+    biases = [{"seed": i, "logit_bias": ((3 + 7 * i, 30.0), (35, 40.0))} for i in range(3)]
+    slots = [([0], SamplingParams(temperature=temperature, **bias)) for bias in biases]  # type: ignore[arg-type]
     sampler, needs = sampler_of(slots, usable=VOCAB - 4, kernels=kernels), needs_of(slots)
     logits = normal(3, 2, drafters_vocab, seed=2)
     logits[..., VOCAB - 4 :] += 1000
