@@ -1,7 +1,7 @@
 """The memory plan: what is counted, what is refused and advised, and what happens when memory runs out."""
 
-import dataclasses
 import errno
+import itertools
 import re
 import weakref
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from spd.errors import ResourceError
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.eagle3 import Eagle3Config
 from spd.formats.model_config import ModelConfig
+from spd.formats.rope_config import RopeConfig
 from spd.runtime import Engine, EngineConfig, Request, SamplingParams, make_plan
 from spd.runtime.engine import assembly
 from spd.runtime.models import family_layout
@@ -41,7 +42,7 @@ from spd.runtime.round.limits import NUM_RESERVED
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.out_of_memory import is_out_of_memory
 from spd.runtime.round.round import Round
-from tests.helpers import Patch, Tiny, make_engine, random_prompts, read_model_config, run_all
+from tests.helpers import Patch, Tiny, make_engine, outputs, random_prompts, read_model_config, run_all
 from tests.recipes.tiny import VARIANTS
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.recipes.tiny_mtp import write_tiny_mtp
@@ -51,56 +52,30 @@ GIB = 2**30
 
 def config_8b(**changes: Any) -> ModelConfig:
     """The shapes of an 8B model."""
-    from spd.formats.rope_config import RopeConfig
-
-    return ModelConfig(
-        architecture="Qwen3ForCausalLM",
-        **{
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_layers": 36,
-            "num_heads": 32,
-            "num_kv_heads": 8,
-            "head_dim": 128,
-            "vocab_size": 151936,
-            "max_positions": 40960,
-            "tie_embeddings": False,
-            **changes,
-        },
-        rms_norm_eps=1e-6,
-        attention_bias=False,
-        mlp_bias=False,
-        rope=RopeConfig("default", 1e6),
-        dtype="bfloat16",
-        bos_token_id=None,
-        eos_token_ids=(),
-    )
+    sizes = {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_layers": 36,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+    }
+    sizes |= {"head_dim": 128, "vocab_size": 151936, "max_positions": 40960, "tie_embeddings": False}
+    other = {"architecture": "Qwen3ForCausalLM", "rope": RopeConfig("default", 1e6), "rms_norm_eps": 1e-6}
+    other |= {"attention_bias": False, "mlp_bias": False, "dtype": "bfloat16"}
+    return ModelConfig(**{**sizes, **other, "bos_token_id": None, "eos_token_ids": (), **changes})
 
 
 SMALL = config_8b(hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16, tie_embeddings=True)
 
 
-EAGLE = replace(
-    config_8b(num_layers=1),
-    architecture="LlamaForCausalLMEagle3",
-    eagle3=Eagle3Config(4096, 32000, None, 3, False, False, False, False),
-)  # An EAGLE-3 head for it.
+HEAD = Eagle3Config(4096, 32000, None, 3, False, False, False, False)
+EAGLE = config_8b(num_layers=1, architecture="LlamaForCausalLMEagle3", eagle3=HEAD)
 
 
 def shape_8b(**changes: Any) -> EngineShape:
-    wishes: dict[str, Any] = {
-        "target": config_8b(),
-        "draft": None,
-        "dtype": "bfloat16",
-        "slots": 1,
-        "ctx": 32768,
-        "draft_ctx": 32768,
-        "draft_max": 4,
-        "kernels": "triton",
-        "graphs": True,
-        "on_cpu": False,
-    }
-    return EngineShape(**{**wishes, **changes})
+    wishes: dict[str, Any] = {"target": config_8b(), "draft": None, "dtype": "bfloat16", "slots": 1}
+    wishes |= {"ctx": 32768, "draft_ctx": 32768, "draft_max": 4, "kernels": "triton", "graphs": True}
+    return EngineShape(**{**wishes, "on_cpu": False, **changes})
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -136,9 +111,8 @@ def test_a_head_holds_what_its_plan_counts(method: str, tmp_path: Path) -> None:
     if method == "mtp":
         write_tiny_mtp(target, modules=2)
     else:
-        wishes["draft_model"] = write_tiny_pair(
-            target, tmp_path / "head", hidden_size=96, norm_before_fc=True
-        )
+        options = {"hidden_size": 96, "norm_before_fc": True}
+        wishes["draft_model"] = write_tiny_pair(target, tmp_path / "head", **options)
     engine = make_engine(target, **wishes)
     proposer, plan = engine._device.proposer, engine.plan
     assert isinstance(proposer, HeadProposer)
@@ -146,10 +120,9 @@ def test_a_head_holds_what_its_plan_counts(method: str, tmp_path: Path) -> None:
     pools = sum(t.nbytes for cache in caches for layer in cache.layers for t in layer.pools)
     states = sum(t.nbytes for t in (*proposer.rings, *proposer.page_states))
     shape = plan.shape
+    assert plan.need.caches == pools + states * (method == "mtp")
     if method == "mtp":
-        assert plan.need.caches == pools + states
         return
-    assert plan.need.caches == pools
     with Checkpoint.open(wishes["draft_model"]) as checkpoint:
         stored = [t.nbytes for name, t in checkpoint.tensors.items() if name not in ("d2t", "t2d")]
     assert plan.need.draft_weights == sum(stored)
@@ -158,13 +131,12 @@ def test_a_head_holds_what_its_plan_counts(method: str, tmp_path: Path) -> None:
     assert memory._aux_states(shape, shape.draft) == states + read
 
 
-@pytest.mark.parametrize("step", [1, 7, 64])
-def test_the_largest_that_fits_is_found(step: int) -> None:
-    for most in range(1, 200, 3):
-        for bound in (-1, 0, 1, 5, 63, 64, 65, 130, 500):
-            sizes = [*range(step, most, step), most]
-            expected = max((size for size in sizes if size <= bound), default=0)
-            assert largest(lambda size, bound=bound: size <= bound, most, step) == expected
+def test_the_largest_that_fits_is_found() -> None:
+    bounds = (-1, 0, 1, 5, 63, 64, 65, 130, 500)
+    for step, most, bound in itertools.product((1, 7, 64), range(1, 200, 3), bounds):
+        sizes = [*range(step, most, step), most]
+        expected = max((size for size in sizes if size <= bound), default=0)
+        assert largest(lambda size, bound=bound: size <= bound, most, step) == expected
 
 
 def pretend_free(monkeypatch: Patch, free: int) -> None:
@@ -179,7 +151,7 @@ def test_an_automatic_context_is_the_longest_that_fits(tiny: Tiny, monkeypatch: 
     pretend_free(monkeypatch, whole.need.total)
     cut = make_plan(wishes)
     assert 64 <= cut.shape.ctx < 8192 and cut.need.total <= cut.memory_budget_bytes
-    more = dataclasses.replace(cut.shape, ctx=cut.shape.ctx + 64)
+    more = replace(cut.shape, ctx=cut.shape.ctx + 64)
     assert measure(more).total > cut.memory_budget_bytes == int(whole.need.total * 0.9)
 
 
@@ -193,7 +165,7 @@ def test_pages_give_way_before_an_automatic_context(tiny: Tiny, monkeypatch: Pat
     fewer = make_plan(wishes)
     assert fewer.shape.ctx == 8192 and 130 <= fewer.shape.num_pages < whole.shape.num_pages
     assert fewer.need.total <= fewer.memory_budget_bytes
-    more = dataclasses.replace(fewer.shape, pages=fewer.shape.num_pages + 8)
+    more = replace(fewer.shape, pages=fewer.shape.num_pages + 8)
     assert measure(more).total > fewer.memory_budget_bytes
     pretend_free(monkeypatch, whole.need.total // 2)
     shorter = make_plan(wishes)
@@ -234,17 +206,15 @@ def test_every_figure_in_the_advice_is_true(free: int, draft: ModelConfig) -> No
     for remedy in remedies(shape, free * GIB, draft_flag=True):
         wish = remedy.partition("  ")[0]
         flag, value = wish.split(",")[0].rsplit(" ", 1)
-        changed = {
-            "--ctx": lambda value=value: at_context(shape, int(value)),
-            "--spec": lambda value=value: dataclasses.replace(
-                shape, draft=None, draft_max={"ngram": 8, "off": 0}[value]
-            ),
-            "--dtype": lambda value=value: dataclasses.replace(shape, dtype=value),
-            "--graphs": lambda: dataclasses.replace(shape, graphs=False),
-            "--quantize": lambda value=value: dataclasses.replace(
-                shape, form=WeightForm(value), draft_form=WeightForm(value)
-            ),
-        }.get(flag, lambda value=value: dataclasses.replace(shape, slots=int(value)))()
+        form = WeightForm(value) if flag == "--quantize" else None
+        changes: dict[str, dict[str, Any]] = {
+            "--spec": {"draft": None, "draft_max": {"ngram": 8, "off": 0}.get(value)},
+            "--dtype": {"dtype": value},
+            "--graphs": {"graphs": False},
+            "--quantize": {"form": form, "draft_form": form},
+        }
+        other = changes[flag] if flag in changes else {"slots": int(value)}
+        changed = at_context(shape, int(value)) if flag == "--ctx" else replace(shape, **other)
         frees = measure(shape).total - measure(changed).total
         alone = "" if measure(changed).total <= free * GIB else ", not enough alone"
         assert remedy == f"{wish}  (frees {show_size(frees)}{alone})" and frees > 0
@@ -271,9 +241,8 @@ def test_where_nothing_helps_it_says_so(tiny: Tiny, monkeypatch: Patch) -> None:
         make_plan(EngineConfig(model=tiny("qwen3"), dtype="bfloat16", quantize="int8", spec="off"))
     assert "64 tokens" in caught.value.message, "not even the smallest context fits"
     assert caught.value.fix == ("a smaller model, or a device with more memory",)
-    error = refusal(
-        shape_8b(ctx=2, graphs=False, draft_max=0, form=WeightForm("int8")), "cuda", GIB // 2, 1.0
-    )
+    least = shape_8b(ctx=2, graphs=False, draft_max=0, form=WeightForm("int8"))
+    error = refusal(least, "cuda", GIB // 2, 1.0)
     assert error.fix == ("a smaller model, or a device with more memory",)
 
 
@@ -288,9 +257,8 @@ NO_MEMORY: list[BaseException] = [
 
 
 def test_every_way_of_saying_it_is_understood() -> None:
-    assert all(is_out_of_memory(error) for error in NO_MEMORY)
     others = [RuntimeError("illegal memory access"), OSError(errno.ENOSPC, "No space"), ValueError("memory")]
-    assert not any(is_out_of_memory(error) for error in others)
+    assert all(map(is_out_of_memory, NO_MEMORY)) and not any(map(is_out_of_memory, others))
 
 
 def fail(error: BaseException, after: int = 0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -363,12 +331,11 @@ def test_pages_are_cleared_where_no_memory_is_left() -> None:
 
     layers: list[Any] = [SimpleNamespace(cache=((2, 4),)), SimpleNamespace(cache=((3,),))]
     cache = KvCache(layers, 6, 8, torch.float32, "cpu")
-    for pool in (pool for layer in cache.layers for pool in layer.pools):
-        pool.fill_(torch.nan)
+    pools = [pool.fill_(torch.nan) for layer in cache.layers for pool in layer.pools]
     with Watch():
         cache.clear([3, 5])
     assert set(made) <= {"aten::select.int", "aten::zero_"}, made
-    for pool in (pool for layer in cache.layers for pool in layer.pools):
+    for pool in pools:
         assert not pool[[3, 5]].any() and pool[[2, 4]].isnan().all()
 
 
@@ -378,8 +345,8 @@ PROMPTS = random_prompts(3, 90, 256)
 def assert_still_right(engine: Engine, folder: Path, **wishes: Any) -> None:
     """The engine answers as a fresh one does."""
     params = [SamplingParams(max_tokens=12, temperature=t, seed=3) for t in (0.0, 0.9, 0.0)]
-    expected = [run.output for run in run_all(make_engine(folder, **wishes), PROMPTS, params)]
-    assert [run.output for run in run_all(engine, PROMPTS, params)] == expected
+    fresh = make_engine(folder, **wishes)
+    assert outputs(run_all(engine, PROMPTS, params)) == outputs(run_all(fresh, PROMPTS, params))
     assert not engine.has_work
 
 
@@ -387,46 +354,29 @@ RUNNING = [
     ("prefill", ModelRunner, "write", 1),
     ("first round", Round, "run", 0),
     ("later round", Round, "run", 4),
-    ("after commit", Round, "_commit", 3),
-    ("after a round", Round, "run", 3),
-    ("pages", Engine, "_make_room", 2),
 ]
+RUNNING += [("after commit", Round, "_commit", 3), ("after a round", Round, "run", 3)]
+RUNNING += [("pages", Engine, "_make_room", 2)]
 
 
 @pytest.mark.covers(1)
 @pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize("spec", ["off", "ngram", "draft"])
-@pytest.mark.parametrize(("where", "owner", "name", "after"), RUNNING, ids=[entry[0] for entry in RUNNING])
-def test_no_memory_while_running(
-    where: str,
-    owner: Any,
-    name: str,
-    after: int,
-    spec: str,
-    lag: int,
-    tiny: Tiny,
-    monkeypatch: Patch,
-) -> None:
-    folder = tiny("qwen3")
+@pytest.mark.parametrize("place", RUNNING, ids=[entry[0] for entry in RUNNING])
+def test_no_memory_while_running(place: Any, spec: str, lag: int, tiny: Tiny, monkeypatch: Patch) -> None:
+    folder, (where, owner, name, after) = tiny("qwen3"), place
     wishes: dict[str, Any] = {"spec": spec, "slots": 2, "lag": lag, "ctx": 256}
     wishes |= {"draft_model": folder} if spec == "draft" else {}
     engine = make_engine(folder, **wishes)
     real = getattr(owner, name)
-    if where.startswith("after"):
-
-        def broken(*args: Any, _fail: Any = fail(MemoryError(), after)(lambda: None)) -> Any:
-            result = real(*args)
-            _fail()
-            return result
-
-        monkeypatch.setattr(owner, name, broken)
-    else:
-        monkeypatch.setattr(owner, name, fail(torch.OutOfMemoryError("CUDA out of memory"), after)(real))
+    late, error = where.startswith("after"), torch.OutOfMemoryError("CUDA out of memory")
+    pass_on = fail(MemoryError(), after)(lambda result: result)
+    broken = (lambda *args: pass_on(real(*args))) if late else fail(error, after)(real)
+    monkeypatch.setattr(owner, name, broken)
+    long = SamplingParams(max_tokens=30, ignore_eos=True)
     for i, prompt in enumerate(PROMPTS):
-        engine.add(Request(f"r{i}", prompt, SamplingParams(max_tokens=30, ignore_eos=True)))
-    reasons: dict[str, list[str | None]] = {f"r{i}": [] for i in range(3)}
-    last: list[int] = []
-    failed = 0
+        engine.add(Request(f"r{i}", prompt, long))
+    ends, last, failed = dict[str, str](), list[int](), 0
     while engine.has_work:
         try:
             events = engine.step()
@@ -437,30 +387,26 @@ def test_no_memory_while_running(
             assert not engine._scheduler.in_flight
             continue
         for event in events:
-            reasons[event.request_id].append(event.finish_reason)
+            assert event.request_id not in ends, "it has ended"
+            ends |= {event.request_id: event.finish_reason} if event.finish_reason else {}
             last += event.token_ids if event.request_id == "r2" else ()
-    ends = {name: [reason for reason in said if reason] for name, said in reasons.items()}
-    assert failed == 1 and all(len(end) == 1 for end in ends.values()), ends
-    assert ends["r0"] == ["error"] and ends["r2"] == ["length"], ends
+    assert failed == 1 and len(ends) == 3 and (ends["r0"], ends["r2"]) == ("error", "length"), ends
     monkeypatch.setattr(owner, name, real)
-    alone = [SamplingParams(max_tokens=30, ignore_eos=True)]
-    assert last == run_all(make_engine(folder), PROMPTS[2:], alone)[0].tokens, "who waited is not harmed"
+    assert last == run_all(make_engine(folder), PROMPTS[2:], [long])[0].tokens, (
+        "one that waited is not harmed"
+    )
     assert_still_right(engine, folder, **wishes)
     engine.close()
 
 
-@pytest.mark.parametrize(
-    ("error", "said"), [(MemoryError(), ResourceError), (ZeroDivisionError(), ZeroDivisionError)]
-)
-def test_an_engine_whose_round_failed_can_be_closed(
-    error: Exception, said: type[Exception], tiny: Tiny, monkeypatch: Patch
-) -> None:
+@pytest.mark.parametrize("error", [MemoryError(), ZeroDivisionError()])
+def test_an_engine_whose_round_failed_can_be_closed(error: Exception, tiny: Tiny, monkeypatch: Patch) -> None:
     """Where memory ran out and for any other reason, which keeps its own error."""
     engine = make_engine(tiny("qwen3"), slots=2)
     monkeypatch.setattr(Round, "run", fail(error)(Round.run))
     for i, prompt in enumerate(PROMPTS):
         engine.add(Request(f"r{i}", prompt, SamplingParams()))
-    with pytest.raises(said):
+    with pytest.raises(ResourceError if isinstance(error, MemoryError) else ZeroDivisionError):
         while True:  # passes over prompts come first
             engine.step()
     engine.close()

@@ -182,18 +182,12 @@ MUTANTS: dict[str, tuple[Mutation, RuleCase]] = {
         THREE,
     ),
     "a block's joint ratio is capped at the end only": (block_chances(uncapped), THREE),
-    "inner prefixes pass by the joint ratio": (
-        block_chances(lambda f, *g: (f(*g)[1][:, 1:], f(*g)[1])),
-        THREE,
-    ),
+    "inner prefixes use the joint ratio": (block_chances(lambda f, *g: (f(*g)[1][:, 1:], f(*g)[1])), THREE),
     "a shorter block is taken for a whole one": (
         block_chances(lambda right, p, q, x, n: right(p, q, x, torch.full_like(n, x.shape[1]))),
         THREE,
     ),
-    "accepted drafts do not count": (
-        commit(lambda a: {"generated": None}),
-        replace(ROUNDS, params=PENALTIES),
-    ),
+    "nothing is counted": (commit(lambda a: {"generated": None}), replace(ROUNDS, params=PENALTIES)),
     "one draft more is committed": (
         commit(lambda a: {"accepted": torch.minimum(a.accepted + 1, a.num_drafts)}),
         SINGLY,

@@ -116,9 +116,7 @@ def test_faults_are_caught(target: Path, methods: Methods, monkeypatch: Patch) -
         patch.setattr(Sampler, "keep_draft_laws", lambda self: None)
         never(target, methods, "rejection")
     with monkeypatch.context() as patch, pytest.raises(AssertionError):
-        patch.setattr(
-            Sampler, "draw_draft", lambda self, *given: (draw(self, *given) + 1) % self.usable_vocab
-        )
+        patch.setattr(Sampler, "draw_draft", lambda self, *a: (draw(self, *a) + 1) % self.usable_vocab)
         never(target, methods, "block")
     fault.operation("row_laws", greedy_rows_draw)(monkeypatch)
     with pytest.raises(AssertionError):

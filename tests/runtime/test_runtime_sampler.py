@@ -239,9 +239,7 @@ def test_draws_follow_the_softmax(temperature: float, seed: int) -> None:
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("drafters_vocab", [VOCAB - 6, VOCAB + 6], ids=["narrower", "wider"])
-def test_a_drafter_of_another_width_has_its_bias(
-    drafters_vocab: int, temperature: float, kernels: str
-) -> None:
+def test_a_drafter_s_own_ids_have_their_bias(drafters_vocab: int, temperature: float, kernels: str) -> None:
     """Every slot's own bias, over embeddings that are padded otherwise than the target's."""
     if kernels == "triton":
         pytest.importorskip("triton")

@@ -30,11 +30,6 @@ def sequence_of(name: str, prompt: tuple[int, ...], limit: int) -> Sequence:
     )
 
 
-def held_of(scheduler: Scheduler, sequence: Sequence) -> int:
-    """Positions whose cache is there."""
-    return sequence.prefilled if sequence is scheduler.prefilling else sequence.prefill_end
-
-
 def scheduler_of(slots: int, pages: int, *, sharing: bool = True) -> Scheduler:
     return Scheduler(slots, PageTable(NUM_RESERVED + pages), PAGE, BLOCK, CTX, sharing=sharing)
 
@@ -43,23 +38,17 @@ class SchedulerModel(RuleBasedStateMachine):
     """Drives a scheduler as the engine does, with rounds that accept what hypothesis likes."""
 
     @initialize(
-        slots=st.integers(1, 4),
-        spare=st.integers(0, 12),
-        lag=st.integers(0, 2),
-        sharing=st.booleans(),
-        places=st.integers(0, 5),
+        **{"slots": st.integers(1, 4), "spare": st.integers(0, 12), "lag": st.integers(0, 2)},
+        **{"sharing": st.booleans(), "places": st.integers(0, 5)},
     )
     def start(self, slots: int, spare: int, lag: int, sharing: bool, places: int) -> None:
         self.table = PageTable(NUM_RESERVED + CTX // PAGE + spare)
         kept = Checkpoints(places) if places and sharing else None
         self.scheduler = Scheduler(slots, self.table, PAGE, BLOCK, CTX, sharing=sharing, checkpoints=kept)
-        self.saved: dict[
-            int, list[int]
-        ] = {}  # of each checkpoint's place, the tokens that its states took in
+        self.saved = dict[int, list[int]]()  # of each checkpoint's place, the tokens that its states took in
         self.lag, self.added, self.ended = lag, 0, 0
         self.rounds: list[list[tuple[Sequence, int]]] = []  # (who took part, its epoch) of each on its way
-        self.arrivals: dict[Sequence, int] = {}
-        self.widths: dict[Sequence, list[int]] = {}
+        self.arrivals, self.widths = dict[Sequence, int](), dict[Sequence, list[int]]()
 
     # Texts of two letters share prefixes often.
     @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=CTX - 1), more=st.integers(1, CTX))
@@ -83,15 +72,20 @@ class SchedulerModel(RuleBasedStateMachine):
         if run is not None and run.kind == "chunk":
             assert sequence.prefilled == run.start, "a hit cut a chunk"
         stops = [end for end in sequence.stops if end > before]
-        self.scheduler.wrote(
-            sequence, sequence.prefill_end if run is None else min(run.end, before + 4, *stops)
-        )
+        end = sequence.prefill_end if run is None else min(run.end, before + 4, *stops)
+        self.scheduler.wrote(sequence, end)
         self.save(sequence, self.scheduler.due(sequence, before), sequence.prefilled)
         sequence.active = sequence is not self.scheduler.prefilling
 
     def save(self, sequence: Sequence, place: int | None, end: int) -> None:
         if place is not None:
             self.saved[place] = sequence.tokens()[:end]
+
+    def save_all(self, sequence: Sequence) -> None:
+        """Up to the last position whose cache is there."""
+        writing = sequence is self.scheduler.prefilling
+        held = sequence.prefilled if writing else sequence.prefill_end
+        self.save(sequence, self.scheduler.checkpoint(sequence, held), held)
 
     def read(self, data: st.DataObject | None) -> None:
         took_part = self.rounds.pop(0)
@@ -113,8 +107,7 @@ class SchedulerModel(RuleBasedStateMachine):
     def end(self, sequence: Sequence, reason: str) -> None:
         sequence.finish_reason = reason
         if reason != "error" and not sequence.in_flight:
-            held = held_of(self.scheduler, sequence)
-            self.save(sequence, self.scheduler.checkpoint(sequence, held), held)
+            self.save_all(sequence)
         self.scheduler.retire(sequence)
         self.ended += 1
 
@@ -128,11 +121,12 @@ class SchedulerModel(RuleBasedStateMachine):
                     continue
                 last = max(self.scheduler.running(), key=lambda s: s.epoch)
                 assert self.arrivals[last] == max(self.arrivals[s] for s in self.scheduler.running())
-                kept, held = list(last.generated), held_of(self.scheduler, last)
-                self.save(last, self.scheduler.checkpoint(last, held), held)
+                kept = list(last.generated)
+                self.save_all(last)
                 self.scheduler.preempt(last)
                 assert last.generated == kept and self.scheduler.waiting[0] is last
 
+    @rule(k=st.integers(0, MAX_DRAFT), data=st.data())
     def round(self, k: int, data: st.DataObject | None) -> None:
         oldest = min(self.scheduler.decoding(), key=self.arrivals.__getitem__, default=None)
         self.make_room(k, data)
@@ -147,10 +141,6 @@ class SchedulerModel(RuleBasedStateMachine):
             self.rounds.append([(sequence, sequence.epoch) for sequence in live])
         while self.rounds and (len(self.rounds) > self.lag or not launched):
             self.read(data)
-
-    @rule(k=st.integers(0, MAX_DRAFT), data=st.data())
-    def one_round(self, k: int, data: st.DataObject) -> None:
-        self.round(k, data)
 
     @precondition(lambda self: self.scheduler.by_id)
     @rule(data=st.data())
@@ -171,9 +161,8 @@ class SchedulerModel(RuleBasedStateMachine):
         assert not line or not inside or max(inside) < line[0]
         assert self.added == self.ended + len(self.scheduler.by_id)
         # A page that a round on its way may write to belongs to no other sequence.
-        for took_part in self.rounds:
-            for sequence, epoch in took_part:
-                assert sequence.epoch == epoch or sequence.finish_reason, "preempted under a running round"
+        for sequence, epoch in (each for took_part in self.rounds for each in took_part):
+            assert sequence.epoch == epoch or sequence.finish_reason, "preempted under a running round"
 
     def teardown(self) -> None:
         """Left alone, every request ends, and every page comes back."""
@@ -219,8 +208,7 @@ def test_pages_stay_until_no_round_can_touch_them() -> None:
 def test_a_prompt_finds_what_the_one_before_it_wrote() -> None:
     """Two prompts of one beginning that wait together: the second is admitted after the first is written."""
     scheduler = scheduler_of(3, 30)
-    text = tuple(range(18))
-    first, second = sequence_of("first", (*text, 1), 30), sequence_of("second", (*text, 2), 30)
+    first, second = (sequence_of(f"{last}", (*range(18), last), 30) for last in (1, 2))
     scheduler.add(first)
     scheduler.add(second)
     assert scheduler.next_to_prefill(0) is first
