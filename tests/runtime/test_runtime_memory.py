@@ -52,16 +52,10 @@ GIB = 2**30
 
 def config_8b(**changes: Any) -> ModelConfig:
     """The shapes of an 8B model."""
-    sizes = {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_layers": 36,
-        "num_heads": 32,
-        "num_kv_heads": 8,
-    }
-    sizes |= {"head_dim": 128, "vocab_size": 151936, "max_positions": 40960, "tie_embeddings": False}
+    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_layers": 36, "num_heads": 32}
+    sizes |= {"num_kv_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_positions": 40960}
     other = {"architecture": "Qwen3ForCausalLM", "rope": RopeConfig("default", 1e6), "rms_norm_eps": 1e-6}
-    other |= {"attention_bias": False, "mlp_bias": False, "dtype": "bfloat16"}
+    other |= {"tie_embeddings": False, "attention_bias": False, "mlp_bias": False, "dtype": "bfloat16"}
     return ModelConfig(**{**sizes, **other, "bos_token_id": None, "eos_token_ids": (), **changes})
 
 
@@ -350,13 +344,9 @@ def assert_still_right(engine: Engine, folder: Path, **wishes: Any) -> None:
     assert not engine.has_work
 
 
-RUNNING = [
-    ("prefill", ModelRunner, "write", 1),
-    ("first round", Round, "run", 0),
-    ("later round", Round, "run", 4),
-]
+RUNNING = [("prefill", ModelRunner, "write", 1), ("first round", Round, "run", 0)]
 RUNNING += [("after commit", Round, "_commit", 3), ("after a round", Round, "run", 3)]
-RUNNING += [("pages", Engine, "_make_room", 2)]
+RUNNING += [("pages", Engine, "_make_room", 2), ("later round", Round, "run", 4)]
 
 
 @pytest.mark.covers(1)
@@ -392,9 +382,7 @@ def test_no_memory_while_running(place: Any, spec: str, lag: int, tiny: Tiny, mo
             last += event.token_ids if event.request_id == "r2" else ()
     assert failed == 1 and len(ends) == 3 and (ends["r0"], ends["r2"]) == ("error", "length"), ends
     monkeypatch.setattr(owner, name, real)
-    assert last == run_all(make_engine(folder), PROMPTS[2:], [long])[0].tokens, (
-        "one that waited is not harmed"
-    )
+    assert last == run_all(make_engine(folder), PROMPTS[2:], [long])[0].tokens, "what waited is not harmed"
     assert_still_right(engine, folder, **wishes)
     engine.close()
 

@@ -1,5 +1,6 @@
 """Counters and latencies by their definitions: by hand, against the clock, and summed over requests."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,6 @@ from spd.kernels.round.commit import FAILED, GOING_ON, read_emission
 from spd.runtime import Event, Request, SamplingParams
 from spd.runtime.engine.engine import REASONS
 from spd.runtime.engine.sequence import Detokenizer, Sequence
-from spd.runtime.round.round_queue import RoundResult
-from spd.runtime.round.sampling_params import SamplerClass
 from tests.helpers import Patch, Tiny, logits_of, make_engine, random_prompts, run_all
 from tests.runtime.test_runtime_scheduler import sequence_of
 
@@ -23,17 +22,10 @@ def target(tiny: Tiny) -> Path:
     return tiny("qwen3", layers=2, seed=3)
 
 
-def told(
-    drafts: int, accepted: int, reason: int = GOING_ON, committed: int | None = None
-) -> tuple[list[int], RoundResult]:
-    """A ring's row of a round of 4 drafts at most, and the round's result."""
-    kept = accepted + 1 if committed is None else committed
+def event_of(sequence: Sequence, drafts: int, accepted: int, now: float, reason: int = GOING_ON) -> Event:
+    """What a round of 4 drafts at most brought, as the engine reads it of the ring's row."""
+    kept = 0 if reason == FAILED else accepted + 1
     row = [9, drafts, accepted, kept, reason, 4, 0, *range(5), *[7] * 4]
-    return row, RoundResult([row], None, 4, 0, None, (0.0, 0.0, 0.0), 0.0)
-
-
-def event_of(sequence: Sequence, row: list[int], result: RoundResult, now: float) -> Event:
-    """What the round brought, as the engine reads it."""
     _, drafts, matched, committed, reason, *_, sampled = read_emission(row)
     return sequence.take(sampled[:committed], drafts, matched, REASONS[reason], now)
 
@@ -43,8 +35,7 @@ def test_definitions_by_hand() -> None:
     sequence = sequence_of("a", (1,), 40)
     sequence.arrived_at = 0.25
     for drafts, accepted, now in ((0, 0, 1.0), (3, 3, 2.0), (3, 1, 4.0), (2, 0, 7.0)):
-        row, result = told(drafts, accepted)
-        event = event_of(sequence, row, result, now)
+        event = event_of(sequence, drafts, accepted, now)
         assert event.token_ids == tuple(range(accepted + 1))
         assert event.drafted == (*[True] * accepted, False)
     assert sequence.length == 1 + 8
@@ -60,20 +51,15 @@ def test_definitions_by_hand() -> None:
 
 def test_what_is_cut_away_was_matched_and_not_kept() -> None:
     """A stop string in the second of four tokens; and a row without a number, which brings nothing."""
-    params = SamplingParams(stop=("b",))
-    sequence = Sequence(
-        request=Request("a", (1,), params),
-        length_limit=40,
-        stop_ids=(),
-        detokenizer=Detokenizer(lambda ids: bytes(97 + token for token in ids), params.stop, 0),
-        needs=SamplerClass(),
-    )
-    event = event_of(sequence, *told(3, 3), 1.0)
+    letters = Detokenizer(lambda ids: bytes(97 + token for token in ids), ("b",), 0)
+    request = Request("a", (1,), SamplingParams(stop=("b",)))
+    sequence = replace(sequence_of("a", (1,), 40), request=request, detokenizer=letters)
+    event = event_of(sequence, 3, 3, 1.0)
     assert (event.token_ids, event.text, event.finish_reason) == ((0, 1), "a", "stop")
     m = sequence.metrics
     assert (m.draft_n, m.draft_n_accepted_raw, m.draft_n_accepted) == (3, 3, 2)
-    failed, (row, result) = sequence_of("b", (1,), 40), told(2, 1, FAILED, 0)
-    event = event_of(failed, row, result, 1.0)
+    failed = sequence_of("b", (1,), 40)
+    event = event_of(failed, 2, 1, 1.0, FAILED)
     assert (event.token_ids, event.finish_reason) == ((), "error") and event.error
     m = failed.metrics
     assert (m.draft_n, m.draft_n_accepted_raw, m.draft_n_accepted) == (2, 1, 0)
@@ -102,9 +88,7 @@ def test_logprobs_are_the_models_own_at_every_kind_of_token(target: Path, spec: 
         SamplingParams(max_tokens=30, temperature=0.4 * i, seed=i, logprobs=4, presence_penalty=float(i > 2))
         for i in range(5)
     ]
-    done = engine.generate(
-        [Request(f"{i}", p, q) for i, (p, q) in enumerate(zip(PROMPTS, params, strict=True))]
-    )
+    done = engine.generate(list(map(Request, "01234", PROMPTS, params)))
     kinds = [drafted for one in done for drafted in one.drafted]
     assert any(kinds) and not all(kinds)
     for prompt, one in zip(PROMPTS, done, strict=True):

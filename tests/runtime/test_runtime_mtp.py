@@ -1,6 +1,7 @@
 """MTP drafts against plain references, their caches after rejections, prefix hits and late catching up."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
@@ -38,6 +39,7 @@ BY_LIBRARY = ("deepseek_v3", "deepseek_v3_2", "glm4", "glm4_lite", "mimo_v2", "s
 SHORT = {("deepseek", 1), ("mimo3", 4), ("ernie", 2), ("deepseek_v3", 3), ("glm4_lite", 2)}
 SHORT |= {("mimo_v2", 3), ("step3", 2), ("nemotron_h", 3)}
 
+Fault = Callable[[Engine, pytest.MonkeyPatch], None]
 Texts = list[tuple[tuple[int, ...], Run]]
 
 
@@ -80,13 +82,11 @@ def compared(plain: PlainDrafter, runs: Texts, most: int = 1000) -> tuple[int, i
     return wrong, seen, rejected
 
 
+EVERY = list(itertools.product(HEADS, (1, 2, 3, 4)))
+
+
 @pytest.mark.parametrize(
-    ("name", "k"),
-    [
-        pytest.param(name, k, marks=() if (name, k) in SHORT else pytest.mark.slow)
-        for name in HEADS
-        for k in (1, 2, 3, 4)
-    ],
+    ("name", "k"), [pytest.param(*each, marks=() if each in SHORT else pytest.mark.slow) for each in EVERY]
 )
 def test_drafts_are_the_reference_s(heads: Tiny, tmp_path: Path, name: str, k: int) -> None:
     family, modules = HEADS[name]["family"], HEADS[name].get("modules", 1)
@@ -94,12 +94,12 @@ def test_drafts_are_the_reference_s(heads: Tiny, tmp_path: Path, name: str, k: i
     for kind in ("copy",) if short else ("random", "copy"):
         folder = heads(name, kind)
         plain: PlainDrafter
-        if name in BY_LIBRARY:
-            plain = LibraryMtp(folder, family, modules, tmp_path / kind)
-        elif name == "nemotron_h":
+        if name == "nemotron_h":
             plain = NemotronMtp(folder, tmp_path / kind)
         else:
-            plain = PlainMtp(folder, family, modules)
+            by_library = name in BY_LIBRARY
+            own = (family, modules)
+            plain = LibraryMtp(folder, *own, tmp_path / kind) if by_library else PlainMtp(folder, *own)
         engine = make_engine(folder, spec="mtp", draft_max=k, kernels="torch" if k == 1 else "auto")
         wrong, seen, rejected = compared(plain, texts(engine, 24 if short else 60), 6 if short else 1000)
         assert wrong == 0, (kind, wrong, seen)
@@ -108,16 +108,14 @@ def test_drafts_are_the_reference_s(heads: Tiny, tmp_path: Path, name: str, k: i
     assert total > (12 if short else 200)
 
 
-def swapped(engine: Engine, monkeypatch: Patch) -> None:
-    """The projection reads the state where the embedding belongs."""
-    for module in modules_of(engine):
-        module.rules = replace(module.rules, hidden_first=not module.rules.hidden_first)
+def ruled(**rules: Any) -> Fault:
+    """Modules of other rules."""
 
+    def plant(engine: Engine, monkeypatch: Patch) -> None:
+        for module in modules_of(engine):
+            module.rules = replace(module.rules, **rules)
 
-def unmasked(engine: Engine, monkeypatch: Patch) -> None:
-    """The embedding at position 0 counts."""
-    for module in modules_of(engine):
-        module.rules = replace(module.rules, masked=-1)
+    return plant
 
 
 def before_the_norm(engine: Engine, monkeypatch: Patch) -> None:
@@ -151,12 +149,6 @@ def turned_by_slots(engine: Engine, monkeypatch: Patch) -> None:
         table.cos, table.sin = table.cos.repeat(2, 1), table.sin.repeat(2, 1)
 
 
-def recycled_raw(engine: Engine, monkeypatch: Patch) -> None:
-    """A module goes on from what stands before its final norm."""
-    for module in modules_of(engine):
-        module.rules = replace(module.rules, recycles_normed=False)
-
-
 def stale(engine: Engine, monkeypatch: Patch) -> None:
     """Entries made of recycled states stay in the cache: only the newest token is recomputed."""
     honest = HeadProposer._window
@@ -173,10 +165,12 @@ def modules_of(engine: Engine) -> list[HeadModel]:
     return [runner.model for runner in proposer.runners]  # type: ignore[misc]
 
 
-FAULTS = (swapped, unmasked, before_the_norm, shifted, turned_by_slots, recycled_raw, stale)
-
-
-Fault = Callable[[Engine, pytest.MonkeyPatch], None]
+FAULTS = {
+    "the projection reads the state where the embedding belongs": ruled(hidden_first=True),
+    "the embedding at position 0 counts": ruled(masked=-1),
+    "a module goes on from what stands before its final norm": ruled(recycles_normed=False),
+    **{fault.__name__: fault for fault in (before_the_norm, shifted, turned_by_slots, stale)},
+}
 
 
 @functools.cache
@@ -188,15 +182,13 @@ def with_fault(target: Path, fault: Fault, monkeypatch: Patch, **wishes: Any) ->
     """Texts of an engine whose head has a fault; they are those without a drafter."""
     engine = quick_engine(target, draft_max=2, **wishes)
     fault(engine, monkeypatch)
-    runs = texts(engine, 16)
-    assert [run.output for _, run in runs] == [run.output for _, run in plain_texts(target)], (
-        "a drafter changed text"
-    )
+    runs, plain = texts(engine, 16), plain_texts(target)
+    assert [run.output for _, run in runs] == [run.output for _, run in plain], "a drafter changed text"
     return runs
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_planted_fault_is_seen(heads: Tiny, monkeypatch: Patch, fault: Fault) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(heads: Tiny, monkeypatch: Patch, fault: str) -> None:
     folder = heads("deepseek", "random")
-    runs = with_fault(folder, fault, monkeypatch, spec="mtp")
+    runs = with_fault(folder, FAULTS[fault], monkeypatch, spec="mtp")
     assert compared(PlainMtp(folder, "deepseek", 1), runs, most=8)[0] > 0

@@ -12,13 +12,7 @@ from spd.kernels.attention.rotary_store import Pools
 from spd.runtime import SamplingParams
 from spd.runtime.layers.linear import Linear
 from spd.runtime.round import arithmetic_probe
-from spd.runtime.round.arithmetic_probe import (
-    CANDIDATES,
-    WIDEST,
-    admitted_buckets,
-    admitted_parts,
-    summed_alike,
-)
+from spd.runtime.round.arithmetic_probe import CANDIDATES, WIDEST, admitted_buckets, admitted_parts
 from spd.runtime.round.model_runner import bucket_for, context_for
 from tests.helpers import Patch, Tiny, make_engine, run_all
 
@@ -84,7 +78,7 @@ def test_another_order_of_a_sum_refuses_a_row_count_though_rounding_hides_it(odd
     x = product.example(WIDEST)
     shown = [w for w in odd if not torch.equal(product.product(x[:w], w), product.product(x, WIDEST)[:w])]
     assert shown == [], "in no result of these"
-    assert summed_alike(product, widths) == tuple(w for w in widths if w not in odd)
+    assert arithmetic_probe.summed_alike(product, widths) == tuple(w for w in widths if w not in odd)
 
 
 def test_products_say_what_rounding_took() -> None:
@@ -100,9 +94,7 @@ def test_products_say_what_rounding_took() -> None:
 
 
 @pytest.mark.parametrize(("spec", "width"), [("off", 1), ("ngram", 4)])
-def test_only_the_rows_of_slots_that_have_some_are_run(
-    tiny: Tiny, spec: str, width: int, monkeypatch: Patch
-) -> None:
+def test_rows_of_empty_slots_are_not_run(tiny: Tiny, spec: str, width: int, monkeypatch: Patch) -> None:
     """One request where eight could be, and three: no pass has more rows than their windows fill up to."""
     engine = make_engine(tiny("qwen3"), spec=spec, draft_max=width - 1, slots=8)
     runner, seen = engine._device.runner, []
@@ -114,11 +106,8 @@ def test_only_the_rows_of_slots_that_have_some_are_run(
         return forward(batch, caches)  # type: ignore[arg-type]
 
     monkeypatch.setattr(model, "forward", spy)
-    head = runner.model.logits
-    scored = []
-    monkeypatch.setattr(
-        model, "logits", lambda hidden, tile: scored.append(len(hidden)) or head(hidden, tile)
-    )
+    head, scored = model.logits, []
+    monkeypatch.setattr(model, "logits", lambda h, tile: scored.append(len(h)) or head(h, tile))
     for count in (1, 3):
         seen.clear(), scored.clear()
         params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -131,9 +120,7 @@ def test_only_the_rows_of_slots_that_have_some_are_run(
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("draft_max", [1, 3])
 @pytest.mark.parametrize("spec", ["off", "ngram", "draft", "mtp"])
-def test_texts_depend_neither_on_row_counts_nor_on_empty_slots(
-    tiny: Tiny, spec: str, draft_max: int, lag: int
-) -> None:
+def test_texts_depend_on_no_row_counts_nor_slots(tiny: Tiny, spec: str, draft_max: int, lag: int) -> None:
     """Two requests in six slots, by all row counts and by the widest alone: each as alone and plain."""
     target = demo_folder() if spec == "mtp" else tiny("qwen3")
     prompts = [tuple(range(40 + i, 60 + i)) for i in range(2)]
@@ -155,9 +142,7 @@ HEADS = AttentionHeads(4, 2, 16)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "start"), [(2, 0), (5, KV_BLOCK)])
-def test_a_part_that_differs_in_one_bit_is_refused(
-    monkeypatch: Patch, dtype: torch.dtype, rows: int, start: int
-) -> None:
+def test_a_part_that_differs_is_refused(monkeypatch: Patch, dtype: Any, rows: int, start: int) -> None:
     """In one number of rows, in the first block or in the second."""
     honest = admitted_parts(HEADS, dtype, 64, (2, 5, 32))
     assert honest or torch.backends.cpu.get_cpu_capability() != "AVX512", "else nothing is shown"
@@ -175,9 +160,7 @@ def test_a_part_that_differs_in_one_bit_is_refused(
 
 
 def test_contexts_are_whole_blocks_and_a_part() -> None:
-    lengths = (0, 1, 128, 129, 256, 257, 512, 513, 700, 1024)
-    assert [context_for(length, (128, 256)) for length in lengths] == [
-        *(0, 128, 128, 256, 256, 512, 512, 640, 768, 1024)
-    ]
+    wanted = {0: 0, 1: 128, 128: 128, 129: 256, 256: 256, 257: 512, 512: 512, 513: 640, 700: 768, 1024: 1024}
+    assert {length: context_for(length, (128, 256)) for length in wanted} == wanted
     assert [context_for(length, (256,)) for length in (1, 257, 513)] == [256, 512, 768]
     assert [context_for(length, ()) for length in (1, 512, 513)] == [512, 512, 1024]

@@ -73,14 +73,10 @@ def test_an_answer_is_its_gpus_alone(tmp_path: Path) -> None:
     assert read_answer(cache, {**BOUND, "driver": "1.3"}) is None
     whole = json.loads(place.read_text())
     widest = [{"int8": 128}, {"int9": 16}, [16], {"int8": [16]}, None]
-    bad = [
-        whole | {"for": {**BOUND, "gpu": "other"}},
-        [],
-        {"for": BOUND},
-        *({**whole, "widest": w} for w in widest),
-    ]
+    bad = [whole | {"for": {**BOUND, "gpu": "other"}}, [], {"for": BOUND}]
+    bad += [{**whole, "widest": each} for each in widest]
     texts = [*map(json.dumps, bad), place.read_text()[:-3], "", "[" * 10**5]
-    for text in (*(text.encode() for text in texts), b"\xff"):
+    for text in (*map(str.encode, texts), b"\xff"):
         place.write_bytes(text)
         assert read_answer(cache, BOUND) is None, text[:80]
     place.write_text(json.dumps(whole))
@@ -117,9 +113,7 @@ def test_an_engine_has_the_tiles_of_its_plan(tiny: Tiny, monkeypatch: Patch) -> 
     params = [SamplingParams(max_tokens=2, seed=3)]
     runs = []
     for widest in ({}, {"float16": 64}):
-        monkeypatch.setattr(
-            "spd.runtime.load.token_tiles.widest_tiles", lambda device, cache, w=widest: (w, "asked")
-        )
+        monkeypatch.setattr(token_tiles, "widest_tiles", lambda device, cache, w=widest: (w, "asked"))
         engine = make_engine(tiny("qwen3"), device="cpu", dtype="float16", kernels="triton", ctx=128)
         kernels = engine._device.runner.kernels
         assert kernels.token_tiles == widest == engine.plan.as_dict()["token_tiles"]
@@ -133,12 +127,11 @@ def test_an_engine_has_the_tiles_of_its_plan(tiny: Tiny, monkeypatch: Patch) -> 
 def test_the_doctor_asks_each_kind_of_gpu_once(tmp_path: Path, monkeypatch: Patch) -> None:
     """Two of one kind, an old one, and one of another kind; two files are kept."""
     held = [(9, 0), (9, 0), (7, 5), (8, 0)]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(held))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(
-        torch.cuda, "get_device_capability", lambda device=None: held[device.index if device else 0]
-    )
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    capability = lambda device=None: held[device.index if device else 0]  # noqa: E731
+    cuda = {"device_count": lambda: len(held), "device": lambda device: nullcontext()}
+    cuda |= {"get_device_capability": capability, "is_available": lambda: True}
+    for name, stand_in in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(tile_questions, "bound_to", lambda device: {"gpu": str(held[device.index])})
     monkeypatch.setattr(tile_questions, "ask", lambda load, device: dict.fromkeys(KINDS, 32))
     monkeypatch.setattr(pytest.importorskip("triton").knobs.runtime, "interpret", False)
