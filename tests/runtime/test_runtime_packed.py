@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.json_file import Fields
-from spd.formats.quantized import Scheme, read_quantization
+from spd.formats.quantized import read_quantization
 from spd.runtime import EngineConfig, SamplingParams, make_plan
 from spd.runtime.load import packed_weights
 from spd.runtime.load.packed_weights import unpack, unpacked_words
@@ -28,6 +28,7 @@ from tests.helpers import (
     edit_weights,
     few_programs,
     make_engine,
+    outputs,
     random_prompts,
     refused_weights,
     run_all,
@@ -41,13 +42,6 @@ from tests.recipes.tiny_mtp import write_tiny_mtp
 SIZES = {"hidden": 64, "intermediate": 128, "dtype": "bfloat16"}
 
 
-def scheme(way: str) -> Scheme:
-    found = read_quantization(Fields("config.json", {"quantization_config": WAYS[way][0]}))
-    own = None if found is None else found.scheme_of("model.layers.0.mlp.up_proj")
-    assert own is not None
-    return own
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("rows", [8, 40, 72])
 def test_every_value(way: str, rows: int, tmp_path: Path, monkeypatch: Patch) -> None:
@@ -56,7 +50,9 @@ def test_every_value(way: str, rows: int, tmp_path: Path, monkeypatch: Patch) ->
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(rows)) * 0.1
     stored: Stored = WAYS[way][1](weight)
     save_file({f"a.b.{last}": each for last, each in stored.tensors.items()}, tmp_path / "model.safetensors")
-    own = scheme(way)
+    read = read_quantization(Fields("config.json", {"quantization_config": WAYS[way][0]}))
+    own = None if read is None else read.scheme_of("model.layers.0.mlp.up_proj")
+    assert own is not None
     with Checkpoint.open(tmp_path) as checkpoint, torch.inference_mode():
         found = unpack(checkpoint, "a.b", own, shape)
     assert torch.equal(found.plain(), stored.values)
@@ -74,14 +70,25 @@ def test_words_of_every_width(bits: int, count: int) -> None:
 def spoken(folder: Path, count: int = 6, vocab: int = 256, **wishes: Any) -> list[Any]:
     params = [SamplingParams(max_tokens=count), SamplingParams(max_tokens=count, temperature=0.8, seed=1)]
     engine = make_engine(folder, **{"dtype": "float32", "kernels": "torch", **wishes})
-    return [run.output for run in run_all(engine, random_prompts(2, 2 * count, vocab), params)]
+    return outputs(run_all(engine, random_prompts(2, 2 * count, vocab), params))
+
+
+def speaks_as_its_copy(folder: Path, way: str, to: Path) -> None:
+    twin, plain = write_twins(folder, to, way)
+    assert spoken(twin) == spoken(plain)
 
 
 @pytest.mark.covers(count=6)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_twin_speaks_as_its_dequantised_copy(way: str, tiny: Tiny, tmp_path: Path) -> None:
-    twin, plain = write_twins(tiny("qwen3", **SIZES), tmp_path, way)
-    assert spoken(twin) == spoken(plain)
+    speaks_as_its_copy(tiny("qwen3", **SIZES), way, tmp_path)
+
+
+@pytest.mark.parametrize("way", ["w4-32-zeros", "nvfp4"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_experts_and_latent_attention(family: str, way: str, tiny: Tiny, tmp_path: Path) -> None:
+    """Rows in another order for interleaved rotation, experts below each other."""
+    speaks_as_its_copy(tiny(family, **SIZES), way, tmp_path)
 
 
 def test_codes_stay_packed_and_are_counted(tiny: Tiny, tmp_path: Path) -> None:
@@ -91,20 +98,9 @@ def test_codes_stay_packed_and_are_counted(tiny: Tiny, tmp_path: Path) -> None:
     assert engine.plan.need.weights < wide.plan.need.weights
     config, form = engine.plan.model.config, engine.plan.shape.form
     layers = tensor_bytes(config, "bfloat16", form), tensor_bytes(config, "bfloat16")
-    matrices = sum(
-        tensor.numel()
-        for name, tensor in load_file(plain / "model.safetensors").items()
-        if tensor.dim() == 2 and "proj" in name
-    )
+    stored = load_file(plain / "model.safetensors").items()
+    matrices = sum(tensor.numel() for name, tensor in stored if tensor.dim() == 2 and "proj" in name)
     assert layers[1] - layers[0] == matrices * 2 - matrices // 2 - matrices // 32 * 2
-
-
-@pytest.mark.parametrize("way", ["w4-32-zeros", "nvfp4"])
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
-def test_experts_and_latent_attention(family: str, way: str, tiny: Tiny, tmp_path: Path) -> None:
-    """Rows in another order for interleaved rotation, experts below each other."""
-    twin, plain = write_twins(tiny(family, **SIZES), tmp_path, way)
-    assert spoken(twin) == spoken(plain)
 
 
 @pytest.mark.parametrize("way", ["fp8-block", "modelopt-nvfp4"])
@@ -149,26 +145,19 @@ def test_wrong_tensors(way: str, last: str, change: Any, words: str, tiny: Tiny,
     assert words in said and UP in said
 
 
-def test_zero_points_beside_symmetric_weights(tiny: Tiny, tmp_path: Path) -> None:
-    twin, _ = write_twins(tiny("qwen3", **SIZES), tmp_path, "w4-32")
-    said = refused_weights(
-        twin, lambda t: t.update({UP + "weight_zero_point": torch.zeros(16, 2, dtype=torch.int32)})
-    )
+def test_schemes_that_do_not_fit_what_is_stored(tiny: Tiny, tmp_path: Path) -> None:
+    """Zero points beside symmetric weights, codes without a scheme, and groups that do not divide."""
+    twin, _ = write_twins(tiny("qwen3", **SIZES), tmp_path / "w4", "w4-32")
+    zeros = {UP + "weight_zero_point": torch.zeros(16, 2, dtype=torch.int32)}
+    said = refused_weights(twin, lambda tensors: tensors.update(zeros))
     assert "calls the weights symmetric" in said and "model.safetensors" in said
-
-
-def test_groups_that_do_not_divide(tiny: Tiny, tmp_path: Path) -> None:
-    twin, _ = write_twins(tiny("qwen3", **SIZES), tmp_path, "gptq")
-    edit_config(twin, lambda config: config["quantization_config"].update(group_size=48))
-    said = refused_weights(twin)
-    assert "groups of 48 do not divide 64 columns" in said and "qweight" in said
-
-
-def test_codes_without_a_scheme(tiny: Tiny, tmp_path: Path) -> None:
-    twin, _ = write_twins(tiny("qwen3", **SIZES), tmp_path, "w4-32")
     own = {"targets": ["re:.*o_proj"]}
     edit_config(twin, lambda config: config["quantization_config"]["config_groups"]["group_0"].update(own))
     assert "holds codes, but quantization_config has no scheme for it" in refused_weights(twin)
+    twin, _ = write_twins(tiny("qwen3", **SIZES), tmp_path / "gptq", "gptq")
+    edit_config(twin, lambda config: config["quantization_config"].update(group_size=48))
+    said = refused_weights(twin)
+    assert "groups of 48 do not divide 64 columns" in said and "qweight" in said
 
 
 def test_the_header_says_which_matrices_are_quantized(tiny: Tiny, tmp_path: Path) -> None:
@@ -212,13 +201,10 @@ def test_c_kernels_speak_as_the_dequantised_copy(way: str, tiny: Tiny, tmp_path:
 
 @INTERPRETED[0]
 @INTERPRETED[1]
-@pytest.mark.parametrize(
-    ("family", "way"), [("qwen3", "w4--1-zeros"), pytest.param("qwen3_moe", "nvfp4", marks=pytest.mark.slow)]
-)
-def test_triton_kernels_speak_as_the_dequantised_copy(
-    family: str, way: str, tiny: Tiny, tmp_path: Path, monkeypatch: Patch
-) -> None:
+@pytest.mark.parametrize("way", ["w4--1-zeros", pytest.param("nvfp4", marks=pytest.mark.slow)])
+def test_triton_kernels_speak_as_the_copy(way: str, tiny: Tiny, tmp_path: Path, monkeypatch: Patch) -> None:
     few_programs(monkeypatch)
+    family = "qwen3_moe" if way == "nvfp4" else "qwen3"
     folder = tiny(family, **SIZES, layers=1, vocab=64, tokenizer=False)
     speak_alike(folder, way, tmp_path, "triton", 2, 64)
 
@@ -231,10 +217,8 @@ def test_mtp_heads_in_codes_and_left_as_they_were(kept: tuple[str, ...], tmp_pat
     twin, plain = write_twins(source, tmp_path, "w4-32", keep=(*packed_twin.NEVER, *kept))
     names = load_file(twin / "model.safetensors")
     assert any("mtp_layers" in name and name.endswith("weight_packed") for name in names) == (not kept)
-    work = (
-        random_prompts(3, 30, 256),
-        [SamplingParams(max_tokens=40, temperature=t, seed=3) for t in (0, 0.8, 1)],
-    )
+    params = [SamplingParams(max_tokens=40, temperature=t, seed=3) for t in (0, 0.8, 1)]
+    work = random_prompts(3, 30, 256), params
     wishes = {"kernels": "native", "dtype": "float32"}
     off = run_all(make_engine(twin, spec="off", **wishes), *work)
     runs, same = (run_all(make_engine(each, **wishes, **PROPOSERS["mtp"]), *work) for each in (twin, plain))
@@ -242,21 +226,16 @@ def test_mtp_heads_in_codes_and_left_as_they_were(kept: tuple[str, ...], tmp_pat
     assert accepted(runs) == accepted(same)
 
 
-def convert(*words: object) -> int:
-    return subprocess.run([sys.executable, "-m", "spd", "convert-mtp", *map(str, words), "-q"]).returncode
-
-
 def test_a_head_in_codes_goes_to_a_folder_of_its_own(tmp_path: Path) -> None:
     source = write_tiny_mtp(tmp_path / "source", family="mimo", kind="copy", variant="qwen3", **SIZES)
     twin, _ = write_twins(source, tmp_path, "w4-32")
     head = tmp_path / "head"
-    assert convert(twin, head) == 0
+    subprocess.run([sys.executable, "-m", "spd", "convert-mtp", str(twin), str(head), "-q"], check=True)
     config = json.loads((head / "config.json").read_text())["transformer_layer_config"]
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
     work = random_prompts(2, 30, 256), [SamplingParams(max_tokens=30)] * 2
-    own, apart = (
-        run_all(make_engine(twin, **more, **PROPOSERS["mtp"]), *work) for more in ({}, {"mtp": head})
-    )
+    engines = (make_engine(twin, **more, **PROPOSERS["mtp"]) for more in ({}, {"mtp": head}))
+    own, apart = (run_all(engine, *work) for engine in engines)
     assert_same(apart, own)
     assert accepted(apart) == accepted(own)
 

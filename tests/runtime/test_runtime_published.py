@@ -50,8 +50,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
     @cache
     def get(name: str) -> tuple[ModelFolder, Release]:
-        row = RELEASES[name]
-        row = replace(row, layers=request.param or row.layers)
+        row = replace(RELEASES[name], layers=request.param or RELEASES[name].layers)
         return ModelFolder(write_published(tmp_path_factory.mktemp("published"), row)), row
 
     return get
@@ -75,26 +74,18 @@ def test_the_table_makes_as_many_tensors_as_were_published(name: str) -> None:
 
 @pytest.mark.covers(count=4)
 @pytest.mark.parametrize("name", RELEASES)
-def test_every_tensor_is_used_or_named_as_unused(name: str, shelf: Shelf) -> None:
+def test_every_tensor_is_used_or_named_and_the_mtp_layer_drafts(name: str, shelf: Shelf) -> None:
     folder, row = shelf(name)
     seen = [] if row.fused else [entry[0] for entry in vision_tensors(row)]
     assert check_weights(folder.checkpoint, folder.config, family_layout(folder.config)) == seen
     layers = family_layout(folder.config)
     assert len(layers.attending) == row.layers // 4 and len(layers.layers) == row.layers
 
-
-@pytest.mark.covers(count=4)
-@pytest.mark.parametrize("name", RELEASES)
-def test_its_mtp_layer_is_found_and_drafts_by_itself(name: str, shelf: Shelf) -> None:
-    folder, row = shelf(name)
     source = folder.mtp_source()
     assert source is not None and source.layout.family.name == "qwen3_next" and source.layout.modules == 1
     assert source.layout.family.centred_norms
-    if not row.experts[0]:
-        names = {name.removesuffix("_inv") for name, _, _ in mtp_tensors(row)}
-        assert check_source(source, folder.checkpoint).keys() == names
-    else:
-        assert check_source(source, folder.checkpoint)
+    found, names = check_source(source, folder.checkpoint), {n for n, _, _ in mtp_tensors(row)}
+    assert found and (row.experts[0] or found.keys() == {name.removesuffix("_inv") for name in names})
     plan = planned(folder)
     assert plan.spec.split("+")[0] == "mtp" and plan.shape.mtp_modules == 1
 
@@ -158,19 +149,14 @@ def test_releases_in_few_bits(name: str, whole: bool, tmp_path: Path) -> None:
         assert 2 * elements(draft) == pytest.approx(486_582_848, abs=4096)
 
 
-RANKS = {
-    "Qwen3.5-0.8B": [1, 2, 4, 8],
-    "Qwen3.5-27B": [1, 2, 4, 8],
-    "Qwen3.5-397B-A17B": [1, 2, 4, 8, 16],
-    "Qwen3-Next-80B-A3B-Instruct": [1, 2, 4, 8, 16],
-}
+RANKS = {"Qwen3.5-0.8B": 8, "Qwen3.5-27B": 8, "Qwen3.5-397B-A17B": 16, "Qwen3-Next-80B-A3B-Instruct": 16}
 
 
 @pytest.mark.parametrize("name", RANKS)
 def test_how_it_may_be_divided(name: str, shelf: Shelf) -> None:
     folder, _ = shelf(name)
     config = folder.config
-    assert possible_sizes(config, (1, 2, 4, 8, 16)) == RANKS[name]
+    assert possible_sizes(config, (1, 2, 4, 8, 16)) == [n for n in (1, 2, 4, 8, 16) if n <= RANKS[name]]
     plan, alone = planned(folder, tp=2, draft_tp=1), planned(folder)
     assert slot_bytes(config, plan.shape, 2) == slot_bytes(config, alone.shape, 1) // 2
     assert plan.need.weights < 0.51 * alone.need.weights
@@ -250,12 +236,9 @@ def test_gemma_4_uses_all_but_keys_of_layers_that_share(name: str, tmp_path: Pat
     table = list(others.gemma4(config))
     folder = ModelFolder(others.write_release(tmp_path, config, others.gemma4))
     shares = range(config["num_hidden_layers"] - config["num_kv_shared_layers"], config["num_hidden_layers"])
-    unused = [
-        f"model.layers.{i}.self_attn.{name}.weight" for i in shares for name in ("k_proj", "v_proj", "k_norm")
-    ]
-    assert sorted(check_weights(folder.checkpoint, folder.config, family_layout(folder.config))) == sorted(
-        unused
-    )
+    own = ("k_proj", "v_proj", "k_norm")
+    unused = {f"model.layers.{i}.self_attn.{name}.weight" for i in shares for name in own}
+    assert set(check_weights(folder.checkpoint, folder.config, family_layout(folder.config))) == unused
     assert elements(table) == pytest.approx(size, rel=0.01)
     assert name != "E2B" or len(table) == 600, "as its header at 9dbdf8a has below model.language_model"
     stored = (tmp_path / "model.safetensors").stat().st_size

@@ -19,10 +19,14 @@ from tests.helpers import (
     INTERPRETED,
     Damped,
     Patch,
-    Run,
+    Prompt,
     Tiny,
+    accepted,
+    drafted,
+    drafts,
     few_programs,
     make_engine,
+    outputs,
     random_prompts,
     run_all,
     with_operations,
@@ -42,16 +46,8 @@ pytest.importorskip("triton")
 
 pytestmark = [*INTERPRETED, pytest.mark.usefixtures("untried")]
 
-SHAPE: dict[str, Any] = {
-    "hidden": 64,
-    "heads": 4,
-    "kv_heads": 2,
-    "head_dim": 16,
-    "intermediate": 48,
-    "vocab": 97,
-    "tokenizer": False,
-    "seed": 5,
-}
+SHAPE: dict[str, Any] = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 48}
+SHAPE |= {"vocab": 97, "tokenizer": False, "seed": 5}
 
 damped = Damped(loud=1, soft=0.15)
 
@@ -62,14 +58,11 @@ def target(tiny: Tiny) -> Path:
 
 
 @pytest.fixture(scope="module")
-def methods(tiny: Tiny) -> dict[str, dict[str, Any]]:
-    draft = tiny("qwen3", layers=1, residual_gain=damped, **SHAPE)
-    return {
-        "off": {"spec": "off"},
-        "ngram": {"spec": "ngram", "ngram_min": 1, "draft_max": 3},
-        "draft": {"spec": "draft", "draft_model": draft, "draft_max": 3},
-        "draft+ngram": {"spec": "draft+ngram", "draft_model": draft, "draft_max": 3, "ngram_min": 1},
-    }
+def methods(tiny: Tiny) -> Methods:
+    draft = {"draft_model": tiny("qwen3", layers=1, residual_gain=damped, **SHAPE), "draft_max": 3}
+    more = {"off": {}, "ngram": {"ngram_min": 1, "draft_max": 3}, "draft": draft}
+    more |= {"draft+ngram": {**draft, "ngram_min": 1}}
+    return {spec: {"spec": spec, **wishes} for spec, wishes in more.items()}
 
 
 @dataclasses.dataclass
@@ -78,8 +71,7 @@ class Counts:
 
     tests: set[str] = dataclasses.field(default_factory=set)
     operations: Counter[str] = dataclasses.field(default_factory=Counter)
-    kernels: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
-    """Launches, by module and name."""
+    kernels: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)  # Launches.
 
 
 @pytest.fixture(scope="module")
@@ -131,50 +123,34 @@ def no_host_reads(monkeypatch: Patch) -> HostWatch:
 OPERATIONS = list(operation_stems())
 
 
-def both(
-    target: Path, prompts: list[tuple[int, ...]], params: list[SamplingParams], **wishes: Any
-) -> tuple[list[Run], list[Run]]:
-    """The runs of both forms, torch's first."""
+def both(target: Path, prompts: list[Prompt], params: list[SamplingParams], **wishes: Any) -> Any:
+    """The runs of both forms, torch's first: float32, logits well apart, so that even drafts are the same."""
     wishes = {"ctx": 128, "device": "cpu", **wishes}
-    first, second = (
-        run_all(make_engine(target, kernels=form, **wishes), prompts, params) for form in ("torch", "triton")
-    )
+    engines = (make_engine(target, kernels=form, **wishes) for form in ("torch", "triton"))
+    first, second = (run_all(engine, prompts, params) for engine in engines)
+    assert outputs(second) == outputs(first) and drafts(second) == drafts(first)
     return first, second
 
 
-def tally(runs: list[Run]) -> tuple[int, int]:
-    """Drafts that were accepted, of how many."""
-    return sum(run.metrics.draft_n_accepted for run in runs), sum(run.metrics.draft_n for run in runs)
-
-
-def assert_same(first: list[Run], second: list[Run]) -> None:
-    assert [run.output for run in second] == [run.output for run in first]
-    # Float32 in both, and logits well apart: even the drafts are the same.
-    assert [run.drafts for run in second] == [run.drafts for run in first]
+def greedy_and_drawn(count: int) -> list[SamplingParams]:
+    return [SamplingParams(max_tokens=count, temperature=temperature, seed=3) for temperature in (0.0, 0.8)]
 
 
 PROMPT = random_prompts(1, 14, 97, seed=2)
-
-
 SLOW = pytest.mark.slow
 METHODS = ("off", "ngram", "draft", "draft+ngram")
 
 
-@pytest.mark.parametrize(
-    ("method", "count"), [("draft", 4), *(pytest.param(method, 16, marks=SLOW) for method in METHODS)]
-)
-def test_every_method(
-    target: Path, methods: Methods, no_host_reads: HostWatch, method: str, count: int
-) -> None:
+LONG = [pytest.param(method, 16, marks=SLOW) for method in METHODS]
+
+
+@pytest.mark.parametrize(("method", "count"), [("draft", 4), *LONG])
+def test_every_method(target: Path, methods: Methods, no_host_reads: Any, method: str, count: int) -> None:
     """Greedy and sampled side by side, which the interpreter runs almost as fast as one of them."""
-    params = [SamplingParams(max_tokens=count, temperature=temperature, seed=3) for temperature in (0.0, 0.8)]
-    first, second = both(target, PROMPT * 2, params, slots=2, **methods[method])
+    first, _ = both(target, PROMPT * 2, greedy_and_drawn(count), slots=2, **methods[method])
     assert all(len(run.tokens) == count for run in first) and first[0].tokens != first[1].tokens
-    assert_same(first, second)
     assert no_host_reads.rounds > 1
-    if method == "draft":
-        accepted, drafted = tally(first)
-        assert 0 < accepted < drafted
+    assert method != "draft" or 0 < accepted(first) < drafted(first)
 
 
 @pytest.mark.parametrize(
@@ -187,32 +163,21 @@ def test_every_method(
         pytest.param("draft", "rejection", 16, marks=SLOW),
     ],
 )
-def test_rules_that_test_a_drafts_probability(
-    target: Path, methods: Methods, method: str, rule: str, count: int
-) -> None:
+def test_rules_that_test_a_draft(target: Path, methods: Methods, method: str, rule: str, count: int) -> None:
     """Float32 in both, so that tests and draws fall alike."""
     params = [SamplingParams(max_tokens=count, temperature=0.9, seed=4, presence_penalty=0.2)]
-    first, second = both(target, PROMPT, params, verify=rule, **methods[method])
-    assert_same(first, second)
-    assert sum(run.metrics.draft_n for run in first) > 0
+    assert drafted(both(target, PROMPT, params, verify=rule, **methods[method])[0])
 
 
 def test_every_step_of_sampling(target: Path, methods: Methods) -> None:
     """Two slots: truncation, penalties, a bias, a minimum length, stops and log-probabilities."""
+    stops = {"min_tokens": 3, "stop_token_ids": (5, 7, 11), "logit_bias": ((5, 3.0), (6, -50.0))}
     params = [
         SamplingParams(max_tokens=4, temperature=0.9, top_p=0.8, top_k=40, min_p=0.01, frequency_penalty=0.3),
-        SamplingParams(
-            max_tokens=4,
-            repetition_penalty=1.3,
-            logit_bias=((5, 3.0), (6, -50.0)),
-            min_tokens=3,
-            stop_token_ids=(5, 7, 11),
-            logprobs=2,
-        ),
+        SamplingParams(max_tokens=4, repetition_penalty=1.3, logprobs=2, **stops),  # type: ignore[arg-type]
     ]
     prompts = [PROMPT[0], random_prompts(1, 5, 97)[0]]
     first, second = both(target, prompts, params, slots=2, lag=1, **methods["draft"])
-    assert_same(first, second)
     assert len(second[1].logprobs) == len(second[1].tokens) >= 3
     assert second[1].logprobs == pytest.approx(first[1].logprobs, abs=1e-4)
 
@@ -274,30 +239,25 @@ FAMILIES: dict[str, tuple[Callable[[Path], Made], int, int]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=SLOW if n in ("FP8 in blocks", "an assistant", *NEWER[1:]) else ())
-        for n in FAMILIES
-    ],
-)
+RARE = ("FP8 in blocks", "an assistant", *NEWER[1:])
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW if n in RARE else ()) for n in FAMILIES])
 def test_every_kind_of_layer_and_weight(tmp_path: Path, name: str) -> None:
     """A chunk of a prompt and its tail, then rounds with drafts, of which a prompt of repeats has some."""
     make, length, count = FAMILIES[name]
     target, wishes = make(tmp_path / "model")
     prompt = [(random_prompts(1, length, 97, seed=length)[0] * 2)[3 : length + 3]]
     params = [SamplingParams(max_tokens=count, temperature=0.8, seed=3, ignore_eos=True)]
-    first, second = both(target, prompt, params, draft_max=2, **wishes)
-    assert_same(first, second)
-    accepted, drafted = tally(first)
-    assert drafted > 0 and (wishes["spec"] != "draft" or accepted == drafted)
+    first, _ = both(target, prompt, params, draft_max=2, **wishes)
+    assert drafted(first) and (wishes["spec"] != "draft" or accepted(first) == drafted(first))
 
 
+NORMED = {"fc_norm": True, "norm_output": True, "own_embedding": True}
 EAGLES: dict[str, dict[str, Any]] = {
     "few": {"aux": (0, 1), "layout": "speculators", "draft_vocab": 40, "kind": "random"},
     "some": {"aux": (1, 3), "draft_vocab": 80},
-    "all": {"aux": (0, 2), "layout": "speculators", "draft_vocab": None}
-    | {"fc_norm": True, "norm_output": True, "own_embedding": True},
+    "all": {"aux": (0, 2), "layout": "speculators", "draft_vocab": None, **NORMED},
 }
 
 
@@ -306,12 +266,7 @@ EAGLES: dict[str, dict[str, Any]] = {
     [("few", 1, 4), pytest.param("some", 3, 16, marks=SLOW), pytest.param("all", 2, 16, marks=SLOW)],
 )
 def test_an_eagle3_head(
-    tmp_path: Path,
-    no_host_reads: HostWatch,
-    monkeypatch: Patch,
-    ids: str,
-    layers: int,
-    count: int,
+    tmp_path: Path, no_host_reads: HostWatch, monkeypatch: Patch, ids: str, layers: int, count: int
 ) -> None:
     """Greedy and drawn side by side, by a head that draws itself: of some of the ids, or of all."""
     from spd.kernels.linear import skinny_linear_triton
@@ -327,12 +282,9 @@ def test_an_eagle3_head(
     options = {"kind": "copy", **EAGLES[ids], "target_options": {"layers": layers, **SHAPE}}
     head = write_tiny_pair(tmp_path / "target", tmp_path / "head", **options)
     wishes = {"spec": "eagle3", "draft_model": head, "draft_max": 2, "slots": 2}
-    params = [SamplingParams(max_tokens=count, temperature=temperature, seed=3) for temperature in (0.0, 0.8)]
-    first, second = both(tmp_path / "target", PROMPT * 2, params, **wishes)
-    assert_same(first, second)
+    first, _ = both(tmp_path / "target", PROMPT * 2, greedy_and_drawn(count), **wishes)
     assert any(drawn) == (ids != "all") and no_host_reads.rounds > 1
-    accepted, drafted = tally(first)
-    assert accepted < drafted and (accepted > 0 or ids == "few")
+    assert accepted(first) < drafted(first) and (accepted(first) or ids == "few")
 
 
 def test_a_lookup_in_parts(target: Path, methods: Methods, monkeypatch: Patch) -> None:
@@ -341,9 +293,7 @@ def test_a_lookup_in_parts(target: Path, methods: Methods, monkeypatch: Patch) -
 
     monkeypatch.setattr(ngram_lookup_triton, "ONE_PROGRAM", 0)
     monkeypatch.setattr(ngram_lookup_triton, "BLOCK", 4)
-    first, second = both(target, PROMPT, [SamplingParams(max_tokens=4)], **methods["ngram"])
-    assert_same(first, second)
-    assert sum(run.metrics.draft_n for run in first) > 0
+    assert drafted(both(target, PROMPT, [SamplingParams(max_tokens=4)], **methods["ngram"])[0])
 
 
 @pytest.fixture
@@ -351,19 +301,11 @@ def whole_file(request: pytest.FixtureRequest, counts: Counts) -> None:
     """Skip where a part of this file was asked for; fail where its other tests did not run here before."""
     own = request.node
     asked = [item for item in own.session.items if item.path == own.path]
-    functions = {name: thing for name, thing in vars(own.module).items() if name.startswith("test_")}
-    known = {
-        name
-        for name, thing in functions.items()
-        if not any(mark.name == "slow" for mark in getattr(thing, "pytestmark", ()))
-    }
+    known = {name for name in vars(own.module) if name.startswith("test_")}
     if left_out := known - {item.originalname for item in asked}:
         pytest.skip(f"counts what all tests of this file run, without {', '.join(sorted(left_out))}")
     missing = [item.name for item in asked if item.nodeid not in counts.tests]
-    assert not missing, (
-        "counts what the tests before this one ran in the same process (--dist loadfile, in their order); "
-        f"not among them: {', '.join(missing)}"
-    )
+    assert not missing, "counts what the tests before it ran in the same process (--dist loadfile)"
 
 
 def kernels_of_triton() -> set[tuple[str, str]]:
@@ -375,13 +317,11 @@ def kernels_of_triton() -> set[tuple[str, str]]:
     for path in room.rglob("*_triton.py"):
         stem = ".".join(path.relative_to(room).with_suffix("").parts)
         module = importlib.import_module(f"spd.kernels.{stem}")
-        found |= {
-            (module.__name__, name)
-            for name, thing in vars(module).items()
-            if isinstance(thing, InterpretedFunction)
-            and name.endswith("_kernel")
-            and thing.fn.__module__ == module.__name__
-        }
+        own = (
+            (name, thing) for name, thing in vars(module).items() if isinstance(thing, InterpretedFunction)
+        )
+        named = (name for name, thing in own if thing.fn.__module__ == module.__name__)
+        found |= {(module.__name__, name) for name in named if name.endswith("_kernel")}
     return found
 
 

@@ -6,9 +6,10 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,27 +30,21 @@ CODES = {getattr(torch, name): code for code, name in TORCH_NAMES.items()}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def raw(tensor: Tensor) -> bytes:
-    return bytes(tensor.contiguous().view(torch.uint8).flatten().tolist())
+Tensors = dict[str, Tensor]
 
 
-def write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
+def write_shard(path: Path, tensors: Tensors) -> None:
     """A safetensors file in the order given, nothing aligned: the header's length is odd."""
     header, end = {}, 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.itemsize
-        header[name] = {
-            "dtype": CODES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [end, end + size],
-        }
+        where = {"shape": list(tensor.shape), "data_offsets": [end, end + size]}
+        header[name] = {"dtype": CODES[tensor.dtype], **where}
         end += size
     text = json.dumps(header).encode()
     text += b" " * (1 - len(text) % 2)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for tensor in tensors.values():
-            file.write(raw(tensor) if tensor.numel() else b"")
+    data = [tensor.view(torch.uint8).numpy().tobytes() for tensor in tensors.values() if tensor.numel()]
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(data))
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -58,7 +53,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 MIXED = {
     "a": random(3, dtype=torch.bfloat16),
-    "b": random(5, 7, dtype=torch.float32, seed=1),
+    "b": random(5, 7, seed=1),
     "c": random(1, dtype=torch.float16, seed=2),
     "unused": random(3, dtype=torch.bfloat16, seed=3),
     "d": random(11, 3, dtype=torch.float64, seed=4),
@@ -78,18 +73,15 @@ def mixed(tmp_path: Path) -> Iterator[Checkpoint]:
         yield checkpoint
 
 
-def single(folder: Path, tensors: dict[str, Tensor]) -> Checkpoint:
+def single(folder: Path, tensors: Tensors) -> Checkpoint:
     write_shard(folder / "model.safetensors", tensors)
     return Checkpoint.open(folder)
 
 
-def destinations(checkpoint: Checkpoint, dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
+def destinations(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensors:
     """Poisoned memory for everything but `unused`."""
-    return {
-        name: torch.full(meta.shape, float("nan"), dtype=dtype, device=device)
-        for name, meta in checkpoint.tensors.items()
-        if name != "unused"
-    }
+    shapes = {name: meta.shape for name, meta in checkpoint.tensors.items() if name != "unused"}
+    return {name: torch.full(shape, torch.nan, dtype=dtype, device=device) for name, shape in shapes.items()}
 
 
 def reading_threads() -> list[threading.Thread]:
@@ -99,9 +91,7 @@ def reading_threads() -> list[threading.Thread]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("chunk_bytes", [64, 100, 1000, 2**20])
 @pytest.mark.parametrize("dtype", [dtype for dtype in CODES if dtype.is_floating_point], ids=str)
-def test_every_dtype_arrives_as_torch_casts_it(
-    mixed: Checkpoint, dtype: torch.dtype, chunk_bytes: int, device: str
-) -> None:
+def test_every_dtype_arrives_as_cast(mixed: Checkpoint, dtype: Any, chunk_bytes: int, device: str) -> None:
     views = destinations(mixed, dtype, device)
     read_tensors(mixed, views, threads=3, chunk_bytes=chunk_bytes)
     for name, view in views.items():
@@ -119,10 +109,8 @@ def test_parts_land_in_the_rows_of_a_fused_matrix(tmp_path: Path, device: str) -
 
 
 @pytest.mark.parametrize("chunk_bytes", [8, 72, 333, 2**16])
-def test_chunks_cover_every_element_once_in_the_order_of_the_files(
-    mixed: Checkpoint, chunk_bytes: int
-) -> None:
-    views = destinations(mixed, torch.float32)
+def test_chunks_cover_every_element_once_in_order(mixed: Checkpoint, chunk_bytes: int) -> None:
+    views = destinations(mixed)
     chunks = plan_chunks(mixed, views, chunk_bytes)
     places = [(chunk.shard, chunk.offset) for chunk in chunks]
     assert places == sorted(places) and len(set(places)) == len(places)
@@ -154,7 +142,7 @@ class LateBuffer(Buffer):
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_a_buffer_is_reused_only_after_its_copies(mixed: Checkpoint, threads: int) -> None:
-    views, buffers = destinations(mixed, torch.float32), list[LateBuffer]()
+    views, buffers = destinations(mixed), list[LateBuffer]()
 
     def make(nbytes: int) -> Buffer:
         buffers.append(LateBuffer(nbytes))
@@ -165,43 +153,32 @@ def test_a_buffer_is_reused_only_after_its_copies(mixed: Checkpoint, threads: in
     assert [buffer.used for buffer in buffers] == [True] * (threads * BUFFERS)
 
 
-Preadv = Callable[[int, Sequence[memoryview], int], int]
-
-
-def in_its_place(monkeypatch: Patch, make: Callable[[Preadv], Preadv]) -> None:
-    monkeypatch.setattr(os, "preadv", make(os.preadv))
+preadv = os.preadv
 
 
 def test_short_reads_are_continued(mixed: Checkpoint, monkeypatch: Patch) -> None:
-    def short(preadv: Preadv) -> Preadv:
-        return lambda descriptor, views, offset: preadv(descriptor, [views[0][:7]], offset)
-
-    in_its_place(monkeypatch, short)
-    views = destinations(mixed, torch.float32)
+    monkeypatch.setattr(os, "preadv", lambda file, views, offset: preadv(file, [views[0][:7]], offset))
+    views = destinations(mixed)
     read_tensors(mixed, views, chunk_bytes=512)
     assert all(torch.equal(view, mixed.read(name).float()) for name, view in views.items())
 
 
 @pytest.mark.parametrize(("threads", "failing"), [(1, 1), (1, 5), (3, 1)])
-def test_an_error_of_the_disk_names_the_file_and_stops_every_thread(
-    mixed: Checkpoint, monkeypatch: Patch, threads: int, failing: int
-) -> None:
+def test_an_error_of_the_disk(mixed: Checkpoint, monkeypatch: Patch, threads: int, failing: int) -> None:
+    """It names the file and stops every thread."""
     calls = []
 
-    def broken(preadv: Preadv) -> Preadv:
-        def read(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
-            calls.append(offset)
-            if len(calls) == failing:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            time.sleep(0.02)
-            return preadv(descriptor, views, offset)
+    def read(*given: Any) -> int:
+        calls.append(given)
+        if len(calls) == failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        time.sleep(0.02)
+        return preadv(*given)
 
-        return read
-
-    in_its_place(monkeypatch, broken)
+    monkeypatch.setattr(os, "preadv", read)
     with pytest.raises(CheckpointError, match=r"model-\d\.safetensors: Input/output error"):
-        read_tensors(mixed, destinations(mixed, torch.float32), threads=threads, chunk_bytes=64)
-    chunks = plan_chunks(mixed, destinations(mixed, torch.float32), 64)
+        read_tensors(mixed, destinations(mixed), threads=threads, chunk_bytes=64)
+    chunks = plan_chunks(mixed, destinations(mixed), 64)
     assert not reading_threads() and len(calls) < len(chunks) / 2
 
 
@@ -218,19 +195,16 @@ def test_a_file_that_changes_while_it_is_read(mixed: Checkpoint, monkeypatch: Pa
         else:
             os.utime(shard, (1, 1))
 
-    def disturbed(preadv: Preadv) -> Preadv:
-        first = iter([disturb])
+    first = iter([disturb])
 
-        def read(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
-            next(first, lambda: None)()
-            return preadv(descriptor, views, offset)
+    def read(*given: Any) -> int:
+        next(first, lambda: None)()
+        return preadv(*given)
 
-        return read
-
-    in_its_place(monkeypatch, disturbed)
+    monkeypatch.setattr(os, "preadv", read)
     words = "was truncated while it was read" if how == "truncate" else "changed while in use"
     with pytest.raises(CheckpointError, match=words) as caught:
-        read_tensors(mixed, destinations(mixed, torch.float32), threads=2, chunk_bytes=256)
+        read_tensors(mixed, destinations(mixed), threads=2, chunk_bytes=256)
     assert str(shard) in caught.value.message and not reading_threads()
 
 
@@ -238,21 +212,14 @@ def test_a_file_that_changed_since_its_header_was_read(mixed: Checkpoint, monkey
     os.utime(mixed.shards[1], (1, 1))
     monkeypatch.delattr(os, "preadv")  # nothing is read of it
     with pytest.raises(CheckpointError, match=r"model-2\.safetensors: changed while in use"):
-        read_tensors(mixed, destinations(mixed, torch.float32))
+        read_tensors(mixed, destinations(mixed))
 
 
-@pytest.mark.parametrize(
-    ("at", "error"), [("advance", KeyboardInterrupt), ("buffer", torch.OutOfMemoryError)]
-)
-def test_no_thread_outlives_an_interrupt_or_a_buffer_without_memory(
-    mixed: Checkpoint, at: str, error: type[BaseException]
-) -> None:
-    def end(nbytes: int) -> Buffer:
-        raise error
-
-    how: dict[str, Any] = {at: end}
-    with pytest.raises(error):
-        read_tensors(mixed, destinations(mixed, torch.float32), threads=3, chunk_bytes=64, **how)
+@pytest.mark.parametrize("at", ["advance", "buffer"])
+def test_no_thread_outlives_an_interrupt_or_a_buffer_without_memory(mixed: Checkpoint, at: str) -> None:
+    how: dict[str, Any] = {at: Mock(side_effect=KeyboardInterrupt if at == "advance" else MemoryError)}
+    with pytest.raises((KeyboardInterrupt, MemoryError)):
+        read_tensors(mixed, destinations(mixed), threads=3, chunk_bytes=64, **how)
     assert not reading_threads()
 
 

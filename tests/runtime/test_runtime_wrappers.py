@@ -41,13 +41,8 @@ def seeing(vision: dict[str, Any], more: dict[str, Any], **text: Any) -> dict[st
 
 
 STEP3 = {
-    **{
-        "model_type": "step3p5",
-        "sliding_window": 24,
-        "n_routed_experts": 8,
-        "num_sliding_attention_heads": 6,
-    },
-    **{"num_experts_per_tok": 2, "moe_intermediate_size": 24, "share_expert_dim": 20},
+    **{"model_type": "step3p5", "sliding_window": 24, "n_routed_experts": 8, "num_experts_per_tok": 2},
+    **{"num_sliding_attention_heads": 6, "moe_intermediate_size": 24, "share_expert_dim": 20},
     **{"layer_types": ["full_attention", *["sliding_attention"] * 2]},
     **{"mlp_layer_types": ["dense", "sparse", "sparse"]},
     **{"swiglu_limits": [0, 0.5, 0], "swiglu_limits_shared": [0.6, 0.4, None]},
