@@ -16,18 +16,8 @@ from spd.runtime.round.kv_cache import KvCache
 from spd.runtime.round.limits import CATCH_UP
 from spd.runtime.round.round_queue import RoundQueue
 from spd.runtime.round.rows import SlotView
-from tests.helpers import (
-    Patch,
-    Run,
-    Tiny,
-    assert_same,
-    drafts,
-    make_engine,
-    next_turn,
-    random_prompts,
-    run_all,
-    run_requests,
-)
+from tests import helpers
+from tests.helpers import Patch, Tiny, assert_same, drafts, next_turn, random_prompts, run_all, run_requests
 from tests.pairs import COPYING, LENGTHS, Pair, Pairs, damped
 from tests.prompt_lookup import match_length
 from tests.runtime.eagle3_reference import PlainEagle3
@@ -260,7 +250,7 @@ def test_what_a_match_drafts_was_drawn_from_nothing(pairs: Pairs, monkeypatch: P
     assert min(seen.values()) > 3, seen
 
 
-def assert_the_reference_s(headed: Pair, prompts: list[tuple[int, ...]], runs: list[Run]) -> None:
+def assert_the_reference_s(headed: Pair, prompts: list[tuple[int, ...]], runs: list[helpers.Run]) -> None:
     """Drafts, some of every run, must be the reference's."""
     assert headed.reference is not None
     most = 4 + 12 // len(runs)
@@ -343,7 +333,7 @@ ROUNDS = 9  # Rounds without drafting, of which the second slot saw the last one
 def test_catching_up_leaves_a_new_slots_prompt_alone(tiny: Tiny, length: int, passes: int) -> None:
     """Prefilled pages may be shared, and were written by another program."""
     model = tiny("qwen3", layers=2, seed=3)
-    engine = make_engine(model, spec="draft", draft_model=model, draft_max=2, slots=2)
+    engine = helpers.make_engine(model, spec="draft", draft_model=model, draft_max=2, slots=2)
     engine._draft_length.choose = lambda: 0  # type: ignore[method-assign]
     old, new = (random_prompts(1, n, 256, seed=n)[0] for n in (20, length))
     for name, prompt, steps in (("old", old, ROUNDS - passes), ("new", new, passes)):

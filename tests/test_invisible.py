@@ -14,15 +14,7 @@ import pytest
 import torch
 
 from spd.runtime import Engine, Request, SamplingParams
-from tests.helpers import (
-    Prompt,
-    Run,
-    accepted,
-    assert_same,
-    drafted,
-    random_prompts,
-    run_all,
-)
+from tests.helpers import Prompt, Run, accepted, assert_same, drafted, random_prompts, run_all
 from tests.lanes import covering
 from tests.page_checks import check_table
 from tests.pairs import MTP_OF, Pair, Pairs

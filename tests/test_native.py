@@ -15,17 +15,8 @@ from spd.kernels.native.build import instructions, obstacle
 from spd.runtime import EngineConfig, Request, SamplingParams
 from spd.runtime.plan.machine import cpu_has_fast_bfloat16
 from spd.runtime.plan.plan import make_plan
-from tests.helpers import (
-    Patch,
-    Tiny,
-    TinyShelf,
-    logits_of,
-    make_engine,
-    outputs,
-    random_prompts,
-    run_all,
-    run_requests,
-)
+from tests import helpers
+from tests.helpers import Patch, Tiny, TinyShelf, logits_of, make_engine, outputs, random_prompts, run_all
 from tests.kernels.forms import needs_compiled as needs_native
 from tests.page_checks import check_pages
 from tests.recipes.tiny import VARIANTS
@@ -162,7 +153,9 @@ def test_a_pass_that_broke_off_leaves_no_pages_behind(model: Tiny, error: BaseEx
         engine.step()
     engine.abort("first")
     engine.step()
-    again = run_requests(engine, [Request("second", prompt, params), Request("third", prompt, params)])
+    again = helpers.run_requests(
+        engine, [Request("second", prompt, params), Request("third", prompt, params)]
+    )
     assert [run.tokens for run in again] == [expected, expected]
     check_pages(engine._scheduler)
 

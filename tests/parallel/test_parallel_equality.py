@@ -16,20 +16,8 @@ from spd.runtime.load.loader import read_part
 from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import Shard
 from spd.runtime.models.weights import parts_of
-from tests.helpers import (
-    Damped,
-    Run,
-    Tiny,
-    accepted,
-    drafted,
-    drafts,
-    edit_weights,
-    outputs,
-    quick_engine,
-    random_prompts,
-    read_model_config,
-    run_all,
-)
+from tests import helpers
+from tests.helpers import Damped, Run, Tiny, drafts, edit_weights, outputs, quick_engine, random_prompts
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny import VARIANTS
 from tests.recipes.tiny_dense import write_dense
@@ -52,7 +40,7 @@ EVERY_PARAMETER = [
 
 
 def texts(engine: Any, params: list[SamplingParams] = PARAMS) -> list[Run]:
-    runs = run_all(engine, PROMPTS, params)
+    runs = helpers.run_all(engine, PROMPTS, params)
     engine.close()
     return runs
 
@@ -68,7 +56,9 @@ def test_a_family_on_several_ranks(name: str, ranks: int, tiny: Tiny, tmp_path: 
     """The others are in `test_parallel_families`."""
     folder = family(name, tiny, tmp_path)
     speculated = texts(quick_engine(folder, slots=2, tp=ranks, **NGRAM))
-    assert outputs(speculated) == outputs(texts(quick_engine(folder, slots=2))) and drafted(speculated)
+    assert outputs(speculated) == outputs(texts(quick_engine(folder, slots=2))) and helpers.drafted(
+        speculated
+    )
 
 
 @pytest.mark.parametrize("name", [pytest.param("gqa4", marks=pytest.mark.slow), "deepseek_v3"])
@@ -115,7 +105,7 @@ def test_a_drafter_on_fewer_ranks(method: str, ranks: int, tiny: Tiny, tmp_path:
     plain = outputs(texts(quick_engine(target, slots=2)))
     alone = texts(quick_engine(target, **wishes))
     assert outputs(alone) == plain
-    assert EAGLES.get(method, {}).get("kind") == "random" or accepted(alone)
+    assert EAGLES.get(method, {}).get("kind") == "random" or helpers.accepted(alone)
     for group in (1, 2, 4)[: ranks // 2 + 1]:
         runs = texts(quick_engine(target, tp=ranks, draft_tp=group, **wishes))
         assert (outputs(runs), drafts(runs)) == (plain, drafts(alone)), group
@@ -153,7 +143,7 @@ def test_parts_make_the_whole_and_nothing_is_read_twice(tiny: Tiny, tmp_path: Pa
     """What four ranks take of each tensor, laid together, is the tensor; key heads stand on two ranks."""
     for name in ("gqa4", "deepseek_v3", "phi3"):
         folder = family(name, tiny, tmp_path)
-        config = read_model_config(folder)
+        config = helpers.read_model_config(folder)
         layout = family_layout(config)
         with Checkpoint.open(folder) as checkpoint:
             ranks = [parts_of(config, layout.sharded(Shard(rank, 4))) for rank in range(4)]

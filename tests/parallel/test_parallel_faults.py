@@ -25,15 +25,8 @@ from spd.runtime.ranks.communicator import describe_rank
 from spd.runtime.ranks.crew import Crew
 from spd.runtime.ranks.follower import LOOPBACK, connect
 from tests.helpers import Patch, Tiny, make_engine, random_prompts
-from tests.parallel.process_ranks import (
-    ENDS_WITHIN,
-    children,
-    gone,
-    nothing_is_left,
-    pids,
-    shared_memory,
-    wait_until,
-)
+from tests.parallel import process_ranks
+from tests.parallel.process_ranks import ENDS_WITHIN, children, gone, nothing_is_left, pids, wait_until
 
 PROMPTS = random_prompts(1, 300, 256)
 STARTS_WITHIN = 240  # Seconds in which a fault has to happen, on a machine that does other things too.
@@ -94,7 +87,7 @@ def run_until_harmed(rank: int, place: str, act: str, folder: Path) -> tuple[int
     try:
         assert wait_until(mark.exists, STARTS_WITHIN)
         started = children(process.pid)
-        shared = shared_memory([process.pid, *started])
+        shared = process_ranks.shared_memory([process.pid, *started])
         ended = wait_until(lambda: process.poll() is not None and all(map(gone, started)), ENDS_WITHIN)
         assert ended, said.read_text()
     finally:

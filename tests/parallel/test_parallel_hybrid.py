@@ -12,17 +12,8 @@ from spd.kernels.native.build import obstacle
 from spd.runtime import Request, SamplingParams
 from spd.runtime.models.destinations import Shard
 from spd.runtime.models.layouts import DeltaLayout
-from tests.helpers import (
-    Run,
-    accepted,
-    drafts,
-    make_engine,
-    next_turn,
-    outputs,
-    random_prompts,
-    run_all,
-    run_requests,
-)
+from tests import helpers
+from tests.helpers import Run, accepted, drafts, make_engine, outputs, random_prompts, run_all, run_requests
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
 from tests.runtime.test_runtime_hybrid import FORMS, write_sparse
 
@@ -100,7 +91,7 @@ def test_two_ranks_go_on_from_checkpoints(agreeing: Path, gloo_threads: None) ->
     told, cached = list[Any](), list[int]()
     for engine in made:
         runs = run_all(engine, [prompt], [params])
-        turn = next_turn(prompt, runs[0].tokens, params)
+        turn = helpers.next_turn(prompt, runs[0].tokens, params)
         runs += run_requests(engine, [Request("again", prompt, params)]) + run_requests(engine, [turn])
         cached += [run.metrics.cached_tokens for run in runs]
         told.append([(run.output, run.logprobs, run.drafts) for run in runs])

@@ -18,22 +18,11 @@ from spd.formats.chat_template import isolated
 from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.ranks import crew
 from spd.runtime.round.model_runner import bucket_for
-from tests.helpers import (
-    INTERPRETED,
-    Damped,
-    Patch,
-    Tiny,
-    accepted,
-    drafts,
-    make_engine,
-    outputs,
-    random_prompts,
-    read_model_config,
-    run_all,
-)
+from tests import helpers
+from tests.helpers import INTERPRETED, Patch, Tiny, drafts, make_engine, outputs, random_prompts, run_all
 from tests.parallel.process_ranks import count_traffic, most_memory, nothing_is_left, pids
 
-damped = Damped(loud=2)
+damped = helpers.Damped(loud=2)
 PROMPTS = [*random_prompts(1, 75, 256), *random_prompts(1, 20, 256, seed=1)]
 PARAMS = [SamplingParams(max_tokens=16), SamplingParams(max_tokens=16, temperature=0.9, seed=4)]
 
@@ -76,7 +65,11 @@ def count_between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tu
 
 def check_traffic(engine: Engine, target: Path, draft: Path, group: int, delta: Any, rounds: int) -> None:
     """A prompt of one token has no prefill: its rounds are all that is exchanged."""
-    config, small, k = read_model_config(target), read_model_config(draft), engine.plan.shape.draft_max
+    config, small, k = (
+        helpers.read_model_config(target),
+        helpers.read_model_config(draft),
+        engine.plan.shape.draft_max,
+    )
     buckets = engine._device.runner.buckets
     assert buckets is not None
     rows = bucket_for(k + 1, buckets)
@@ -156,7 +149,7 @@ def test_eight_ranks_and_every_group(tiny: Tiny, monkeypatch: Patch) -> None:
             runs = run_all(engine, prompts, params)
             expected = expected or drafts(runs)
             assert (outputs(runs), drafts(runs)) == (plain, expected), group
-            assert accepted(runs)
+            assert helpers.accepted(runs)
             records = [record for run in runs for record in run.rounds if record.draft_forwards]
             each = median(record.ms["draft"] / record.draft_forwards for record in records)
             print(f"draft TP {group}: {each:.2f} ms a draft token")

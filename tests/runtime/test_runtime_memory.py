@@ -24,17 +24,7 @@ from spd.runtime.engine import assembly
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import WeightForm, expected_tensors
 from spd.runtime.plan import machine, memory
-from spd.runtime.plan.memory import (
-    EngineShape,
-    at_context,
-    largest,
-    measure,
-    pages_a_slot,
-    refusal,
-    remedies,
-    show_size,
-    tensor_bytes,
-)
+from spd.runtime.plan.memory import EngineShape, at_context, measure, refusal, show_size, tensor_bytes
 from spd.runtime.proposers.head import HeadProposer
 from spd.runtime.round.graphs import CapturedRounds
 from spd.runtime.round.kv_cache import KvCache
@@ -91,7 +81,7 @@ def test_an_engine_holds_what_its_plan_counts(tiny: Tiny) -> None:
     caches = [runner.cache, engine._device.proposer.runners[0].cache]  # type: ignore[union-attr]
     held = sum(t.nbytes for cache in caches for layer in cache.layers for t in layer.pools)
     assert engine.plan.need.caches == held
-    assert engine.plan.shape.num_pages == NUM_RESERVED + 3 * pages_a_slot(500)
+    assert engine.plan.shape.num_pages == NUM_RESERVED + 3 * memory.pages_a_slot(500)
     config = read_model_config(tiny("tied"))
     packed_head = config.vocab_size * config.hidden_size * 4
     assert engine.plan.need.weights == tensor_bytes(config, "float32") + packed_head
@@ -130,7 +120,7 @@ def test_the_largest_that_fits_is_found() -> None:
     for step, most, bound in itertools.product((1, 7, 64), range(1, 200, 3), bounds):
         sizes = [*range(step, most, step), most]
         expected = max((size for size in sizes if size <= bound), default=0)
-        assert largest(lambda size, bound=bound: size <= bound, most, step) == expected
+        assert memory.largest(lambda size, bound=bound: size <= bound, most, step) == expected
 
 
 def pretend_free(monkeypatch: Patch, free: int) -> None:
@@ -154,7 +144,7 @@ def test_pages_give_way_before_an_automatic_context(tiny: Tiny, monkeypatch: Pat
     wishes = EngineConfig(model=tiny("qwen3", max_positions=8192), dtype="float32", kernels="torch", slots=4)
     pretend_free(monkeypatch, 2**40)
     whole = make_plan(wishes)
-    assert (whole.shape.ctx, whole.shape.num_pages) == (8192, NUM_RESERVED + 4 * pages_a_slot(8192))
+    assert (whole.shape.ctx, whole.shape.num_pages) == (8192, NUM_RESERVED + 4 * memory.pages_a_slot(8192))
     pretend_free(monkeypatch, whole.need.total)
     fewer = make_plan(wishes)
     assert fewer.shape.ctx == 8192 and 130 <= fewer.shape.num_pages < whole.shape.num_pages
@@ -197,7 +187,7 @@ def test_a_refusal_names_every_part_and_what_would_fit() -> None:
 @pytest.mark.parametrize("free", [17, 20, 24, 30, 40])
 def test_every_figure_in_the_advice_is_true(free: int, draft: ModelConfig) -> None:
     shape = shape_8b(draft=draft, slots=4, dtype="float32", draft_max=8)
-    for remedy in remedies(shape, free * GIB, draft_flag=True):
+    for remedy in memory.remedies(shape, free * GIB, draft_flag=True):
         wish = remedy.partition("  ")[0]
         flag, value = wish.split(",")[0].rsplit(" ", 1)
         form = WeightForm(value) if flag == "--quantize" else None

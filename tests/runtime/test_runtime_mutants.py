@@ -19,18 +19,9 @@ from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.round_queue import CATCH_UP
 from tests.helpers import Patch
 from tests.recipes.tiny import write_tiny
+from tests.runtime import round_law
 from tests.runtime import seeded_faults as fault
-from tests.runtime.round_law import (
-    EVERYTHING,
-    MIN_TOKENS,
-    PENALTIES,
-    PLAIN,
-    STOPS_AND_LIMIT,
-    TRUNCATION,
-    Case,
-    check_emissions,
-    check_law,
-)
+from tests.runtime.round_law import EVERYTHING, MIN_TOKENS, PENALTIES, PLAIN, TRUNCATION, Case, check_law
 from tests.runtime.target_law import DRAFT_LAWS
 from tests.runtime.test_runtime_ngram import search
 
@@ -189,7 +180,9 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "law of a head, min_tokens": lambda _: check_law(Case((2,), MIN_TOKENS, head=True), "random"),
     "law of a head, bias": lambda _: check_law(Case((2,), BIASED, head=True), "random"),
     "law of a head, everything": lambda _: check_law(Case((1, 1), EVERYTHING, head=True), "random"),
-    "emissions of failures": lambda _: check_emissions(Case((2,), STOPS_AND_LIMIT, 2, masked=True)),
+    "emissions of failures": lambda _: round_law.check_emissions(
+        Case((2,), round_law.STOPS_AND_LIMIT, 2, masked=True)
+    ),
     "text, greedy": lambda m: same_text(m, GREEDY, "target", "stranger"),
     "text, sampled": lambda m: same_text(m, SAMPLED, "target", "shallow"),
     "text, late reading": late_reading,
@@ -335,9 +328,9 @@ def test_texts_cut_by_stop_ids_and_limits_have_the_cut_law(stops: tuple[int, ...
 
 
 @pytest.mark.covers(2)
-@pytest.mark.parametrize("params", [PLAIN, STOPS_AND_LIMIT], ids=["plain", "stops-and-limit"])
+@pytest.mark.parametrize("params", [PLAIN, round_law.STOPS_AND_LIMIT], ids=["plain", "stops-and-limit"])
 @pytest.mark.parametrize("odd_drafts", [False, True], ids=["known", "odd"])
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
 def test_every_committed_token_is_the_targets_draw(masked: bool, odd_drafts: bool, params: Any) -> None:
     """With `masked` some samples have no finite logit, stop ids too: they end a text with an error."""
-    check_emissions(Case((3,), params, masked=masked, odd_drafts=odd_drafts))
+    round_law.check_emissions(Case((3,), params, masked=masked, odd_drafts=odd_drafts))

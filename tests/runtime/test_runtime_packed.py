@@ -17,22 +17,8 @@ from spd.runtime import EngineConfig, SamplingParams, make_plan
 from spd.runtime.load import packed_weights
 from spd.runtime.load.packed_weights import unpack, unpacked_words
 from spd.runtime.plan.memory import tensor_bytes
-from tests.helpers import (
-    INTERPRETED,
-    PROPOSERS,
-    Patch,
-    Tiny,
-    accepted,
-    assert_same,
-    edit_config,
-    edit_weights,
-    few_programs,
-    make_engine,
-    outputs,
-    random_prompts,
-    refused_weights,
-    run_all,
-)
+from tests import helpers
+from tests.helpers import Tiny, accepted, edit_config, make_engine, random_prompts, refused_weights, run_all
 from tests.kernels.forms import needs_compiled
 from tests.recipes import packed_twin
 from tests.recipes.packed_twin import WAYS, Stored, write_twins
@@ -44,7 +30,7 @@ SIZES = {"hidden": 64, "intermediate": 128, "dtype": "bfloat16"}
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("rows", [8, 40, 72])
-def test_every_value(way: str, rows: int, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_every_value(way: str, rows: int, tmp_path: Path, monkeypatch: helpers.Patch) -> None:
     monkeypatch.setattr(packed_weights, "STRIP", 500)
     shape = rows, 192
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(rows)) * 0.1
@@ -70,7 +56,7 @@ def test_words_of_every_width(bits: int, count: int) -> None:
 def spoken(folder: Path, count: int = 6, vocab: int = 256, **wishes: Any) -> list[Any]:
     params = [SamplingParams(max_tokens=count), SamplingParams(max_tokens=count, temperature=0.8, seed=1)]
     engine = make_engine(folder, **{"dtype": "float32", "kernels": "torch", **wishes})
-    return outputs(run_all(engine, random_prompts(2, 2 * count, vocab), params))
+    return helpers.outputs(run_all(engine, random_prompts(2, 2 * count, vocab), params))
 
 
 def speaks_as_its_copy(folder: Path, way: str, to: Path) -> None:
@@ -113,7 +99,7 @@ def test_step_packs_scales_of_experts_as_it_packs_experts(way: str, tmp_path: Pa
             tensors[f"{name}_inv"] = tensors.pop(name)
         tensors["model.layers.1.moe.up_proj.input_scale"] = torch.ones(8)
 
-    edit_weights(twin, as_published)
+    helpers.edit_weights(twin, as_published)
     assert spoken(twin) == spoken(plain)
 
 
@@ -180,7 +166,9 @@ def test_what_older_tools_wrote_beside_the_configuration(tiny: Tiny, tmp_path: P
 @pytest.mark.parametrize("name", ["weight_packed", "input_scale", "k_scale"])
 def test_scales_of_activations_are_not_needed(name: str, tiny: Tiny, tmp_path: Path, caplog: Any) -> None:
     twin, _ = write_twins(tiny("qwen3", **SIZES), tmp_path, "w4-32")
-    edit_weights(twin, lambda tensors: tensors.update({f"model.layers.0.other.{name}": torch.ones(1)}))
+    helpers.edit_weights(
+        twin, lambda tensors: tensors.update({f"model.layers.0.other.{name}": torch.ones(1)})
+    )
     make_engine(twin)
     assert ("1 tensors" in caplog.text) == (name == "weight_packed")
 
@@ -199,11 +187,13 @@ def test_c_kernels_speak_as_the_dequantised_copy(way: str, tiny: Tiny, tmp_path:
     speak_alike(tiny("qwen3", **SIZES), way, tmp_path, "native")
 
 
-@INTERPRETED[0]
-@INTERPRETED[1]
+@helpers.INTERPRETED[0]
+@helpers.INTERPRETED[1]
 @pytest.mark.parametrize("way", ["w4--1-zeros", pytest.param("nvfp4", marks=pytest.mark.slow)])
-def test_triton_kernels_speak_as_the_copy(way: str, tiny: Tiny, tmp_path: Path, monkeypatch: Patch) -> None:
-    few_programs(monkeypatch)
+def test_triton_kernels_speak_as_the_copy(
+    way: str, tiny: Tiny, tmp_path: Path, monkeypatch: helpers.Patch
+) -> None:
+    helpers.few_programs(monkeypatch)
     family = "qwen3_moe" if way == "nvfp4" else "qwen3"
     folder = tiny(family, **SIZES, layers=1, vocab=64, tokenizer=False)
     speak_alike(folder, way, tmp_path, "triton", 2, 64)
@@ -221,8 +211,10 @@ def test_mtp_heads_in_codes_and_left_as_they_were(kept: tuple[str, ...], tmp_pat
     work = random_prompts(3, 30, 256), params
     wishes = {"kernels": "native", "dtype": "float32"}
     off = run_all(make_engine(twin, spec="off", **wishes), *work)
-    runs, same = (run_all(make_engine(each, **wishes, **PROPOSERS["mtp"]), *work) for each in (twin, plain))
-    assert_same(runs, off)
+    runs, same = (
+        run_all(make_engine(each, **wishes, **helpers.PROPOSERS["mtp"]), *work) for each in (twin, plain)
+    )
+    helpers.assert_same(runs, off)
     assert accepted(runs) == accepted(same)
 
 
@@ -234,9 +226,9 @@ def test_a_head_in_codes_goes_to_a_folder_of_its_own(tmp_path: Path) -> None:
     config = json.loads((head / "config.json").read_text())["transformer_layer_config"]
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
     work = random_prompts(2, 30, 256), [SamplingParams(max_tokens=30)] * 2
-    engines = (make_engine(twin, **more, **PROPOSERS["mtp"]) for more in ({}, {"mtp": head}))
+    engines = (make_engine(twin, **more, **helpers.PROPOSERS["mtp"]) for more in ({}, {"mtp": head}))
     own, apart = (run_all(engine, *work) for engine in engines)
-    assert_same(apart, own)
+    helpers.assert_same(apart, own)
     assert accepted(apart) == accepted(own)
 
 
@@ -247,11 +239,11 @@ ODD = [(1, 32), (7, 33), (16, 100), (33, 128)]
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize(("rows", "columns"), ODD)
 def test_words_as_compressed_tensors_packs_them(bits: int, rows: int, columns: int) -> None:
-    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    packing = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
     draw = torch.Generator().manual_seed(bits)
     codes = torch.randint(0, 1 << bits, (rows, columns), generator=draw)
     signed = (codes - (1 << (bits - 1))).to(torch.int8)
-    words = helpers.pack_to_int32(signed, bits)
+    words = packing.pack_to_int32(signed, bits)
     assert torch.equal(unpacked_words(words, bits, columns), codes.to(torch.uint8))
-    down = helpers.pack_to_int32(signed, bits, packed_dim=0)
+    down = packing.pack_to_int32(signed, bits, packed_dim=0)
     assert torch.equal(unpacked_words(down.t(), bits, rows).t(), codes.to(torch.uint8))

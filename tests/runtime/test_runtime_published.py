@@ -20,20 +20,10 @@ from spd.runtime.plan.plan import EnginePlan, outline, possible_sizes
 from spd.runtime.round.limits import PAGE_SIZE, ring_depth
 from tests.formats.test_formats_model_config import GLM4_FLASH
 from tests.formats.test_formats_recurrent import GRANITE, LFM2, NEMOTRON
+from tests.recipes import published_hybrids
 from tests.recipes import published_others as others
 from tests.recipes.mtp_folders import SIZES
-from tests.recipes.published_hybrids import (
-    COUNTED,
-    DELTA_HEAD,
-    HEAD,
-    KEY_HEADS,
-    RELEASES,
-    Release,
-    mtp_tensors,
-    text_tensors,
-    vision_tensors,
-    write_published,
-)
+from tests.recipes.published_hybrids import COUNTED, DELTA_HEAD, KEY_HEADS, RELEASES, Release, mtp_tensors
 from tests.recipes.published_quantized import QUANTIZED, parts_of, write_quantized
 from tests.runtime.test_runtime_assistant import E2B_TARGET, E4B, PUBLISHED
 
@@ -51,7 +41,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     @cache
     def get(name: str) -> tuple[ModelFolder, Release]:
         row = replace(RELEASES[name], layers=request.param or RELEASES[name].layers)
-        return ModelFolder(write_published(tmp_path_factory.mktemp("published"), row)), row
+        return ModelFolder(published_hybrids.write_published(tmp_path_factory.mktemp("published"), row)), row
 
     return get
 
@@ -68,7 +58,10 @@ def elements(entries: object) -> int:
 @pytest.mark.parametrize("name", COUNTED)
 def test_the_table_makes_as_many_tensors_as_were_published(name: str) -> None:
     row = RELEASES[name]
-    made = tuple(len(list(part(row))) for part in (text_tensors, mtp_tensors, vision_tensors))
+    made = tuple(
+        len(list(part(row)))
+        for part in (published_hybrids.text_tensors, mtp_tensors, published_hybrids.vision_tensors)
+    )
     assert made == COUNTED[name]
 
 
@@ -76,7 +69,7 @@ def test_the_table_makes_as_many_tensors_as_were_published(name: str) -> None:
 @pytest.mark.parametrize("name", RELEASES)
 def test_every_tensor_is_used_or_named_and_the_mtp_layer_drafts(name: str, shelf: Shelf) -> None:
     folder, row = shelf(name)
-    seen = [] if row.fused else [entry[0] for entry in vision_tensors(row)]
+    seen = [] if row.fused else [entry[0] for entry in published_hybrids.vision_tensors(row)]
     assert check_weights(folder.checkpoint, folder.config, family_layout(folder.config)) == seen
     layers = family_layout(folder.config)
     assert len(layers.attending) == row.layers // 4 and len(layers.layers) == row.layers
@@ -101,11 +94,13 @@ def test_memory_is_planned(name: str, shelf: Shelf) -> None:
     ring = channels * 2 + (KEY_HEADS + row.value_heads) * DELTA_HEAD * 4 + row.value_heads * 8
     assert state_bytes(config) == recurrent * state
     assert slot_bytes(config, plan.shape, 1) == recurrent * (state + depth * ring)
-    keys = 2 * row.key_value_heads * HEAD * 2
+    keys = 2 * row.key_value_heads * published_hybrids.HEAD * 2
     assert page_bytes(config, "bfloat16") == PAGE_SIZE * row.layers // 4 * keys
     # Stored A_log and norms widen to float32 wherever they are read; the rest stays as stored.
     kept = tensor_bytes(config, "bfloat16", plan.shape.form)
-    stored = sum(SIZES[dtype] * torch.Size(shape).numel() for _, dtype, shape in text_tensors(row))
+    stored = sum(
+        SIZES[dtype] * torch.Size(shape).numel() for _, dtype, shape in published_hybrids.text_tensors(row)
+    )
     assert stored <= kept < (1.04 if row.fp8 else 1.01) * stored  # each row of a block has its scale
     assert plan.need.weights >= kept and plan.need.total > plan.need.weights
     source = folder.mtp_source()

@@ -10,22 +10,12 @@ from torch import Tensor
 
 from spd.runtime import Engine, SamplingParams
 from spd.runtime.round.sampler import Sampler
-from tests.helpers import (
-    Damped,
-    Patch,
-    Run,
-    Tiny,
-    accepted,
-    drafts,
-    make_engine,
-    outputs,
-    random_prompts,
-    run_all,
-)
+from tests import helpers
+from tests.helpers import Damped, Patch, Run, Tiny, accepted, drafts, make_engine, outputs, run_all
 from tests.runtime import seeded_faults as fault
 
 RULES = ["rejection", "block"]
-PROMPTS = random_prompts(4, 16, 256)
+PROMPTS = helpers.random_prompts(4, 16, 256)
 by_rule = pytest.mark.parametrize("rule", RULES)
 Methods = dict[str, dict[str, Any]]
 

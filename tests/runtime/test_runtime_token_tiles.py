@@ -17,16 +17,8 @@ from spd.runtime.lab import diagnostics, tile_questions
 from spd.runtime.lab.tile_questions import ask
 from spd.runtime.load import token_tiles
 from spd.runtime.load.token_tiles import KINDS, Widest, keep_answer, read_answer, widest_tiles
-from tests.helpers import (
-    INTERPRETED,
-    Patch,
-    Tiny,
-    few_programs,
-    make_engine,
-    random_prompts,
-    run_all,
-    with_operations,
-)
+from tests import helpers
+from tests.helpers import INTERPRETED, Patch, Tiny, few_programs, make_engine, random_prompts, run_all
 
 SMALL = ((48, 160), (64, 96), (40, 32))
 CPU, BOUND = torch.device("cpu"), {"gpu": "one", "driver": "1.2"}
@@ -53,7 +45,7 @@ def test_a_tile_that_changes_a_bit_is_left_out(operation: str) -> None:
             last.view(-1)[-1].add_(off)
             return found
 
-        return with_operations(plain, **{operation: lying})
+        return helpers.with_operations(plain, **{operation: lying})
 
     assert ask(load, CPU, shapes=SMALL) == {"bfloat16": 16, "int8": 32}
 

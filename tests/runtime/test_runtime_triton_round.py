@@ -15,22 +15,8 @@ from spd.kernels.dispatch import Kernels, load_kernels, operation_stems
 from spd.runtime import SamplingParams
 from spd.runtime.engine import assembly
 from spd.runtime.plan import memory
-from tests.helpers import (
-    INTERPRETED,
-    Damped,
-    Patch,
-    Prompt,
-    Tiny,
-    accepted,
-    drafted,
-    drafts,
-    few_programs,
-    make_engine,
-    outputs,
-    random_prompts,
-    run_all,
-    with_operations,
-)
+from tests import helpers
+from tests.helpers import INTERPRETED, Patch, Tiny, accepted, drafted, drafts, outputs, random_prompts
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny import write_tiny
 from tests.recipes.tiny_assistant import write_assistant
@@ -49,7 +35,7 @@ pytestmark = [*INTERPRETED, pytest.mark.usefixtures("untried")]
 SHAPE: dict[str, Any] = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 48}
 SHAPE |= {"vocab": 97, "tokenizer": False, "seed": 5}
 
-damped = Damped(loud=1, soft=0.15)
+damped = helpers.Damped(loud=1, soft=0.15)
 
 
 @pytest.fixture(scope="module")
@@ -105,11 +91,13 @@ def _counted(monkeypatch: Patch, request: pytest.FixtureRequest, counts: Counts)
         found = load_kernels(form, *cache)
         if form == "torch":
             return found
-        return with_operations(found, **{name: count(name, getattr(found, name)) for name in OPERATIONS})
+        return helpers.with_operations(
+            found, **{name: count(name, getattr(found, name)) for name in OPERATIONS}
+        )
 
     monkeypatch.setattr(assembly, "load_kernels", load)
     monkeypatch.setattr(memory, "CHUNK", {"torch": 16, "triton": 16})
-    few_programs(monkeypatch)
+    helpers.few_programs(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -123,11 +111,11 @@ def no_host_reads(monkeypatch: Patch) -> HostWatch:
 OPERATIONS = list(operation_stems())
 
 
-def both(target: Path, prompts: list[Prompt], params: list[SamplingParams], **wishes: Any) -> Any:
+def both(target: Path, prompts: list[helpers.Prompt], params: list[SamplingParams], **wishes: Any) -> Any:
     """The runs of both forms, torch's first: float32, logits well apart, so that even drafts are the same."""
     wishes = {"ctx": 128, "device": "cpu", **wishes}
-    engines = (make_engine(target, kernels=form, **wishes) for form in ("torch", "triton"))
-    first, second = (run_all(engine, prompts, params) for engine in engines)
+    engines = (helpers.make_engine(target, kernels=form, **wishes) for form in ("torch", "triton"))
+    first, second = (helpers.run_all(engine, prompts, params) for engine in engines)
     assert outputs(second) == outputs(first) and drafts(second) == drafts(first)
     return first, second
 

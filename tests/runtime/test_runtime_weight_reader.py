@@ -17,13 +17,7 @@ from torch import Tensor
 
 from spd.errors import CheckpointError
 from spd.formats.checkpoint import TORCH_NAMES, Checkpoint
-from spd.runtime.load.weight_reader import (
-    BUFFERS,
-    Buffer,
-    Chunk,
-    plan_chunks,
-    read_tensors,
-)
+from spd.runtime.load.weight_reader import BUFFERS, Buffer, Chunk, plan_chunks, read_tensors
 from tests.helpers import Patch
 
 CODES = {getattr(torch, name): code for code, name in TORCH_NAMES.items()}

@@ -11,15 +11,8 @@ import pytest
 
 from spd.errors import UsageError
 from spd.runtime.engine.metrics import RoundRecord
-from spd.runtime.lab.explain import (
-    Trace,
-    TraceHeader,
-    bottleneck,
-    explain_traces,
-    next_step,
-    paragraph,
-    read_trace,
-)
+from spd.runtime.lab import explain
+from spd.runtime.lab.explain import Trace, TraceHeader, bottleneck, explain_traces, next_step, read_trace
 
 
 def make_trace(
@@ -126,7 +119,7 @@ def test_what_limits_it_and_what_to_try(name: str) -> None:
     assert (found.now.speed_up < 1) == (name in list(CASES)[:4]), found.now
     assert bottleneck(found).startswith(limit), bottleneck(found)
     assert step in next_step(found), next_step(found)
-    assert bottleneck(found) in paragraph(found)
+    assert bottleneck(found) in explain.paragraph(found)
 
 
 def write(path: Path, trace: Trace) -> Path:
