@@ -55,9 +55,8 @@ def every_trial() -> None:
 def untried(monkeypatch: Patch) -> None:
     """No engine tries any: all run whole tiles. For what is compared with other programs' numbers."""
 
-    monkeypatch.setattr(
-        ModelRunner, "_try_arithmetic", lambda runner, alone: setattr(runner, "buckets", (WIDEST,))
-    )
+    whole_tiles = lambda runner, alone: setattr(runner, "buckets", (WIDEST,))  # noqa: E731
+    monkeypatch.setattr(ModelRunner, "_try_arithmetic", whole_tiles)
 
 
 @pytest.fixture

@@ -33,9 +33,8 @@ def _walk(value: Any, schema: dict[str, Any], root: dict[str, Any], at: str) -> 
             yield from _walk(value, root["$defs"][rule.rpartition("/")[2]], root, at)
         elif keyword == "type":
             kinds = [TYPES[kind] for kind in ([rule] if isinstance(rule, str) else rule)]
-            if not any(
-                isinstance(value, each) and isinstance(value, bool) == (each is bool) for each in kinds
-            ):
+            fits = [each for each in kinds if isinstance(value, each)]
+            if not any(isinstance(value, bool) == (each is bool) for each in fits):
                 yield f"{at} is {type(value).__name__}, not {rule}"
         elif keyword in ("const", "enum"):
             if value not in (rule if keyword == "enum" else [rule]):

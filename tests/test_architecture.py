@@ -96,9 +96,8 @@ def violations(tree: Tree) -> list[str]:
             wrong |= {name for name in every if names(name, tuple(methods))}
         if names(module, ("spd.cli",)):
             wrong |= {name for name in top if names(name, (*HEAVY, "spd.kernels"))}
-        if module in ("spd.runtime", *room("models")) or (
-            names(module, TORCH_FREE) and module not in WITH_TORCH
-        ):
+        free = names(module, TORCH_FREE) and module not in WITH_TORCH
+        if free or module in ("spd.runtime", *room("models")):
             wrong |= {name for name in top if names(name, HEAVY)}
         if names(module, ("spd.kernels",)):
             wrong |= {name for name in every if not names(name, KERNELS_IMPORT)}

@@ -153,9 +153,8 @@ def test_a_pass_that_broke_off_leaves_no_pages_behind(model: Tiny, error: BaseEx
         engine.step()
     engine.abort("first")
     engine.step()
-    again = helpers.run_requests(
-        engine, [Request("second", prompt, params), Request("third", prompt, params)]
-    )
+    asked = [Request(name, prompt, params) for name in ("second", "third")]
+    again = helpers.run_requests(engine, asked)
     assert [run.tokens for run in again] == [expected, expected]
     check_pages(engine._scheduler)
 

@@ -9,7 +9,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing import AuthenticationError
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from spd.errors import EngineError
-from spd.runtime import Engine, EngineConfig, Request, SamplingParams, make_plan
+from spd.runtime import EngineConfig, Request, SamplingParams, make_plan
 from spd.runtime.ranks import crew
 from spd.runtime.ranks.communicator import describe_rank
 from spd.runtime.ranks.crew import Crew
@@ -73,15 +73,10 @@ sys.exit(main({argv!r}))
 
 
 def run_until_harmed(rank: int, place: str, act: str, folder: Path) -> tuple[int, str, list[int]]:
-    """`spd` with a fault in one rank: how it ended, what it said, and the processes that it had started.
-
-    Fails where the program or one of those does not end in time.
-    """
-    mark = folder / "harmed"
+    """`spd` with a fault in one rank: how it ended, what it said, and the processes that it had started."""
+    mark, said = folder / "harmed", folder / "said"
     fault = FAULT.format(place=PLACES[place], act=act, mark=str(mark))
-    program = STARTED.format(rank=rank, fault=fault, argv=[*SPD, PROMPT])
-    command = [sys.executable, "-c", program]
-    said = folder / "said"
+    command = [sys.executable, "-c", STARTED.format(rank=rank, fault=fault, argv=[*SPD, PROMPT])]
     with said.open("wb") as stderr:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
     try:
@@ -133,37 +128,25 @@ def test_a_killed_parent_takes_its_ranks_along(place: str, tmp_path: Path) -> No
     assert started
 
 
-def run_until_lost(engine: Engine, harm: Callable[[int], None], prompt: tuple[int, ...], after: int) -> str:
-    """Run, do harm to rank 1 after some steps, and return how the run ended."""
-    engine.add(Request("a", prompt, LONG))
-    for _ in range(after):
-        engine.step()
-    victim, began = pids(engine)[0], time.monotonic()
-    harm(victim)
-    with pytest.raises(EngineError) as caught:
-        while time.monotonic() < began + 2 * ENDS_WITHIN:
-            engine.step()
-    assert time.monotonic() - began < ENDS_WITHIN
-    assert caught.value.exit_code == 9
-    return caught.value.message
-
-
 def test_a_lost_rank_ends_the_run(tiny: Tiny) -> None:
+    """What comes after the end is refused, and at once."""
     engine = make_engine(tiny("qwen3", max_positions=4096), tp=2, ctx=4096)
     with nothing_is_left(engine):
-        said = run_until_lost(engine, lambda pid: os.kill(pid, signal.SIGKILL), PROMPTS[0], 4)
-        assert "rank 1: was ended by SIGKILL" in said
-        assert run_again(engine) and not engine.abort("a")
+        engine.add(Request("a", PROMPTS[0], LONG))
+        for _ in range(4):
+            engine.step()
+        began = time.monotonic()
+        os.kill(pids(engine)[0], signal.SIGKILL)
+        with pytest.raises(EngineError, match="rank 1: was ended by SIGKILL") as caught:
+            while time.monotonic() < began + 2 * ENDS_WITHIN:
+                engine.step()
+        assert caught.value.exit_code == 9 and time.monotonic() - began < ENDS_WITHIN
+        began = time.monotonic()
+        with pytest.raises(EngineError):
+            engine.add(Request("b", (1, 2, 3), SamplingParams(max_tokens=4)))
+            engine.step()
+        assert time.monotonic() - began < 5 and not engine.abort("a")
         engine.close()
-
-
-def run_again(engine: Engine) -> bool:
-    """What comes after the end is refused, and at once."""
-    began = time.monotonic()
-    with pytest.raises(EngineError):
-        engine.add(Request("b", (1, 2, 3), SamplingParams(max_tokens=4)))
-        engine.step()
-    return time.monotonic() - began < 5
 
 
 LOST = """
@@ -183,9 +166,8 @@ def test_a_main_thread_that_hangs_is_ended_and_the_terminal_put_back() -> None:
     """What happens where rank 0 itself hangs, or waits for a key."""
     ours, theirs = pty.openpty()
     before = termios.tcgetattr(theirs)
-    done = subprocess.run(
-        [sys.executable, "-c", LOST], stdin=theirs, capture_output=True, timeout=30, check=False
-    )
+    command = [sys.executable, "-c", LOST]
+    done = subprocess.run(command, stdin=theirs, capture_output=True, timeout=30, check=False)
     assert (done.returncode, done.stdout) == (EngineError.exit_code, b"rank 3: has not answered\n")
     assert termios.tcgetattr(theirs) == before and b"?25h" in done.stderr
     os.close(ours)
@@ -197,8 +179,7 @@ def crowd(_: object, told: Mapping[str, Any]) -> None:
 
     def come() -> None:
         place, silent = (told["host"], told["port"]), []
-        while len(silent) < 40:
-            silent.append(socket.create_connection(place))
+        silent += [socket.create_connection(place) for _ in range(40)]
         with suppress(AuthenticationError):
             connect(*place, b"another key")
         line, _ = connect(*place, bytes.fromhex(told["key"]))

@@ -196,8 +196,8 @@ CHECKS: dict[str, Callable[[Path], None]] = {
 }
 
 
-OPERATIONS = "round_commit", "round_window", "draft_step"
-commit, window, step = (partial(fault.operation, name) for name in OPERATIONS)
+OPERATIONS = "round_commit", "round_window", "draft_step", "committed_window"
+commit, window, step, missed = (partial(fault.operation, name) for name in OPERATIONS)
 verify, late = fault.verify, ("spd.runtime.engine.engine.read_emission", fault.read_a_column_late)
 MUTANTS: dict[str, dict[str, fault.Mutation]] = {
     "law": {
@@ -217,21 +217,15 @@ MUTANTS: dict[str, dict[str, fault.Mutation]] = {
         "a row that is not finite is kept": commit(lambda a: {"finite": torch.ones_like(a.finite)}),
         "a stop id is kept though its row is not finite": commit(fault.stops_are_finite),
     },
-    "law of limits": {
-        "the length limit does not cut": window(lambda a: {"length_limit": a.length_limit + 9}),
-    },
+    "law of limits": {"no limit cuts": window(lambda a: {"length_limit": a.length_limit + 9})},
     "law of odd drafts": {"unknown ids are fed": window(after=fault.unknown_ids_are_fed)},
-    "text beside silent slots": {
-        "rows of silent slots are kept": window(after=fault.kept_whatever_they_are),
-    },
+    "text beside silent slots": {"silent rows are kept": window(after=fault.kept_whatever_they_are)},
     "law of truncation": {"truncation for the first row only": fault.first_row_only(truncation=False)},
     "law of bias": {"bias for the first row only": fault.first_row_only(bias=None)},
     "law of penalties": {"penalties do not see the drafts": fault.counts(fault.without_drafts)},
     "law of penalties over rounds": {
         "committed tokens are not counted": commit(lambda a: {"generated": None}),
-        "rejected samples are counted": commit(
-            lambda a: {"generated": None}, fault.rejected_samples_are_counted
-        ),
+        "rejected ones are": commit(lambda a: {"generated": None}, fault.rejected_samples_are_counted),
     },
     "law of min_tokens": {
         "min_tokens treats every row as the first": fault.hide(torch.zeros_like),
@@ -260,9 +254,7 @@ MUTANTS: dict[str, dict[str, fault.Mutation]] = {
         "the ring stands still": fault.operation("mark_time", lambda a: {"advance": False}),
     },
     "self-draft": {
-        "the draft model misses the token before the last": fault.operation(
-            "committed_window", lambda a: {"width": max(1, a.width - 1)}
-        ),
+        "the token before the last is missed": missed(lambda a: {"width": max(1, a.width - 1)}),
         "the drafter draws with the next position's noise": fault.draft_noise_off,
         "the drafter draws without the temperature": fault.draft_without_temperature,
         "drafts are written one column late": step(after=fault.drafts_one_column_late),
@@ -271,7 +263,7 @@ MUTANTS: dict[str, dict[str, fault.Mutation]] = {
     "self-draft to its context's end": {
         "drafts go on behind the draft's context": fault.together(
             step(lambda a: {"draft_limit": a.draft_limit + 99}),
-            fault.operation("committed_window", lambda a: {"draft_limit": a.draft_limit + 99}),
+            missed(lambda a: {"draft_limit": a.draft_limit + 99}),
         ),
     },
     "self-draft with pauses": {

@@ -166,9 +166,7 @@ def test_what_older_tools_wrote_beside_the_configuration(tiny: Tiny, tmp_path: P
 @pytest.mark.parametrize("name", ["weight_packed", "input_scale", "k_scale"])
 def test_scales_of_activations_are_not_needed(name: str, tiny: Tiny, tmp_path: Path, caplog: Any) -> None:
     twin, _ = write_twins(tiny("qwen3", **SIZES), tmp_path, "w4-32")
-    helpers.edit_weights(
-        twin, lambda tensors: tensors.update({f"model.layers.0.other.{name}": torch.ones(1)})
-    )
+    helpers.edit_weights(twin, lambda t: t.update({f"model.layers.0.other.{name}": torch.ones(1)}))
     make_engine(twin)
     assert ("1 tensors" in caplog.text) == (name == "weight_packed")
 
@@ -190,9 +188,7 @@ def test_c_kernels_speak_as_the_dequantised_copy(way: str, tiny: Tiny, tmp_path:
 @helpers.INTERPRETED[0]
 @helpers.INTERPRETED[1]
 @pytest.mark.parametrize("way", ["w4--1-zeros", pytest.param("nvfp4", marks=pytest.mark.slow)])
-def test_triton_kernels_speak_as_the_copy(
-    way: str, tiny: Tiny, tmp_path: Path, monkeypatch: helpers.Patch
-) -> None:
+def test_triton_kernels_speak_alike(way: str, tiny: Tiny, tmp_path: Path, monkeypatch: Any) -> None:
     helpers.few_programs(monkeypatch)
     family = "qwen3_moe" if way == "nvfp4" else "qwen3"
     folder = tiny(family, **SIZES, layers=1, vocab=64, tokenizer=False)
@@ -211,9 +207,8 @@ def test_mtp_heads_in_codes_and_left_as_they_were(kept: tuple[str, ...], tmp_pat
     work = random_prompts(3, 30, 256), params
     wishes = {"kernels": "native", "dtype": "float32"}
     off = run_all(make_engine(twin, spec="off", **wishes), *work)
-    runs, same = (
-        run_all(make_engine(each, **wishes, **helpers.PROPOSERS["mtp"]), *work) for each in (twin, plain)
-    )
+    wishes |= helpers.PROPOSERS["mtp"]
+    runs, same = (run_all(make_engine(each, **wishes), *work) for each in (twin, plain))
     helpers.assert_same(runs, off)
     assert accepted(runs) == accepted(same)
 

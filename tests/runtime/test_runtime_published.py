@@ -98,9 +98,8 @@ def test_memory_is_planned(name: str, shelf: Shelf) -> None:
     assert page_bytes(config, "bfloat16") == PAGE_SIZE * row.layers // 4 * keys
     # Stored A_log and norms widen to float32 wherever they are read; the rest stays as stored.
     kept = tensor_bytes(config, "bfloat16", plan.shape.form)
-    stored = sum(
-        SIZES[dtype] * torch.Size(shape).numel() for _, dtype, shape in published_hybrids.text_tensors(row)
-    )
+    text = published_hybrids.text_tensors(row)
+    stored = sum(SIZES[dtype] * torch.Size(shape).numel() for _, dtype, shape in text)
     assert stored <= kept < (1.04 if row.fp8 else 1.01) * stored  # each row of a block has its scale
     assert plan.need.weights >= kept and plan.need.total > plan.need.weights
     source = folder.mtp_source()

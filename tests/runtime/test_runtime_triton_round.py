@@ -91,9 +91,8 @@ def _counted(monkeypatch: Patch, request: pytest.FixtureRequest, counts: Counts)
         found = load_kernels(form, *cache)
         if form == "torch":
             return found
-        return helpers.with_operations(
-            found, **{name: count(name, getattr(found, name)) for name in OPERATIONS}
-        )
+        counted = {name: count(name, getattr(found, name)) for name in OPERATIONS}
+        return helpers.with_operations(found, **counted)
 
     monkeypatch.setattr(assembly, "load_kernels", load)
     monkeypatch.setattr(memory, "CHUNK", {"torch": 16, "triton": 16})
@@ -305,10 +304,8 @@ def kernels_of_triton() -> set[tuple[str, str]]:
     for path in room.rglob("*_triton.py"):
         stem = ".".join(path.relative_to(room).with_suffix("").parts)
         module = importlib.import_module(f"spd.kernels.{stem}")
-        own = (
-            (name, thing) for name, thing in vars(module).items() if isinstance(thing, InterpretedFunction)
-        )
-        named = (name for name, thing in own if thing.fn.__module__ == module.__name__)
+        made = {name: it for name, it in vars(module).items() if isinstance(it, InterpretedFunction)}
+        named = (name for name, it in made.items() if it.fn.__module__ == module.__name__)
         found |= {(module.__name__, name) for name in named if name.endswith("_kernel")}
     return found
 

@@ -14,20 +14,15 @@ from spd.runtime.engine.metrics import RoundRecord
 from spd.runtime.lab import explain
 from spd.runtime.lab.explain import Trace, TraceHeader, bottleneck, explain_traces, next_step, read_trace
 
+GOOD, WIDE, NARROW = (10.0, 0.2), (6.0, 2.5), (5.0, 1.5)
+
 
 def make_trace(
-    k: int,
-    rate: float,
-    *,
-    verify: tuple[float, float] = (10.0, 0.2),
-    draft: float = 1.0,
-    host: float = 0.1,
-    rounds: int = 400,
-    temperature: float = 0.0,
+    k: int, rate: float, *, verify: Any = GOOD, draft: float = 1.0, host: float = 0.1, rounds: int = 400
 ) -> Trace:
     """Rounds at k of a model whose verify takes base + slope * rows, and each draft `draft` ms."""
     draws = random.Random(k)
-    trace = Trace(header=TraceHeader("m", temperature, {"verify": "coupled"}))
+    trace = Trace(header=TraceHeader("m", 0.0, {"verify": "coupled"}))
     for number in range(1, rounds + 1):
         accepted = 0
         while accepted < k and draws.random() < rate:
@@ -75,11 +70,9 @@ def test_rounds_of_lookup_alone_say_nothing_of_a_model_beside_it() -> None:
     """They come where text is copied, and more tokens at a time than the model drafts."""
     trace = make_trace(3, 0.5)
     lone = explain_traces([trace])
-    copies = [
-        dataclasses.replace(record, method="draft+ngram", k=8, match=6, accepted=8, draft_forwards=0)
-        for record in trace.rounds[::3]
-    ]
-    both = Trace([dataclasses.replace(r, method="draft+ngram") for r in trace.rounds] + copies)
+    beside = [dataclasses.replace(record, method="draft+ngram") for record in trace.rounds]
+    copied = {"k": 8, "match": 6, "accepted": 8, "draft_forwards": 0}
+    both = Trace(beside + [dataclasses.replace(record, **copied) for record in beside[::3]])  # type: ignore
     both.header = TraceHeader("m", 0.0, {"model_drafts": 3, "draft_max": 8})
     found = explain_traces([both])
     assert found.acceptance.survival == lone.acceptance.survival and found.k == 3
@@ -98,7 +91,6 @@ def test_no_length_is_advised_beside_lookup(method: str, advised: bool) -> None:
     assert ("--draft-max" in found.as_dict()["try"]) is advised
 
 
-GOOD, WIDE, NARROW = (10.0, 0.2), (6.0, 2.5), (5.0, 1.5)
 CASES = {
     "a useless drafter": (4, 0.0, {}, "acceptance: without drafting", "--spec off"),
     "a poor drafter": (4, 0.15, {"verify": NARROW}, "acceptance: without verification", "--spec off"),
@@ -113,9 +105,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_what_limits_it_and_what_to_try(name: str) -> None:
     k, rate, costs, limit, step = CASES[name]
-    found = explain_traces(
-        [make_trace(k, rate, **costs), make_trace(0, 0.0, verify=costs.get("verify", GOOD))]
-    )
+    plain = make_trace(0, 0.0, verify=costs.get("verify", GOOD))
+    found = explain_traces([make_trace(k, rate, **costs), plain])
     assert (found.now.speed_up < 1) == (name in list(CASES)[:4]), found.now
     assert bottleneck(found).startswith(limit), bottleneck(found)
     assert step in next_step(found), next_step(found)
@@ -132,8 +123,7 @@ def write(path: Path, trace: Trace) -> Path:
 def test_a_trace_file_is_read_back(tmp_path: Path) -> None:
     trace = make_trace(3, 0.5, rounds=20)
     path = write(tmp_path / "trace", trace)
-    again = read_trace(path)
-    assert again == trace
+    assert read_trace(path) == trace
     path.write_text(path.read_text() + '{"request": "r", "rou')  # a run that was killed
     assert read_trace(path).rounds == trace.rounds
     path.write_text("no round\n" + path.read_text())
@@ -144,16 +134,12 @@ def test_a_trace_file_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "change"),
     [
-        (2, {"ms": {}}),
-        (2, {"ms": {"draft": 1.0, "verify": None, "rest": 0.0, "host": 0.0}}),
-        (2, {"accepted": "2"}),
-        (2, {"k": 99}),
-        (21, {"ms": {}}),
-        (1, {"plan": None}),
+        *((2, {"ms": {}}), (2, {"ms": {"draft": 1.0, "verify": None, "rest": 0.0, "host": 0.0}})),
+        *((2, {"accepted": "2"}), (2, {"k": 99}), (21, {"ms": {}}), (1, {"plan": None})),
     ],
 )
 def test_a_damaged_line_of_a_trace_is_named(tmp_path: Path, line: int, change: dict[str, Any]) -> None:
-    path = write(tmp_path / "trace", make_trace(3, 0.5, rounds=20, temperature=0.5))
+    path = write(tmp_path / "trace", make_trace(3, 0.5, rounds=20))
     lines = path.read_text().splitlines()
     assert len(lines) == 21
     lines[line - 1] = json.dumps(json.loads(lines[line - 1]) | change)

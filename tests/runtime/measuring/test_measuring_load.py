@@ -1,10 +1,11 @@
 """Loads, their clocks and replays, with an engine that only counts and with tiny ones."""
 
+import itertools
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,6 @@ from spd.errors import IncompatibleError, UsageError
 from spd.formats.demo import demo_folder
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime import EngineConfig
-from spd.runtime.engine.metrics import RoundRecord
 from spd.runtime.engine.request import Event, Request
 from spd.runtime.lab.load import Load, Timeline, Work, poisson_arrivals, run_pass
 from spd.runtime.lab.prompt_set import Prompt, Question, encode_questions, read_prompts
@@ -21,18 +21,14 @@ from spd.runtime.lab.rows import make_rows
 from spd.runtime.lab.sweep import Settings, Sweep
 from spd.runtime.round.sampling_params import SamplingParams
 from tests.helpers import Damped, Patch, Tiny, random_prompts
-from tests.runtime import seeded_faults as planted
-from tests.runtime.seeded_faults import first_is_free, verify
+from tests.runtime.seeded_faults import first_is_free, kv_one_off, verify
 
 
 class CountingEngine:
     """Three steps a request of `seconds` each, two tokens in each; remembers how many it held at once."""
 
     def __init__(self, seconds: float = 0.0) -> None:
-        self.trace: Callable[[RoundRecord], None] | None = None
-        self.seconds = seconds
-        self.left: dict[str, int] = {}
-        self.most = 0
+        self.trace, self.seconds, self.left, self.most = None, seconds, dict[str, int](), 0
 
     def add(self, request: Request) -> None:
         self.left[request.id] = 3
@@ -89,12 +85,11 @@ def test_arrivals_are_poisson() -> None:
 
 
 def test_times_by_their_definitions() -> None:
-    line = Timeline(
-        chunks=[(10.5, 1), (11.0, 3), (12.0, 2)], request=Request("x", (1,), SamplingParams()), arrived=10.0
-    )
+    (request,) = requests(1)
+    line = Timeline(chunks=[(10.5, 1), (11.0, 3), (12.0, 2)], request=request, arrived=10.0)
     assert line.ttft == 0.5 and line.decode_seconds == 1.5 and line.tokens_after_first == 5
     assert line.tpot == pytest.approx(0.3) and line.gaps() == [0.5, 1.0]
-    assert Timeline(request=Request("x", (1,), SamplingParams()), arrived=0.0).tpot is None
+    assert Timeline(request=request, arrived=0.0).tpot is None
 
 
 SETTINGS = Settings(temperatures=(0.0, 0.9), max_tokens=10, repetitions=2)
@@ -103,11 +98,9 @@ SETTINGS = Settings(temperatures=(0.0, 0.9), max_tokens=10, repetitions=2)
 def make_sweep(folder: Path, settings: Settings, *, alike: bool = False, **wishes: object) -> Sweep:
     plain = EngineConfig(model=folder, threads=1, dtype="float32", ctx=128, spec="off", prefix_sharing=False)
     spec = replace(plain, spec="ngram", ngram_min=1, draft_max=3, adaptive=False, **wishes)  # type: ignore[arg-type]
-    ids = random_prompts(2, 20, 256)
-    questions = [
-        Question(Prompt(f"{kind}/1", kind, ""), ids[0 if alike else number])
-        for number, kind in enumerate(("code", "edit"))
-    ]
+    first, second = random_prompts(2, 20, 256)
+    told = {"code": first, "edit": first if alike else second}
+    questions = [Question(Prompt(f"{kind}/1", kind, ""), ids) for kind, ids in told.items()]
     return Sweep([plain, spec], questions, settings)
 
 
@@ -119,12 +112,8 @@ def test_every_cell_is_measured_and_every_text_compared(tiny: Tiny) -> None:
     assert len(sweep.samples) == 2 * 2 * 2 * 2  # configurations, prompts, temperatures, repetitions
     assert sweep.differences == [] and sweep.compared >= 16 * 1
     rows = make_rows(sweep.samples, sweep.plans)
-    assert [(r["category"], r["temperature"], r["method"]) for r in rows] == [
-        (category, t, method)
-        for category in ("code", "edit", "all")
-        for t in (0.0, 0.9)
-        for method in ("plain", "ngram")
-    ]
+    wanted = itertools.product(("code", "edit", "all"), (0.0, 0.9), ("plain", "ngram"))
+    assert [(r["category"], r["temperature"], r["method"]) for r in rows] == list(wanted)
     assert all(row["tokens_per_second"]["median"] > 0 and row["repetitions"] == 2 for row in rows)
     spec = rows[-1]
     assert sum(spec["drafted_per_position"]) > 0 and spec["round_ms"]["verify"] > 0
@@ -187,27 +176,20 @@ def test_a_text_is_held_against_plain_decoding_on_as_many_ranks(tiny: Tiny) -> N
     configs = [EngineConfig(**wishes), EngineConfig(**wishes, tp=2), EngineConfig(model=folder, tp=2)]
     question = Question(Prompt("a", "code", ""), (1, 2, 3))
     sweep = Sweep(configs, [question], Settings())
-    texts = [[5, 6]], [[5, 7]], [[5, 8]]
-    ran = {
-        i: SimpleNamespace(timelines=[SimpleNamespace(token_ids=ids) for ids in text])
-        for i, text in enumerate(texts)
-    }
+    lines = [SimpleNamespace(token_ids=ids) for ids in ([5, 6], [5, 7], [5, 8])]
+    ran = {i: SimpleNamespace(timelines=[line]) for i, line in enumerate(lines)}
     sweep._compare(Work("code", 0.0, None, Load()), [question], ran)  # type: ignore[arg-type]
     assert [(found["config"], found["plain"]) for found in sweep.differences] == [(2, 7)]
 
 
 Pair = tuple[EngineConfig, EngineConfig]
-
-QUESTIONS = [
-    Question(Prompt(f"q/{i}", "q", ""), ids)
-    for i, ids in enumerate(random_prompts(3, 20, 256) + random_prompts(1, 75, 256, seed=1))
-]
-
+IDS = random_prompts(3, 20, 256) + random_prompts(1, 75, 256, seed=1)
+QUESTIONS = [Question(Prompt(f"q/{i}", "q", ""), ids) for i, ids in enumerate(IDS)]
 damped = Damped(loud=2)
 
 
 @pytest.fixture(scope="module")
-def pair(tiny: Tiny) -> tuple[EngineConfig, EngineConfig]:
+def pair(tiny: Tiny) -> Pair:
     """Plain decoding, and a draft model that is often right, at fixed k."""
     target, draft = (tiny("qwen3", layers=n, residual_gain=damped, seed=3) for n in (4, 2))
     plain = EngineConfig(model=target, threads=1, dtype="float32", ctx=256, spec="off")
@@ -219,29 +201,24 @@ def asked(count: int = 24, least: int = 0) -> list[tuple[str, Request]]:
 
 
 def test_the_engine_passes(pair: Pair) -> None:
-    plain, spec = pair
-    late = replace(spec, lag=2, slots=3)
-    result = replay_requests(plain, late, asked())
+    result = replay_requests(pair[0], replace(pair[1], lag=2, slots=3), asked())
     assert result.differences == [] and result.texts == 8 and result.tokens == 8 * 24
     assert result.speculated > 20 and promised_equal(result.plans)
 
 
 def test_the_demo_across_a_quarter_of_a_thousand_positions() -> None:
     """A text whose two best tokens tie at position 261: whatever rounds otherwise there shows."""
-    folder = demo_folder()
     prompts = [prompt for prompt in read_prompts() if prompt.name == "creative/3"]
-    questions = encode_questions(folder, prompts, [None], 215)
-    plain = EngineConfig(model=folder, threads=1, dtype="bfloat16", ctx=320, spec="off")
+    questions = encode_questions(demo_folder(), prompts, [None], 215)
+    plain = EngineConfig(model=demo_folder(), threads=1, dtype="bfloat16", ctx=320, spec="off")
     spec = replace(plain, spec="draft", draft_max=4, adaptive=False)
     asked = make_requests(questions, (0.0,), max_tokens=215, ignore_eos=True, least=0)
     result = replay_requests(plain, spec, asked)
     assert result.tokens == 215 and result.differences == []
 
 
-@pytest.mark.parametrize(
-    "plant", [planted.verify(planted.first_is_free), planted.kv_one_off], ids=["first-is-free", "kv-one-off"]
-)
-def test_a_planted_fault_changes_tokens(pair: Pair, monkeypatch: Patch, plant: planted.Mutation) -> None:
+@pytest.mark.parametrize("plant", [verify(first_is_free), kv_one_off], ids=["first-is-free", "kv-one-off"])
+def test_a_planted_fault_changes_tokens(pair: Pair, monkeypatch: Patch, plant: Any) -> None:
     plant(monkeypatch)  # in torch's form
     result = replay_requests(*(replace(each, kernels="torch") for each in pair), asked())
     assert result.differences
@@ -255,9 +232,8 @@ def test_a_planted_fault_changes_tokens(pair: Pair, monkeypatch: Patch, plant: p
 @pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_a_near_tie_is_told_from_a_fault(pair: Pair, dtypes: tuple[str, str]) -> None:
     """Another dtype rounds otherwise: its differences are near-ties, and no equal bits were promised."""
-    plain, _ = pair
     greedy = make_requests(QUESTIONS, (0.0,), max_tokens=40, ignore_eos=True, least=0)
-    result = replay_requests(*(replace(plain, dtype=dtype) for dtype in dtypes), greedy)
+    result = replay_requests(*(replace(pair[0], dtype=dtype) for dtype in dtypes), greedy)
     assert result.differences, "nothing to tell apart"
     assert not promised_equal(result.plans)
     assert all(difference["near_tie"] for difference in result.differences)
