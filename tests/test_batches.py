@@ -10,7 +10,7 @@ import itertools
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,19 +65,6 @@ def pairwise(*sizes: int) -> list[Case]:
     keys: list[dict[str, Hashable]] = [dict(case) for case in every]
     chosen = [every[i] for i in covering(keys, 2)]
     return [{**case, "features": [names[(n + i) % 8] for i in range(8)]} for n, case in enumerate(chosen)]
-
-
-@pytest.mark.parametrize("sizes", [(1, 2, 8), FACTORS["size"]], ids=str)
-def test_the_array_holds_every_pair(sizes: tuple[int, ...], say: Callable[[str], None]) -> None:
-    cases, factors = pairwise(*sizes), {**FACTORS, "size": sizes}
-    for a, b in itertools.combinations(factors, 2):
-        assert {(c[a], c[b]) for c in cases} == set(itertools.product(factors[a], factors[b]))
-    for name in ("method", "temperature", "lag", "pressure", "prefix"):
-        met = {(case[name], feature) for case in cases for feature in case["features"][: case["size"]]}
-        assert met == set(itertools.product(factors[name], FEATURES))
-    total = len(combined(factors))
-    assert len(cases) < total / 15
-    say(f"{len(cases)} of {total:,} combinations hold every pair")
 
 
 class Bench:

@@ -8,19 +8,12 @@ from spd.runtime.ranks import communicator, crew
 from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import Patch
 from tests.known_trials import tried_together
-from tests.parallel.thread_ranks import GlooCrew, ThreadCrew
+from tests.parallel.thread_ranks import ThreadCrew
 
 
 @pytest.fixture
 def threads(monkeypatch: Patch) -> None:
-    """Engines of several ranks run them as threads of this process."""
+    """Engines run their ranks as threads; one that is left alone by a failure gives up in minutes."""
     monkeypatch.setattr(crew, "Crew", ThreadCrew)
-    monkeypatch.setattr(ModelRunner, "_try_arithmetic", tried_together)
-
-
-@pytest.fixture
-def gloo_threads(monkeypatch: Patch) -> None:
-    """As `threads`, but they exchange through gloo; who is left alone by a failure gives up in minutes."""
-    monkeypatch.setattr(crew, "Crew", GlooCrew)
     monkeypatch.setattr(ModelRunner, "_try_arithmetic", tried_together)
     monkeypatch.setattr(communicator, "PATIENCE", timedelta(minutes=5))

@@ -18,7 +18,7 @@ from tests.recipes.tiny_dense import FAMILIES, write_dense, write_mxfp4
 from tests.recipes.tiny_eagle3 import OWN_SHAPE, write_tiny_eagle3
 from tests.recipes.tiny_mtp import write_tiny_mtp
 
-pytestmark = pytest.mark.usefixtures("gloo_threads")
+pytestmark = pytest.mark.usefixtures("threads")
 
 PROMPTS = [*random_prompts(2, 75, 256), *random_prompts(1, 20, 256, seed=1)]
 LONG = SamplingParams(max_tokens=14, ignore_eos=True)

@@ -71,7 +71,7 @@ def test_a_recurrent_draft_model_on_one_or_two_ranks(agreeing: Path, tmp_path: P
 @pytest.mark.covers(1)
 @pytest.mark.parametrize("method", ["ngram", "mtp"])
 @pytest.mark.parametrize("form", FORMS)
-def test_speculation_changes_no_token(agreeing: Path, form: str, method: str, gloo_threads: None) -> None:
+def test_speculation_changes_no_token(agreeing: Path, form: str, method: str) -> None:
     if form == "native" and obstacle() is not None:
         pytest.skip("no C kernels here")
     asked = {**FORMS[form], "tp": 2, "ngram_min": 1}
@@ -82,7 +82,7 @@ def test_speculation_changes_no_token(agreeing: Path, form: str, method: str, gl
     assert method == "ngram" or accepted(first)
 
 
-def test_two_ranks_go_on_from_checkpoints(agreeing: Path, gloo_threads: None) -> None:
+def test_two_ranks_go_on_from_checkpoints(agreeing: Path) -> None:
     """A prompt again, and a next turn: each rank has its part of the states as of there."""
     form = "torch" if obstacle() else "native"
     wishes = {**FORMS[form], "tp": 2, "spec": "mtp", "draft_max": 3, "lag": 1}

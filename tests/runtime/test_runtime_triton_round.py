@@ -1,8 +1,6 @@
 """Whole texts by Triton's kernels, in its interpreter, against torch's: tokens, drafts and acceptance."""
 
-import dataclasses
 import importlib
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,9 +9,7 @@ from typing import Any
 import pytest
 
 from spd import kernels
-from spd.kernels.dispatch import Kernels, load_kernels, operation_stems
 from spd.runtime import SamplingParams
-from spd.runtime.engine import assembly
 from spd.runtime.plan import memory
 from tests import helpers
 from tests.helpers import INTERPRETED, Patch, Tiny, accepted, drafted, drafts, outputs, random_prompts
@@ -51,50 +47,22 @@ def methods(tiny: Tiny) -> Methods:
     return {spec: {"spec": spec, **wishes} for spec, wishes in more.items()}
 
 
-@dataclasses.dataclass
-class Counts:
-    """What ran in this file and in this process."""
-
-    tests: set[str] = dataclasses.field(default_factory=set)
-    operations: Counter[str] = dataclasses.field(default_factory=Counter)
-    kernels: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)  # Launches.
-
-
-@pytest.fixture(scope="module")
-def counts() -> Counts:
-    """Of the Triton form, over all tests."""
-    return Counts()
+RAN, LAUNCHED = set[str](), set[tuple[str, str]]()  # Tests of this file and kernels, in this process.
 
 
 @pytest.fixture(autouse=True)
-def _counted(monkeypatch: Patch, request: pytest.FixtureRequest, counts: Counts) -> None:
+def _counted(monkeypatch: Patch, request: pytest.FixtureRequest) -> None:
     """Count what runs; with small chunks and a GPU of one processor, for the interpreter's sake."""
     from triton.runtime.interpreter import InterpretedFunction
 
-    counts.tests.add(request.node.nodeid)
+    RAN.add(request.node.name)
     launch = InterpretedFunction.run
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        counts.kernels[self.fn.__module__, self.fn.__name__] += 1
+        LAUNCHED.add((self.fn.__module__, self.fn.__name__))
         return launch(self, *args, **kwargs)
 
     monkeypatch.setattr(InterpretedFunction, "run", run)
-
-    def count(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            counts.operations[name] += 1
-            return operation(*args, **kwargs)
-
-        return counted
-
-    def load(form: str, *cache: Path) -> Kernels:
-        found = load_kernels(form, *cache)
-        if form == "torch":
-            return found
-        counted = {name: count(name, getattr(found, name)) for name in OPERATIONS}
-        return helpers.with_operations(found, **counted)
-
-    monkeypatch.setattr(assembly, "load_kernels", load)
     monkeypatch.setattr(memory, "CHUNK", {"torch": 16, "triton": 16})
     helpers.few_programs(monkeypatch)
 
@@ -105,9 +73,6 @@ def no_host_reads(monkeypatch: Patch) -> HostWatch:
     watch = HostWatch("triton")
     watch.install(monkeypatch)
     return watch
-
-
-OPERATIONS = list(operation_stems())
 
 
 def both(target: Path, prompts: list[helpers.Prompt], params: list[SamplingParams], **wishes: Any) -> Any:
@@ -283,18 +248,6 @@ def test_a_lookup_in_parts(target: Path, methods: Methods, monkeypatch: Patch) -
     assert drafted(both(target, PROMPT, [SamplingParams(max_tokens=4)], **methods["ngram"])[0])
 
 
-@pytest.fixture
-def whole_file(request: pytest.FixtureRequest, counts: Counts) -> None:
-    """Skip where a part of this file was asked for; fail where its other tests did not run here before."""
-    own = request.node
-    asked = [item for item in own.session.items if item.path == own.path]
-    known = {name for name in vars(own.module) if name.startswith("test_")}
-    if left_out := known - {item.originalname for item in asked}:
-        pytest.skip(f"counts what all tests of this file run, without {', '.join(sorted(left_out))}")
-    missing = [item.name for item in asked if item.nodeid not in counts.tests]
-    assert not missing, "counts what the tests before it ran in the same process (--dist loadfile)"
-
-
 def kernels_of_triton() -> set[tuple[str, str]]:
     """Module and name of every kernel in `spd/kernels`."""
     from triton.runtime.interpreter import InterpretedFunction
@@ -310,10 +263,11 @@ def kernels_of_triton() -> set[tuple[str, str]]:
     return found
 
 
-@pytest.mark.usefixtures("whole_file")
-def test_every_operation_and_every_kernel_has_run(counts: Counts) -> None:
-    """Over the tests above."""
-    assert set(OPERATIONS) - set(counts.operations) == set()
-    every, launched = kernels_of_triton(), set(counts.kernels)
-    assert len(every) > 40
-    assert every == launched
+def test_every_kernel_has_run(request: pytest.FixtureRequest) -> None:
+    """In the tests above, in this process (--dist loadfile); skipped where a part of them was asked for."""
+    asked = [item for item in request.session.items if item.path == request.node.path]
+    names = {name for name in vars(request.module) if name.startswith("test_")}
+    if names - {getattr(item, "originalname", "") for item in asked}:
+        pytest.skip("counts what all tests of this file run")
+    assert {item.name for item in asked} <= RAN
+    assert len(LAUNCHED) > 40 and kernels_of_triton() == LAUNCHED
