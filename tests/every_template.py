@@ -31,7 +31,6 @@ Message = dict[str, Any]
 
 
 def call(name: str, arguments: dict[str, Any], number: int) -> Message:
-    """A call as a client sends it back."""
     function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
     return {"id": f"abcd{number:05}", "type": "function", "function": function}
 
@@ -74,7 +73,6 @@ def own(template: ChatTemplate, messages: Sequence[Message], **variables: Any) -
 
 
 def theirs(template: str, messages: Sequence[Message], **variables: Any) -> list[str]:
-    """The library's prompts: with arguments as objects, and as texts."""
     found = []
     for written in (json.loads, str):
         said = json.loads(json.dumps(messages))
@@ -133,7 +131,6 @@ def read_back(template: str) -> str:
 
 
 def main() -> None:
-    """Compare all, print what differs, and exit with 1 where something does."""
     total: Counter[str] = Counter()
     names = {id(form): name for name, form in FORMS.items()}
     for path in sorted(path for folder in sys.argv[1:] for path in Path(folder).glob("**/*.jinja")):

@@ -34,6 +34,11 @@ PROPOSERS: dict[str, dict[str, Any]] = {
     "eagle3": {"spec": "eagle3", "draft_max": 3},
     "mtp+ngram": {"spec": "mtp+ngram", "draft_max": 3, "ngram_min": 2},
 }  # Wishes for every proposer that the matrices run; a draft model or a head is added by the test.
+WHY = "the interpreter needs TRITON_INTERPRET, which is set without a GPU only"
+INTERPRETED = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason=WHY),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's, of log(0)
+]  # Marks of tests that run Triton kernels in its interpreter.
 
 
 @dataclass(frozen=True)
@@ -54,13 +59,6 @@ def with_operations(kernels: Kernels, **operations: Callable[..., Any]) -> Kerne
     return changed
 
 
-WHY = "the interpreter needs TRITON_INTERPRET, which is set without a GPU only"
-INTERPRETED = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason=WHY),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's, of log(0)
-]  # Marks of tests that run Triton kernels in its interpreter.
-
-
 def few_programs(monkeypatch: pytest.MonkeyPatch, processors: int = 1) -> None:
     """Few programs for the interpreter: of a small device none is idle, and one turns all heads of a row."""
     from spd.kernels.attention import paged_attention_triton, rotary_store_triton
@@ -79,7 +77,6 @@ class TinyShelf:
         self.folder = folder
 
     def get(self, variant: str = "qwen3", **options: Any) -> Path:
-        """The folder of a variant with options of `write_tiny` on top."""
         arguments = {**VARIANTS[variant], **options}
         key = hashlib.sha256(repr(sorted(arguments.items())).encode()).hexdigest()[:16]
         folder = self.folder / f"{variant}-{key}"
@@ -110,7 +107,6 @@ class Run:
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """What a folder's `config.json` says."""
     return ModelFolder(folder).config
 
 
@@ -127,7 +123,6 @@ def quick_engine(model: Path, **wishes: Any) -> Engine:
 
 
 def run_all(engine: Engine, prompts: list[Prompt], params: list[SamplingParams]) -> list[Run]:
-    """Run every prompt to its end, together as far as the engine has slots."""
     asked = enumerate(zip(prompts, params, strict=True))
     return run_requests(engine, [Request(f"r{i}", *each) for i, each in asked])
 
@@ -161,12 +156,10 @@ def drafts(runs: Sequence[Run]) -> list[list[tuple[list[int], int]]]:
 
 
 def accepted(runs: list[Run]) -> int:
-    """Drafts that were accepted."""
     return sum(run.metrics.draft_n_accepted for run in runs)
 
 
 def drafted(runs: list[Run]) -> int:
-    """Drafts that were verified."""
     return sum(run.metrics.draft_n for run in runs)
 
 
@@ -183,7 +176,6 @@ def next_turn(prompt: Prompt, reply: list[int], params: SamplingParams, said: Pr
 
 
 def run_one(model: Path, prompt: Prompt, params: SamplingParams, **wishes: Any) -> Run:
-    """One prompt on an engine of its own."""
     return run_all(make_engine(model, **wishes), [prompt], [params])[0]
 
 
@@ -224,11 +216,8 @@ def speaks_as(
 
 def replace_transfers(patch: pytest.MonkeyPatch, instead: Callable[..., torch.Tensor]) -> set[str]:
     """Let `instead` bring small values to the device, wherever `to_device` does; returns the modules."""
-    found = {
-        name
-        for name, module in list(sys.modules.items())
-        if name.startswith("spd.") and name != "spd.runtime.round.transfer" and hasattr(module, "to_device")
-    }
+    own = {name for name in sys.modules if name.startswith("spd.") and name != "spd.runtime.round.transfer"}
+    found = {name for name in own if hasattr(sys.modules[name], "to_device")}
     for name in found:
         patch.setattr(sys.modules[name], "to_device", instead)
     return found
@@ -244,7 +233,6 @@ def random_prompts(count: int, length: int, vocab: int, seed: int = 0) -> list[P
 
 
 def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Change the tensors of a folder's one file."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -45,7 +45,6 @@ def structure(thing: Any) -> Any:
 
 
 def tried_once(runner: ModelRunner, alone: bool) -> None:
-    """See `ModelRunner._try_arithmetic`."""
     if alone:
         tried_together(runner, alone)
         return
@@ -55,7 +54,6 @@ def tried_once(runner: ModelRunner, alone: bool) -> None:
 
 
 def try_rows(patch: Patch, numbers: tuple[int, ...]) -> None:
-    """Let engines try these numbers of rows."""
     for module in (model_runner, arithmetic_probe):
         patch.setattr(module, "CANDIDATES", numbers)
 

@@ -20,11 +20,8 @@ from tests.runtime.eagle3_reference import PlainEagle3
 from tests.runtime.mtp_reference import PlainDrafter, PlainMtp
 
 damped = Damped(loud=2)  # So that a draft of the first two layers often agrees.
-HEADS: dict[str, dict[str, Any]] = {
-    "one": {"family": "deepseek"},
-    "three": {"family": "mimo", "modules": 3, "hidden_share": 0.1},
-    "deepseek": {"family": "deepseek", "variant": "deepseek_v3"},
-}
+HEADS: dict[str, dict[str, Any]] = {"three": {"family": "mimo", "modules": 3, "hidden_share": 0.1}}
+HEADS |= {"one": {"family": "deepseek"}, "deepseek": {"family": "deepseek", "variant": "deepseek_v3"}}
 SOFT = {"residual_gain": lambda layer: 0.06 if layer % 2 else 0.012}  # A module that is as the odd layers.
 MTP_OF: dict[str, dict[str, Any]] = {
     "mimo_v2": {"family": "mimo_v2", "variant": "mimo_v2", "modules": 2},
@@ -54,7 +51,6 @@ class Pair:
     reference: Callable[[], PlainDrafter] | None = None  # Of a head: what its drafts are by their definition.
 
     def plain(self, **wishes: Any) -> Engine:
-        """The target alone, by the quickest kernels that there are here."""
         return quick_engine(self.model, **wishes)
 
     def engine(self, k: int, **wishes: Any) -> Engine:

@@ -20,6 +20,23 @@ READ_ENVIRONMENT = {"spd.cli.app", "spd.formats.hub"}
 
 
 Tree = list[tuple[str, ast.Module, str]]  # Name, tree and text of modules.
+PLANTED = {  # What is imported within a function, or where that is torch, at once.
+    "spd.kernels.bad": ["spd.runtime.plan.plan"],
+    "spd.formats.bad": ["spd.kernels.attention.rotary_store"],
+    "spd.cli.bad": ["torch"],
+    "spd.cli.text.bad": ["spd.cli.serve.forms"],
+    "spd.runtime.bad": ["spd.cli", "spd.runtime.proposers.ngram", "transformers"],
+    "spd.runtime.models.bad": ["spd.runtime.engine.request", "spd.runtime.ranks.communicator"],
+    "spd.runtime.layers.bad": ["spd.runtime.round.sampler", "spd.runtime.models.layouts"],
+    "spd.runtime.round.bad": ["spd.runtime.engine.request", "spd.runtime.plan.plan"],
+    "spd.runtime.load.bad": ["spd.runtime.round.round"],
+    "spd.runtime.plan.bad": ["spd.runtime.engine.engine", "torch"],
+    "spd.runtime.engine.bad": ["spd.runtime.lab.prompt_set"],
+    "spd.runtime.proposers.ngram": ["spd.runtime.proposers.draft_model"],
+    "spd.runtime.proposers.draft_model": ["spd.runtime.engine.engine"],
+    "spd.runtime.engine.scheduler": ["torch"],
+}
+MUTABLE = ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp
 
 
 @functools.cache
@@ -50,12 +67,10 @@ def imports(tree: ast.Module, *, top_level: bool = False) -> set[str]:
 
 
 def names(module: str, roots: tuple[str, ...]) -> bool:
-    """Whether `module` is one of `roots` or lies below one."""
     return any(module == root or module.startswith(root + ".") for root in roots)
 
 
 def room(*names_below: str) -> tuple[str, ...]:
-    """Full names of rooms and modules of the runtime."""
     return tuple(f"spd.runtime.{name}" for name in names_below)
 
 
@@ -105,24 +120,6 @@ def violations(tree: Tree) -> list[str]:
     return broken
 
 
-PLANTED = {  # What is imported within a function, or where that is torch, at once.
-    "spd.kernels.bad": ["spd.runtime.plan.plan"],
-    "spd.formats.bad": ["spd.kernels.attention.rotary_store"],
-    "spd.cli.bad": ["torch"],
-    "spd.cli.text.bad": ["spd.cli.serve.forms"],
-    "spd.runtime.bad": ["spd.cli", "spd.runtime.proposers.ngram", "transformers"],
-    "spd.runtime.models.bad": ["spd.runtime.engine.request", "spd.runtime.ranks.communicator"],
-    "spd.runtime.layers.bad": ["spd.runtime.round.sampler", "spd.runtime.models.layouts"],
-    "spd.runtime.round.bad": ["spd.runtime.engine.request", "spd.runtime.plan.plan"],
-    "spd.runtime.load.bad": ["spd.runtime.round.round"],
-    "spd.runtime.plan.bad": ["spd.runtime.engine.engine", "torch"],
-    "spd.runtime.engine.bad": ["spd.runtime.lab.prompt_set"],
-    "spd.runtime.proposers.ngram": ["spd.runtime.proposers.draft_model"],
-    "spd.runtime.proposers.draft_model": ["spd.runtime.engine.engine"],
-    "spd.runtime.engine.scheduler": ["torch"],
-}
-
-
 def test_no_arrow_is_broken_and_planted_ones_are_seen() -> None:
     assert violations(modules()) == []
     for module, names_of_bad in PLANTED.items():
@@ -162,7 +159,6 @@ def test_sizes() -> None:
 
 
 def environment_readers(tree: Tree) -> set[str]:
-    """Modules that touch os.environ or os.getenv."""
     found = {(module, getattr(node, "attr", "")) for module, parsed, _ in tree for node in ast.walk(parsed)}
     return {module for module, name in found if name in ("environ", "getenv", "environb")}
 
@@ -188,9 +184,6 @@ def runtime_talk(tree: Tree) -> list[str]:
 def test_runtime_never_prints_or_exits() -> None:
     assert runtime_talk(modules()) == []
     assert runtime_talk([("spd.runtime.bad", ast.parse("print('hello')"), "")]) != []
-
-
-MUTABLE = ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp
 
 
 def mutable_globals(tree: Tree) -> list[str]:

@@ -43,12 +43,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 3},
 }
 FACTORS: dict[str, Sequence[Any]] = {
-    "size": (1, 2, 8, 32),
-    "lag": (0, 1, 2),
-    "method": ("off", *PROPOSERS),
-    "temperature": (0.0, 1.0),
-    "pressure": (False, True),
-    "prefix": ("hit", "miss"),
+    **{"size": (1, 2, 8, 32), "lag": (0, 1, 2), "method": ("off", *PROPOSERS)},
+    **{"temperature": (0.0, 1.0), "pressure": (False, True), "prefix": ("hit", "miss")},
 }
 Case = dict[str, Any]
 KINDS = 7  # Different requests; larger batches repeat them.
@@ -124,7 +120,6 @@ class Bench:
         return runs
 
     def check(self, case: Case) -> list[Run]:
-        """A combination's runs; asserts all that must hold of them."""
         runs = self.run(case, case["lag"])
         for request, run in zip(self.requests(case), runs, strict=True):
             alone = self.solo(request)
@@ -163,7 +158,6 @@ def test_every_pair_equals_solo(bench: Bench, sizes: tuple[int, ...]) -> None:
 
 
 def demo_prompts(count: int) -> list[tuple[int, ...]]:
-    """Questions, and beginnings of Python code, in turn."""
     tokenizer, prompts = Tokenizer.open(demo_folder()), []
     names = [name for name, _ in question_answers()]
     for name in (names[i * 13 % len(names)] for i in range(count)):

@@ -16,6 +16,17 @@ from spd.cli.options import spec_names
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = {"bash": "spd.bash", "zsh": "_spd", "fish": "spd.fish"}
+OFFERED: dict[str, list[str]] = {
+    "": list(COMMANDS),
+    "--": ["--version", "--help"],  # and not the library's installer
+    "generate --draft-": ["--draft-model", "--draft-max", "--draft-tp"],
+    "generate --spec ": spec_names(""),
+    "generate --spec = d": ["draft", "draft+ngram"],
+    "generate -m ": ["Qwen/Qwen3-0.6B", "demo", "demo-hybrid", "gpt2"],
+    "generate -m Qwen/Qwen3-0": ["Qwen/Qwen3-0.6B"],
+    "inspect --draft de": ["demo", "demo-hybrid"],
+    "generate -f ": [],  # which the shell completes
+}
 
 
 @pytest.mark.parametrize("shell", FILES)
@@ -44,24 +55,10 @@ def needs(shell: str) -> pytest.MarkDecorator:
 
 
 def printed(shell: str, code: str, environment: dict[str, str]) -> list[str]:
-    """Lines that a shell prints after it has read its file."""
     command, home = [shell, "-c", f"source '{ROOT}/completions/{FILES[shell]}'; {code}"], environment["HOME"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=home, check=True)
     assert done.stderr == ""
     return done.stdout.splitlines()
-
-
-OFFERED: dict[str, list[str]] = {
-    "": list(COMMANDS),
-    "--": ["--version", "--help"],  # and not the library's installer
-    "generate --draft-": ["--draft-model", "--draft-max", "--draft-tp"],
-    "generate --spec ": spec_names(""),
-    "generate --spec = d": ["draft", "draft+ngram"],
-    "generate -m ": ["Qwen/Qwen3-0.6B", "demo", "demo-hybrid", "gpt2"],
-    "generate -m Qwen/Qwen3-0": ["Qwen/Qwen3-0.6B"],
-    "inspect --draft de": ["demo", "demo-hybrid"],
-    "generate -f ": [],  # which the shell completes
-}
 
 
 @pytest.mark.parametrize("line", OFFERED)

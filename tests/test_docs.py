@@ -20,6 +20,8 @@ MTP_PAGE = (ROOT / "docs" / "mtp.md").read_text(encoding="utf-8")
 MTP_COMMANDS = re.sub("\n+", "\n", "".join(re.findall(r"```sh\n(.*?)```", MTP_PAGE, re.DOTALL))).splitlines()
 COMMANDS = ["chat", "generate", "inspect", "bench", "compare", "explain", "verify", "convert-mtp"]
 COMMANDS += ["pull", "ls", "rm", "doctor"]
+GUIDES = (ROOT / "docs" / "guide.md", ROOT / "docs" / "mtp.md")
+PAGES = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
 
 
 def python(*words: str, folder: Path = ROOT) -> str:
@@ -57,10 +59,6 @@ def test_the_table_of_hybrids_is_the_plans() -> None:
     assert python("docs/hybrid_tables.py") in (ROOT / "docs" / "hybrids.md").read_text(encoding="utf-8")
 
 
-GUIDES = (ROOT / "docs" / "guide.md", ROOT / "docs" / "mtp.md")
-PAGES = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
-
-
 def test_it_opens_with_the_two_commands() -> None:
     first, second = README.index("<!-- run -->"), README.index("<!-- test -->")
     assert first < second < README.index("\n## ")
@@ -91,7 +89,6 @@ def test_readme_and_architecture_are_short() -> None:
 
 
 def run_each(commands: list[str], folder: Path, model: str) -> None:
-    """Each command in one folder, one after the other; `demo` stands for `model`."""
     for line in commands:
         first, *words = [model if word == "demo" else word for word in shlex.split(line)]
         assert first == "spd" and python("-m", "spd", *words, folder=folder)

@@ -34,6 +34,9 @@ KEEPERS = (
     *(f"{name}{more}" for name in ("draft", "one", "three", "eagle") for more in ("", "+ngram")),
 )
 Lengths = tuple[int, ...]
+BOUND = GrammarText("regex", "(abcdef){30,60}!")
+LOOSE = GrammarText("regex", "([a-f]{2}xyz){10,60}!")
+ROUNDS = 9  # Rounds without drafting, of which the second slot saw the last one only.
 
 
 def greedy(count: int) -> SamplingParams:
@@ -80,10 +83,6 @@ def test_drafts_after_any_rounds_are_a_fresh_start_s(pairs: Pairs, name: str, le
         assert found[0].output == fresh[0].output and decided(found) == decided(fresh)
 
 
-BOUND = GrammarText("regex", "(abcdef){30,60}!")
-LOOSE = GrammarText("regex", "([a-f]{2}xyz){10,60}!")
-
-
 def engine_of(pair: Pair, lengths: Sequence[int], lag: int, **wishes: Any) -> Engine:
     """Three slots, of which those with a grammar sit out rounds; drafts are as many as the lengths say."""
     most = {} if pair.speculation["spec"].endswith("+ngram") else {"draft_max": 3}
@@ -91,7 +90,6 @@ def engine_of(pair: Pair, lengths: Sequence[int], lag: int, **wishes: Any) -> En
 
 
 def requests(grammar: GrammarText) -> list[Request]:
-    """Two with the grammar, and one without."""
     params = [replace(greedy(70 + 10 * i), seed=i, temperature=0.5 * (i % 2)) for i in range(3)]
     asked = zip("012", random_prompts(3, 30, VOCAB, seed=8), params, strict=True)
     return [replace(Request(*each), grammar=grammar if each[0] < "2" else None) for each in asked]
@@ -204,10 +202,7 @@ def test_rounds_without_drafts_tell_of_matches(pairs: Pairs) -> None:
 def test_the_cache_is_brought_up_before_too_much_is_missing(pairs: Pairs, monkeypatch: Patch) -> None:
     """However long lookup drafts alone: what is missing stays within the rings of states."""
     asked, behind, real, launch = list[int](), list[int](), ModelProposer.catch_up, RoundQueue.launch
-
-    def watched(self: ModelProposer, tokens: int, views: Any) -> None:
-        asked.append(tokens)
-        real(self, tokens, views)
+    watched = lambda self, tokens, views: asked.append(tokens) or real(self, tokens, views)  # noqa: E731
 
     def counted(self: RoundQueue, *given: Any) -> Any:
         ticket = launch(self, *given)
@@ -251,7 +246,6 @@ def test_what_a_match_drafts_was_drawn_from_nothing(pairs: Pairs, monkeypatch: P
 
 
 def assert_the_reference_s(headed: Pair, prompts: list[tuple[int, ...]], runs: list[helpers.Run]) -> None:
-    """Drafts, some of every run, must be the reference's."""
     assert headed.reference is not None
     most = 4 + 12 // len(runs)
     wrong, seen, _ = compared(headed.reference(), list(zip(prompts, runs, strict=True)), most)
@@ -324,9 +318,6 @@ def test_what_drafts_were_drawn_from_is_kept(pairs: Pairs, name: str, rule: str)
     list(engine.stream([Request("r", PROMPTS[1], replace(greedy(24), temperature=1.0, seed=2))]))
     metrics = engine.metrics("r")
     assert seen > 20 and 0 < metrics.draft_n_accepted < metrics.draft_n
-
-
-ROUNDS = 9  # Rounds without drafting, of which the second slot saw the last one only.
 
 
 @pytest.mark.parametrize(("length", "passes"), [(65, 1), (70, 2)], ids=["a chunk", "a chunk and a tail"])

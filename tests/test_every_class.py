@@ -30,36 +30,6 @@ SAID: dict[str, dict[str, Any]] = {
     "Lfm2ForCausalLM": {"layer_types": [*["conv"] * 31, "full_attention"]},
     "Lfm2MoeForCausalLM": {"layer_types": [*["conv"] * 31, "full_attention"]},
 }  # What every release of a class says, and its defaults do not.
-
-
-def classes() -> list[str]:
-    """Names of all classes that the library makes text with."""
-    from transformers.models.auto import modeling_auto as auto
-
-    maps = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-    return sorted({*maps[0].values(), *maps[1].values(), *SUPPORTED_ARCHITECTURES} - ELSEWHERE)
-
-
-def verdict(name: str, folder: Path) -> tuple[str, str]:
-    """Whether a class opens, and why not."""
-    import transformers
-
-    made: Any = getattr(transformers, name)
-    try:
-        config = made.config_class(**SAID.get(name, {}))
-        config.architectures = [name]
-        config.save_pretrained(folder)
-    except Exception as error:  # whatever the library makes of its own defaults
-        return "not built", f"the library has no configuration of its own ({type(error).__name__})"
-    try:
-        read = ModelFolder(folder).config
-    except SpdError as error:
-        why = re.sub(r"^.*config\.json: ", "", error.message)
-        why = "" if why.startswith("architectures: ") else why
-        return "refused", "; ".join(filter(None, (why, *error.reason)))
-    return ("drafts" if read.head_kind else "opens"), ""
-
-
 SMALL: dict[str, Any] = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 320},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512},
@@ -76,6 +46,32 @@ SMALL: dict[str, Any] = {
     "time_step_min": 1e-9,
 }  # Sizes that take no time; the library bounds Mamba-2's steps of prompts from below, and no others.
 KINDS_SAID = ("layer_types", "layers_block_type")
+
+
+def classes() -> list[str]:
+    from transformers.models.auto import modeling_auto as auto
+
+    maps = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    return sorted({*maps[0].values(), *maps[1].values(), *SUPPORTED_ARCHITECTURES} - ELSEWHERE)
+
+
+def verdict(name: str, folder: Path) -> tuple[str, str]:
+    import transformers
+
+    made: Any = getattr(transformers, name)
+    try:
+        config = made.config_class(**SAID.get(name, {}))
+        config.architectures = [name]
+        config.save_pretrained(folder)
+    except Exception as error:  # whatever the library makes of its own defaults
+        return "not built", f"the library has no configuration of its own ({type(error).__name__})"
+    try:
+        read = ModelFolder(folder).config
+    except SpdError as error:
+        why = re.sub(r"^.*config\.json: ", "", error.message)
+        why = "" if why.startswith("architectures: ") else why
+        return "refused", "; ".join(filter(None, (why, *error.reason)))
+    return ("drafts" if read.head_kind else "opens"), ""
 
 
 def spoken(name: str, folder: Path) -> str:
@@ -123,7 +119,6 @@ def rows() -> Iterator[tuple[str, str, str]]:
 
 
 def table(rows: list[tuple[str, str, str]]) -> str:
-    """In Markdown."""
     import transformers
 
     version = ".".join(transformers.__version__.split(".")[:2])

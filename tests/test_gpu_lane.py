@@ -30,7 +30,6 @@ class Through(CapturedRounds):
 
 
 def engine_on_cpu(model: Path, graphs: bool | None = None, **wishes: Any) -> Engine:
-    """What a GPU test takes for an engine on its device."""
     engine = make_engine(model, **{**wishes, "device": "cpu"})
     shape = dataclasses.replace(engine.plan.shape, kernels="triton", graphs=graphs is not False)
     engine.plan = dataclasses.replace(engine.plan, shape=shape)

@@ -172,7 +172,6 @@ def put(name: str, path: str, value: Any) -> Callable[[Path], Any]:
 
 
 def writes(name: str, text: str) -> Callable[[Path], Any]:
-    """Writes a text into the folder of the case."""
     return lambda place: (place / name).write_bytes(text.encode("utf-8", "surrogatepass"))
 
 
@@ -218,7 +217,6 @@ def strings(rng: random.Random, bench: Bench) -> Iterator[Case]:
 
 
 def become(path: Path, shape: str, rng: random.Random) -> None:
-    """Put something else in a file's place."""
     data = path.read_bytes() if path.is_file() else b'{"a": 1, "b": [2, "c"]}'
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)

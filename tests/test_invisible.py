@@ -45,10 +45,33 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "ignore_eos": {"ignore_eos": True, "temperature": 1.3},
     "max_tokens": {"max_tokens": 7},
 }
+METHODS = ("ngram", "draft", "self", "draft+ngram")
+HEADS = ("one", "three", "deepseek", "eagle", "speculators")
+WINDOWED = ("mistral", "qwen2", "gemma2", "gemma3", "phi3")  # Whose layers slide or cap; prompts are longer.
+SPARSE = ("deepseek_v3", "deepseek_v2_lite", "glm4_moe", "glm4_moe_lite", "qwen3_moe", "ernie4_5_moe")
+LOOKED_UP = (
+    *("olmo3", "ministral3", "exaone4", "cohere2", "hunyuan", "granite_moe"),
+    *("gpt_oss", "gemma4", "gemma4_moe", "lfm2", "lfm2_moe", "granite_hybrid"),
+    *("nemotron_h", "nemotron_h_moe", "nemotron_h_latent", "minimax_m2", "mimo_v2", "step3"),
+    *("hunyuan_moe", "muse_glimmer"),
+)  # Families whose attention, norms or caches are their own.
+QUANTIZED = ("qwen3_moe", "deepseek_v3", "gpt_oss", "gemma4_moe")  # Their experts are rounded.
+OTHERS = ("mimo", "ernie4_5", *sorted(FAMILIES.keys() - {*WINDOWED, *LOOKED_UP}))
+"""Families that differ from those in numbers and names."""
+OF_FAMILIES = (
+    *(f"{family}/ngram" for family in (*WINDOWED, *SPARSE, *LOOKED_UP, *OTHERS)),
+    *(*(f"{family}/mtp" for family in MTP_OF), "gemma4/assistant", "gemma4_moe/assistant"),
+)
+RECURRENT = tuple(f"hybrid/{method}" for method in ("ngram", "draft", "mtp", "mtp+ngram"))
+FORMS: dict[str, dict[str, Any]] = {
+    **{bits: {"dtype": "bfloat16", "quantize": bits} for bits in ("int8", "int4")},
+    **{dtype: {"dtype": dtype} for dtype in ("float32", "bfloat16")},
+    "torch": {"dtype": "float32", "kernels": "torch"},
+}  # By C kernels where there are any, which take a fifth of torch's time on tiny models; and by torch's.
+LAGS, TYPES = (0, 1, 2), ("float32", "bfloat16")
 
 
 def crossed(prompts: list[Prompt], ts: tuple[float, ...] = THREE, seed: int = 100, **kind: Any) -> Work:
-    """Every prompt at every temperature."""
     every = itertools.product(enumerate(prompts), ts)
     return [(prompt, SamplingParams(temperature=t, seed=seed + i, **kind)) for (i, prompt), t in every]
 
@@ -110,41 +133,6 @@ def table(work: Sequence[str], strength: int, **factors: Sequence[Any]) -> list[
     return cells
 
 
-METHODS = ("ngram", "draft", "self", "draft+ngram")
-HEADS = ("one", "three", "deepseek", "eagle", "speculators")
-WINDOWED = ("mistral", "qwen2", "gemma2", "gemma3", "phi3")
-"""Families whose layers slide or cap, over prompts that are longer than their windows."""
-SPARSE = ("deepseek_v3", "deepseek_v2_lite", "glm4_moe", "glm4_moe_lite", "qwen3_moe", "ernie4_5_moe")
-"""Families of latent attention and routed experts."""
-LOOKED_UP = (
-    *("olmo3", "ministral3", "exaone4", "cohere2", "hunyuan", "granite_moe"),
-    *("gpt_oss", "gemma4", "gemma4_moe", "lfm2", "lfm2_moe", "granite_hybrid"),
-    *("nemotron_h", "nemotron_h_moe", "nemotron_h_latent", "minimax_m2", "mimo_v2", "step3"),
-    *("hunyuan_moe", "muse_glimmer"),
-)  # Families whose attention, norms or caches are their own.
-QUANTIZED = (
-    "qwen3_moe",
-    "deepseek_v3",
-    "gpt_oss",
-    "gemma4_moe",
-)  # Their experts are rounded at load.
-OTHERS = ("mimo", "ernie4_5", *sorted(FAMILIES.keys() - {*WINDOWED, *LOOKED_UP}))
-"""Families that differ from those in numbers and names."""
-OF_FAMILIES = (
-    *(f"{family}/ngram" for family in (*WINDOWED, *SPARSE, *LOOKED_UP, *OTHERS)),
-    *(*(f"{family}/mtp" for family in MTP_OF), "gemma4/assistant", "gemma4_moe/assistant"),
-)
-RECURRENT = tuple(f"hybrid/{method}" for method in ("ngram", "draft", "mtp", "mtp+ngram"))
-FORMS: dict[str, dict[str, Any]] = {
-    "int8": {"dtype": "bfloat16", "quantize": "int8"},
-    "int4": {"dtype": "bfloat16", "quantize": "int4"},
-    "float32": {"dtype": "float32"},
-    "bfloat16": {"dtype": "bfloat16"},
-    "torch": {"dtype": "float32", "kernels": "torch"},
-}  # By C kernels where there are any, which take a fifth of torch's time on tiny models; and by torch's.
-LAGS, TYPES = (0, 1, 2), ("float32", "bfloat16")
-
-
 def families(names: Sequence[str], methods: Sequence[str], strength: int = 1, **factors: Any) -> list[Any]:
     """Every family with every method; the default lane has each family with one of them, with 0 none."""
     every = [f"{family}/{method}" for family in names for method in methods]
@@ -195,7 +183,6 @@ def outputs(engine: Engine, work: Work) -> list[Run]:
 
 
 def decided(runs: list[Run]) -> list[list[tuple[list[int], int, int]]]:
-    """(drafts, match, accepted) of every round."""
     return [[(r.draft, r.match, r.accepted) for r in run.rounds] for run in runs]
 
 
@@ -256,17 +243,6 @@ def test_a_prefix_hit_is_a_miss(pairs: Pairs, name: str) -> None:
     recurs = engine.plan.model.config.recurrent is not None  # whose states were kept behind the text alone
     assert all(run.metrics.cached_tokens >= 64 for run in runs[: 2 - recurs]) and drafted(runs) > 0
     assert_same(runs, run_all(pair.plain(slots=2, prefix_sharing=False), *later))
-
-
-@pytest.mark.parametrize("parameter", sorted(PARAMETERS.keys() - {"logprobs", "ignore_eos"}))
-def test_every_parameter_shows(known: Known, pairs: Pairs, parameter: str) -> None:
-    """Or its cells would show nothing."""
-    (_, params), *_ = WORKS[parameter]
-    neutral = SamplingParams(temperature=params.temperature, max_tokens=28, seed=5)
-    engine = pairs.get("ngram").plain(dtype="bfloat16")
-    without = outputs(engine, [(prompt, neutral) for prompt, _ in WORKS[parameter]])
-    shown = known(Cell(parameter, "ngram", 0, form="bfloat16"))
-    assert [run.output for run in without] != [run.output for run in shown]
 
 
 def test_draft_context_limit(pairs: Pairs) -> None:

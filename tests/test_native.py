@@ -3,6 +3,7 @@
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,7 +35,6 @@ NATIVE = {dtype: {"dtype": dtype, "kernels": "native"} for dtype in ("bfloat16",
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """A tiny checkpoint of a shape, written once."""
     shelf = TinyShelf(tmp_path_factory.mktemp("native"))
 
     @cache
@@ -71,11 +71,8 @@ def test_prompts_go_through_one_pass_together(model: Tiny) -> None:
     engine = make_engine(folder, **BFLOAT16, slots=6, ctx=512)
     runner, honest, passes = engine._device.runner, engine._device.runner.write, []
 
-    def counted(parts: Any) -> list[Tensor]:
-        passes.append([(part.begin, part.end) for part in parts])
-        return honest(parts)
-
-    runner.write = counted  # type: ignore[method-assign]
+    ends = lambda parts: [(part.begin, part.end) for part in parts]  # noqa: E731
+    runner.write = lambda parts: passes.append(ends(parts)) or honest(parts)  # type: ignore
     first = random_prompts(1, 70, 250, seed=1)[0]
     prompts = [first, (*first[:66], 9), *random_prompts(3, 30, 250, seed=2), random_prompts(1, 300, 250)[0]]
     params = [SamplingParams(max_tokens=4, ignore_eos=True)] * 6
@@ -165,10 +162,7 @@ def test_a_pass_that_always_breaks_off_is_said_once(model: Tiny, dtype: str) -> 
     engine = make_engine(model("tiny-qwen3"), dtype=dtype, slots=2)
     runner = engine._device.runner
 
-    def failing(*given: Any) -> list[Tensor]:
-        raise RuntimeError("always")
-
-    runner.write = failing  # type: ignore[method-assign]
+    runner.write = Mock(side_effect=RuntimeError("always"))  # type: ignore[method-assign]
     params = SamplingParams(max_tokens=4)
     for name, prompt in zip("ab", random_prompts(2, 30, 250), strict=True):
         engine.add(Request(name, prompt, params))

@@ -14,12 +14,9 @@ from tests.page_checks import check_pages
 VOCAB, CTX, PAGES = 256, 320, 6
 PROMPTS = [random_prompts(1, n, VOCAB, seed=n)[0] for n in (70, 130, 9, 200, 64, 65, 30)]
 KINDS: list[dict[str, Any]] = [
-    {"temperature": 0.8},
-    {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
-    {"temperature": 1.2, "logprobs": 2},
-    {"stop": ("e", "7"), "min_tokens": 40},
-    {"temperature": 1.0, "top_p": 0.8},
-    {"logit_bias": ((5, 4.0),)},
+    *({"temperature": 0.8}, {"repetition_penalty": 1.3, "frequency_penalty": 0.4}),
+    *({"temperature": 1.2, "logprobs": 2}, {"stop": ("e", "7"), "min_tokens": 40}),
+    *({"temperature": 1.0, "top_p": 0.8}, {"logit_bias": ((5, 4.0),)}),
     {"min_tokens": 50, "stop_token_ids": tuple(range(0, 256, 16))},
 ]
 PARAMS = [SamplingParams(max_tokens=64 + 9 * i, seed=i, **kind) for i, kind in enumerate(KINDS)]

@@ -112,7 +112,6 @@ def nothing_is_left(engine: Engine) -> Iterator[None]:
 
 
 def children(pid: int) -> list[int]:
-    """Processes that a process has started and that are there still."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):  # a thread that has ended

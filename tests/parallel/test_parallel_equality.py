@@ -37,6 +37,13 @@ EVERY_PARAMETER = [
     SamplingParams(temperature=0.7, logit_bias=((5, 4.0), (6, -100.0)), max_tokens=14, seed=3),
     SamplingParams(min_tokens=8, stop_token_ids=tuple(range(0, 256, 16)), max_tokens=14),
 ]
+EAGLES: dict[str, dict[str, Any]] = {
+    "eagle3": {"kind": "copy", "own_embedding": True, "draft_vocab": 281},
+    "eagle3 of its own width": {"kind": "random", "hidden_size": 96, "fc_norm": True, "norm_output": True},
+    "eagle3 without a head": {"kind": "copy", "draft_vocab": None, "hidden_share": 0.3},
+    "eagle3 of few ids": {"kind": "random", "draft_vocab": 25},
+}  # Heads with the target's embeddings, with others of another width, and with the target's logits.
+DEMO: dict[str, Any] = {"model": demo_folder(), "spec": "draft"}
 
 
 def texts(engine: Any, params: list[SamplingParams] = PARAMS) -> list[Run]:
@@ -71,14 +78,6 @@ def test_int8_rows_have_the_scales_of_whole_rows(name: str, tiny: Tiny) -> None:
     assert one == other
 
 
-EAGLES: dict[str, dict[str, Any]] = {
-    "eagle3": {"kind": "copy", "own_embedding": True, "draft_vocab": 281},
-    "eagle3 of its own width": {"kind": "random", "hidden_size": 96, "fc_norm": True, "norm_output": True},
-    "eagle3 without a head": {"kind": "copy", "draft_vocab": None, "hidden_share": 0.3},
-    "eagle3 of few ids": {"kind": "random", "draft_vocab": 25},
-}  # Heads with the target's embeddings, with others of another width, and with the target's logits.
-
-
 @pytest.mark.covers(count=4)
 @pytest.mark.parametrize(
     ("method", "ranks"),
@@ -88,7 +87,6 @@ EAGLES: dict[str, dict[str, Any]] = {
     ],
 )
 def test_a_drafter_on_fewer_ranks(method: str, ranks: int, tiny: Tiny, tmp_path: Path) -> None:
-    """The same tokens and the same accepted drafts, however many ranks share the drafter."""
     wishes: dict[str, Any] = {"spec": method.split()[0], "draft_max": 3, "slots": 2, "ngram_min": 2}
     if method in EAGLES:
         target, shape = tmp_path / "target", {"layers": 3, "kv_heads": 4}
@@ -158,9 +156,6 @@ def test_parts_make_the_whole_and_nothing_is_read_twice(tiny: Tiny, tmp_path: Pa
                     assert size == copies * whole.shape[dim], tensor
                 if len(cuts[0][tensor].ranges) == 1:
                     assert torch.equal(torch.cat(parts, dim), whole), tensor
-
-
-DEMO: dict[str, Any] = {"model": demo_folder(), "spec": "draft"}
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,10 @@ HEADS_OF_A_HEAD = OWN_SHAPE["num_attention_heads"]  # Of an EAGLE-3 head: more r
 
 loud, silent = Damped(loud=1), Damped(loud=1, soft=0.0)
 """Later layers speak softly, or say nothing: such drafts often agree with a target that is `loud`."""
+WHOLE = "granite_hybrid_moe"  # Its Mamba-2 heads are one group, whose outputs are normalised together.
 
 
 def written(folder: Path, name: str, **options: Any) -> Path:
-    """One checkpoint of a family or variant."""
     if name == "fp8":  # heads and widths begin and end inside blocks of 24
         whole = write_tiny(folder / "wide", **{**VARIANTS["deepseek_v3"], "hidden": 72, **options})
         return write_twin(whole, folder / "fp8", block=24)
@@ -45,7 +45,6 @@ def written(folder: Path, name: str, **options: Any) -> Path:
 
 
 def drafters(name: str, folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Targets, and what drafts for them."""
     target = written(folder / "target", name, residual_gain=loud)
     yield target, {"spec": "off"}
     yield target, {"spec": "ngram", "ngram_min": 1, "draft_max": 4, "lag": 1}
@@ -104,9 +103,6 @@ def test_an_assistant_s_ranks_are_its_target_s(tmp_path: Path, family: str, clus
     assert drafts(runs) == drafts(alone)
     with pytest.raises(IncompatibleError, match="reads its target's cache"):
         make_engine(target, tp=2, draft_tp=1, **wishes)
-
-
-WHOLE = "granite_hybrid_moe"  # Its Mamba-2 heads are one group, whose outputs are normalised together.
 
 
 def test_what_is_divided_and_what_is_not(tmp_path: Path) -> None:

@@ -70,6 +70,17 @@ else:
 from spd.cli.app import main
 sys.exit(main({argv!r}))
 """
+LOST = """
+import sys, threading, time, tty
+from spd.cli.signals import end_when_lost
+from spd.errors import EngineError
+def fail():
+    raise EngineError("rank 3: has not answered")
+end_when_lost(lambda error: print(error.message, flush=True))
+tty.setraw(0)
+threading.Thread(target=fail).start()
+time.sleep(60)
+"""
 
 
 def run_until_harmed(rank: int, place: str, act: str, folder: Path) -> tuple[int, str, list[int]]:
@@ -107,7 +118,6 @@ def run_until_harmed(rank: int, place: str, act: str, folder: Path) -> tuple[int
     ids=["killed", "raises", "sleeps", "rank 0 sleeps", "stopped", "rank 0 stopped", "held", "rank 0 held"],
 )
 def test_a_rank_is_named(rank: int, act: str, places: list[str], said: str, tmp_path: Path) -> None:
-    """One terminal: what a fault leaves behind is one error that names the rank."""
     for place in places:
         folder = tmp_path / place
         folder.mkdir()
@@ -147,19 +157,6 @@ def test_a_lost_rank_ends_the_run(tiny: Tiny) -> None:
             engine.step()
         assert time.monotonic() - began < 5 and not engine.abort("a")
         engine.close()
-
-
-LOST = """
-import sys, threading, time, tty
-from spd.cli.signals import end_when_lost
-from spd.errors import EngineError
-def fail():
-    raise EngineError("rank 3: has not answered")
-end_when_lost(lambda error: print(error.message, flush=True))
-tty.setraw(0)
-threading.Thread(target=fail).start()
-time.sleep(60)
-"""
 
 
 def test_a_main_thread_that_hangs_is_ended_and_the_terminal_put_back() -> None:

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("threads")
 PROMPTS = [*random_prompts(1, 75, 256), *random_prompts(2, 20, 256, seed=1), (5,)]
 SHORT = SamplingParams(max_tokens=10, ignore_eos=True)
 SEEDED = [replace(SHORT, temperature=t, seed=i) for i, t in enumerate((0, 1.0) * 2)]
+SPLIT = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "conv1d", "A_log", "dt_bias", "out_proj")
 
 
 def runs_of(folder: Path, params: list[SamplingParams] = SEEDED, **wishes: Any) -> list[Run]:
@@ -97,9 +98,6 @@ def test_two_ranks_go_on_from_checkpoints(agreeing: Path) -> None:
         told.append([(run.output, run.logprobs, run.drafts) for run in runs])
         engine.close()
     assert told[0] == told[1] and cached == [0, 0, 0, 0, 74, 84]
-
-
-SPLIT = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "conv1d", "A_log", "dt_bias", "out_proj")
 
 
 def test_a_wrong_part_is_seen(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_tokens_traffic_and_sockets(group: int, tiny: Tiny, tmp_path: Path, monk
         before, rounds = traffic(engine), engine.rounds
         list(engine.stream([Request("x", PROMPTS[1][:1], SamplingParams(max_tokens=12, seed=1))]))
         after, rounds = traffic(engine), engine.rounds - rounds
-        delta = {rank: count_between(before[rank], after[rank]) for rank in (0, 1)}
+        delta = {r: {n: tuple(map(sub, after[r][n], before[r][n])) for n in after[r]} for r in (0, 1)}
         check_traffic(engine, target, draft, group, delta, rounds)
         found = [place.split(":")[0] for place in listening(pids(engine)) - before_all]
         assert found == ["0100007F"] * 2, "gloo's, one a rank, on loopback only"
@@ -59,17 +59,10 @@ def listening(processes: list[int]) -> set[str]:
     return {each[1] for each in lines if each[3] == "0A" and each[9] in inodes}
 
 
-def count_between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(map(sub, after[name], before[name])) for name in ("target", "draft", "share")}
-
-
 def check_traffic(engine: Engine, target: Path, draft: Path, group: int, delta: Any, rounds: int) -> None:
     """A prompt of one token has no prefill: its rounds are all that is exchanged."""
-    config, small, k = (
-        helpers.read_model_config(target),
-        helpers.read_model_config(draft),
-        engine.plan.shape.draft_max,
-    )
+    config, small = map(helpers.read_model_config, (target, draft))
+    k = engine.plan.shape.draft_max
     buckets = engine._device.runner.buckets
     assert buckets is not None
     rows = bucket_for(k + 1, buckets)

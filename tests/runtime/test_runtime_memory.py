@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -38,10 +39,21 @@ from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.recipes.tiny_mtp import write_tiny_mtp
 
 GIB = 2**30
+NO_MEMORY: list[BaseException] = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    MemoryError(),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+]
+PROMPTS = random_prompts(3, 90, 256)
+RUNNING = [("prefill", ModelRunner, "write", 1), ("first round", Round, "run", 0)]
+RUNNING += [("after commit", Round, "_commit", 3), ("after a round", Round, "run", 3)]
+RUNNING += [("pages", Engine, "_make_room", 2), ("later round", Round, "run", 4)]
 
 
 def config_8b(**changes: Any) -> ModelConfig:
-    """The shapes of an 8B model."""
     sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_layers": 36, "num_heads": 32}
     sizes |= {"num_kv_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_positions": 40960}
     other = {"architecture": "Qwen3ForCausalLM", "rope": RopeConfig("default", 1e6), "rms_norm_eps": 1e-6}
@@ -204,14 +216,12 @@ def test_every_figure_in_the_advice_is_true(free: int, draft: ModelConfig) -> No
         assert remedy == f"{wish}  (frees {show_size(frees)}{alone})" and frees > 0
 
 
-def test_a_draft_model_that_was_asked_for_must_be_left_out() -> None:
+def test_when_a_draft_model_and_the_memory_fraction_are_advised() -> None:
+    """One that was asked for must be left out; the fraction where it would do."""
     asked = refused(shape_8b(draft=SMALL), 24 * GIB, draft_flag=True)
     assert any(line.startswith("--spec ngram, without --draft-model ") for line in asked)
     assert not any("--draft-model" in line for line in refused(shape_8b(draft=SMALL), 24 * GIB))
     assert not any("ngram" in line for line in refused(shape_8b(), 16 * GIB)), "nothing is freed by it"
-
-
-def test_the_memory_fraction_is_advised_where_it_would_do() -> None:
     total = measure(shape_8b()).total
     fix = refused(shape_8b(), int(total * 1.05))
     fraction = float(next(line for line in fix if line.startswith("--memory-fraction ")).split()[1])
@@ -228,16 +238,6 @@ def test_where_nothing_helps_it_says_so(tiny: Tiny, monkeypatch: Patch) -> None:
     least = shape_8b(ctx=2, graphs=False, draft_max=0, form=WeightForm("int8"))
     error = refusal(least, "cuda", GIB // 2, 1.0)
     assert error.fix == ("a smaller model, or a device with more memory",)
-
-
-NO_MEMORY: list[BaseException] = [
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-    MemoryError(),
-    OSError(errno.ENOMEM, "Cannot allocate memory"),
-    RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
-    RuntimeError("CUDA error: out of memory"),
-    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-]
 
 
 def test_every_way_of_saying_it_is_understood() -> None:
@@ -290,11 +290,7 @@ def test_what_was_allocated_is_let_go(tiny: Tiny, monkeypatch: Patch) -> None:
 
 
 def test_no_memory_while_capturing(tiny: Tiny) -> None:
-    engine = make_engine(tiny("qwen3"), spec="off", ctx=128)
-
-    def capture(program: Callable[[], Any]) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
+    engine, capture = make_engine(tiny("qwen3"), spec="off", ctx=128), Mock(side_effect=NO_MEMORY[0])
     engine._device.captured = CapturedRounds(engine._device.round, capture)
     engine.add(Request("a", (1, 2, 3), SamplingParams(max_tokens=4)))
     with pytest.raises(ResourceError, match="out of memory on cpu while running"):
@@ -323,20 +319,11 @@ def test_pages_are_cleared_where_no_memory_is_left() -> None:
         assert not pool[[3, 5]].any() and pool[[2, 4]].isnan().all()
 
 
-PROMPTS = random_prompts(3, 90, 256)
-
-
 def assert_still_right(engine: Engine, folder: Path, **wishes: Any) -> None:
-    """The engine answers as a fresh one does."""
     params = [SamplingParams(max_tokens=12, temperature=t, seed=3) for t in (0.0, 0.9, 0.0)]
     fresh = make_engine(folder, **wishes)
     assert outputs(run_all(engine, PROMPTS, params)) == outputs(run_all(fresh, PROMPTS, params))
     assert not engine.has_work
-
-
-RUNNING = [("prefill", ModelRunner, "write", 1), ("first round", Round, "run", 0)]
-RUNNING += [("after commit", Round, "_commit", 3), ("after a round", Round, "run", 3)]
-RUNNING += [("pages", Engine, "_make_room", 2), ("later round", Round, "run", 4)]
 
 
 @pytest.mark.covers(1)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from spd.runtime import Engine, SamplingParams
 from spd.runtime.models.decoder import Decoder, HeadModel
@@ -41,6 +40,7 @@ SHORT |= {("mimo_v2", 3), ("step3", 2), ("nemotron_h", 3)}
 
 Fault = Callable[[Engine, pytest.MonkeyPatch], None]
 Texts = list[tuple[tuple[int, ...], Run]]
+EVERY = list(itertools.product(HEADS, (1, 2, 3, 4)))
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +82,6 @@ def compared(plain: PlainDrafter, runs: Texts, most: int = 1000) -> tuple[int, i
     return wrong, seen, rejected
 
 
-EVERY = list(itertools.product(HEADS, (1, 2, 3, 4)))
-
-
 @pytest.mark.parametrize(
     ("name", "k"), [pytest.param(*each, marks=() if each in SHORT else pytest.mark.slow) for each in EVERY]
 )
@@ -109,7 +106,6 @@ def test_drafts_are_the_reference_s(heads: Tiny, tmp_path: Path, name: str, k: i
 
 
 def ruled(**rules: Any) -> Fault:
-    """Modules of other rules."""
 
     def plant(engine: Engine, monkeypatch: Patch) -> None:
         for module in modules_of(engine):
@@ -122,10 +118,8 @@ def before_the_norm(engine: Engine, monkeypatch: Patch) -> None:
     """The target's states are captured before its final norm."""
     honest, scales = HeadProposer._keep, engine._device.runner.model.final_norm  # type: ignore[attr-defined]
 
-    def keep(self: HeadProposer, stream: int, states: Tensor, *rest: Any) -> Tensor:
-        return honest(self, stream, states / scales if stream == 0 else states, *rest)
-
-    monkeypatch.setattr(HeadProposer, "_keep", keep)
+    kept = lambda self, n, states, *rest: honest(self, n, states / (1 if n else scales), *rest)  # noqa: E731
+    monkeypatch.setattr(HeadProposer, "_keep", kept)
 
 
 def shifted(engine: Engine, monkeypatch: Patch) -> None:
@@ -152,11 +146,7 @@ def turned_by_slots(engine: Engine, monkeypatch: Patch) -> None:
 def stale(engine: Engine, monkeypatch: Patch) -> None:
     """Entries made of recycled states stay in the cache: only the newest token is recomputed."""
     honest = HeadProposer._window
-
-    def newest(self: HeadProposer, width: int, ahead: int, slots: Tensor) -> Any:
-        return honest(self, 1, ahead, slots)
-
-    monkeypatch.setattr(HeadProposer, "_window", newest)
+    monkeypatch.setattr(HeadProposer, "_window", lambda self, _, ahead, slots: honest(self, 1, ahead, slots))
 
 
 def modules_of(engine: Engine) -> list[HeadModel]:

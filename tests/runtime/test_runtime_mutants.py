@@ -32,6 +32,10 @@ WISHES: dict[str, Any] = {"threads": 1, "dtype": "float32", "kernels": "torch", 
 WISHES |= {"adaptive": False, "ngram_min": 1}
 Texts = list[tuple[int, ...]]
 Params = list[SamplingParams]
+PAUSES = (4, 0, 4, 4, 0, 0, 3, *[0] * 18, 2, 4)  # One is longer than what is caught up in one pass.
+BIASED = SamplingParams(temperature=1.0, logit_bias=((0, 1.5), (2, -1.0)))
+STOPPING = SamplingParams(temperature=1.0, stop_token_ids=(2,))
+LIMITED = SamplingParams(temperature=1.0, max_tokens=2)
 
 
 @pytest.fixture(scope="module")
@@ -125,9 +129,6 @@ def self_draft_is_accepted(models: Path, tokens: int = 24, least: int = 13, **op
         assert metrics.draft_n == metrics.draft_n_accepted >= least, "a right draft was rejected"
 
 
-PAUSES = (4, 0, 4, 4, 0, 0, 3, *[0] * 18, 2, 4)  # One is longer than what is caught up in one pass.
-
-
 def lookup_is_the_definition(models: Path) -> None:
     """Prompt lookup drafts what followed the suffix in each request's own text."""
     records: list[RoundRecord] = []
@@ -139,11 +140,6 @@ def lookup_is_the_definition(models: Path) -> None:
         found = search(text[: record.position], 4, 1, 8)[:room] if record.round else []
         assert record.draft == found, "other drafts than the definition's"
     assert sum(len(record.draft) for record in records) > 20
-
-
-BIASED = SamplingParams(temperature=1.0, logit_bias=((0, 1.5), (2, -1.0)))
-STOPPING = SamplingParams(temperature=1.0, stop_token_ids=(2,))
-LIMITED = SamplingParams(temperature=1.0, max_tokens=2)
 
 
 def late_reading(models: Path) -> None:

@@ -16,6 +16,8 @@ from tests.prompt_lookup import search
 from tests.runtime.rule_law import NO_WINDOW
 
 MAX_LEN, MAX_DRAFT = 40, 8
+texts = st.lists(st.integers(0, 2), min_size=1, max_size=24)
+texts |= st.lists(st.integers(0, 1), min_size=1, max_size=12)
 
 
 def propose(texts: Sequence[Any], k: int, shortest: int, longest: int, junk: int, slack: int) -> Any:
@@ -38,10 +40,6 @@ def propose(texts: Sequence[Any], k: int, shortest: int, longest: int, junk: int
     counts = state.num_drafts.tolist()
     assert all(0 <= count <= k for count in counts)
     return [drafts[:count] for drafts, count in zip(state.draft.tolist(), counts, strict=True)]
-
-
-texts = st.lists(st.integers(0, 2), min_size=1, max_size=24)
-texts |= st.lists(st.integers(0, 1), min_size=1, max_size=12)
 
 
 @settings(max_examples=400, deadline=None)

@@ -26,6 +26,8 @@ from tests.recipes.tiny_dense import write_dense
 from tests.recipes.tiny_mtp import write_tiny_mtp
 
 SIZES = {"hidden": 64, "intermediate": 128, "dtype": "bfloat16"}
+UP = "model.layers.1.mlp.up_proj."
+ODD = [(1, 32), (7, 33), (16, 100), (33, 128)]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -101,9 +103,6 @@ def test_step_packs_scales_of_experts_as_it_packs_experts(way: str, tmp_path: Pa
 
     helpers.edit_weights(twin, as_published)
     assert spoken(twin) == spoken(plain)
-
-
-UP = "model.layers.1.mlp.up_proj."
 
 
 @pytest.mark.parametrize(
@@ -225,9 +224,6 @@ def test_a_head_in_codes_goes_to_a_folder_of_its_own(tmp_path: Path) -> None:
     own, apart = (run_all(engine, *work) for engine in engines)
     helpers.assert_same(apart, own)
     assert accepted(apart) == accepted(own)
-
-
-ODD = [(1, 32), (7, 33), (16, 100), (33, 128)]
 
 
 @pytest.mark.oracle

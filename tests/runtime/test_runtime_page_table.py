@@ -16,6 +16,10 @@ from spd.runtime.round.spans import Run, clip_runs, extend_tile, kinds_in, progr
 from tests.page_checks import check_table
 
 digests = st.integers(0, 3).map(lambda n: b"digest %d" % n)
+spans_lists = st.lists(st.tuples(st.sampled_from(["prompt", "generated"]), st.integers(0, 19)), max_size=5)
+chunks = st.integers(1, 6)
+Spans = list[tuple[str, int]]
+Position = tuple[str, int]  # how a position is written: ("tile", 0) or ("chunk", offset in its chunk)
 
 
 class PageTableModel(RuleBasedStateMachine):
@@ -141,25 +145,14 @@ def test_hashes_differ_from_the_first_changed_token_on() -> None:
 
 
 def test_hashes_depend_on_the_programs_that_wrote_the_page() -> None:
-    cuts = [
-        [Run(0, 12, "tile")],
-        [Run(0, 8, "chunk"), Run(8, 12, "tile")],
-        [Run(0, 4, "tile"), Run(4, 12, "chunk")],
-        [Run(0, 2, "tile"), Run(2, 10, "chunk"), Run(10, 12, "tile")],
-        [Run(0, 3, "tile"), Run(3, 11, "chunk"), Run(11, 12, "tile")],
-        [Run(0, 4, "chunk"), Run(4, 8, "chunk"), Run(8, 12, "chunk")],
-    ]
+    cuts = [[Run(0, 12, "tile")], [Run(0, 8, "chunk"), Run(8, 12, "tile")]]
+    cuts += [[Run(0, 4, "tile"), Run(4, 12, "chunk")], [Run(i, i + 4, "chunk") for i in (0, 4, 8)]]
+    cuts += [[Run(0, n, "tile"), Run(n, n + 8, "chunk"), Run(n + 8, 12, "tile")] for n in (2, 3)]
     last = [hashes(runs=runs)[-1] for runs in cuts]
     assert len(set(last)) == len(cuts)
     # Which chunk a page lies in counts too: the second half of one is not the first half of another.
     halves = [Run(0, 8, "chunk")], [Run(0, 4, "chunk"), Run(4, 12, "chunk")]
     assert hashes([7] * 12, halves[0])[1] != hashes([7] * 12, halves[1])[1]
-
-
-spans_lists = st.lists(st.tuples(st.sampled_from(["prompt", "generated"]), st.integers(0, 19)), max_size=5)
-chunks = st.integers(1, 6)
-Spans = list[tuple[str, int]]
-Position = tuple[str, int]  # how a position is written: ("tile", 0) or ("chunk", offset in its chunk)
 
 
 def positions_of(spans: Spans, chunk: int) -> list[Position]:
@@ -223,11 +216,8 @@ def test_extended_runs_go_on_in_tiles(spans: Spans, chunk: int, more: int) -> No
 @pytest.mark.parametrize("width", [1, 2, 4, 5])
 def test_windows_look_alike_exactly_where_their_positions_do(width: int, chunk: int) -> None:
     """Over all windows of some texts: equal kinds if and only if every position was written alike."""
-    texts = [
-        [("prompt", 14)],
-        [("prompt", 3), ("generated", 4), ("prompt", 9)],
-        [("generated", 2), ("prompt", 1), ("prompt", 11)],
-    ]
+    texts = [[("prompt", 14)], [("prompt", 3), ("generated", 4), ("prompt", 9)]]
+    texts += [[("generated", 2), ("prompt", 1), ("prompt", 11)]]
     looks: dict[object, set[object]] = {}
     for spans in texts:
         positions, runs = positions_of(spans, chunk), program_runs(spans, chunk)

@@ -32,6 +32,39 @@ CARD = Machine("cuda", 80 * 2**30, (9, 0), foreseen=True)
 
 
 Shelf = Callable[[str], tuple[ModelFolder, Release]]
+RANKS = {"Qwen3.5-0.8B": 8, "Qwen3.5-27B": 8, "Qwen3.5-397B-A17B": 16, "Qwen3-Next-80B-A3B-Instruct": 16}
+OTHERS = {
+    "GLM-4.7-Flash": (GLM4_FLASH, others.glm_flash, "mtp"),
+    "LFM2-1.2B": (LFM2, others.lfm2, "off"),
+    "a Granite 4 of 4 layers": (GRANITE, others.granite, "off"),
+    "a Nemotron 3 of 6 layers": (NEMOTRON, others.nemotron, "off"),
+    "a Nemotron 3 Super of 5 layers": (others.NEMOTRON_SUPER, others.nemotron, "mtp"),
+    "a Hunyuan-A13B of 2 layers": (others.HUNYUAN, others.hunyuan, "off"),
+    "a Muse-Glimmer of 4 layers": (others.MUSE, others.muse_glimmer, "off"),
+    "gpt-oss-20b": (others.GPT_OSS, others.gpt_oss, "off"),
+    "gpt-oss-120b": (others.GPT_OSS_120B, others.gpt_oss, "off"),
+    "a MiniMax-M2 of 2 layers": (others.MINIMAX_M2, others.minimax_m2, "off"),
+    "a Step-3.7-Flash of 5 layers": (others.STEP3, others.step3, "mtp"),
+    "a Step-3.7-Flash-FP8 of 5 layers": (others.STEP3_FP8, others.step3, "mtp"),
+    "a Step-3.7-Flash-NVFP4 of 5 layers": (others.STEP3_NVFP4, others.step3, "mtp"),
+    "a MiMo-V2-Flash of 3 layers": (others.MIMO_V2, others.mimo_v2, "mtp"),
+}
+
+
+FILES = {"gpt-oss-20b": 13.76e9, "gpt-oss-120b": 65.25e9}  # Bytes of the published files.
+DEEP = {"num_hidden_layers": 48, "hybrid_layer_pattern": [0, *[1] * 5] * 8, "moe_layer_freq": [0, *[1] * 47]}
+WHOLE = {
+    "GLM-4.7-Flash": (GLM4_FLASH, others.glm_flash, 31.2),
+    "Nemotron-3-Nano": ({**NEMOTRON, "hybrid_override_pattern": "ME" * 23 + "*" * 6}, others.nemotron, 31.6),
+    "MiniMax-M2": ({**others.MINIMAX_M2, "num_hidden_layers": 62}, others.minimax_m2, 229),
+    "MiMo-V2-Flash": ({**others.MIMO_V2, **DEEP}, others.mimo_v2, 309),
+    "Step-3.7-Flash": (others.STEP3_WHOLE, others.step3, 196.9 + 2.5),
+}  # Releases with all of their layers, and billions of elements as published; Step's with its MTP.
+GEMMA4S: dict[str, tuple[dict[str, Any], float]] = {
+    "E2B": (E2B_TARGET, (10_246_621_918 - 0.95e9) / 2),
+    "E4B": (E4B, (15.9e9 - 0.95e9) / 2),
+    **{name: (PUBLISHED[name][0]["text_config"], size) for name, size in BILLIONS.items()},
+}  # Configurations of google/gemma-4-*-it, and elements: files without what sees and hears, or as they say.
 
 
 @pytest.fixture(scope="module", params=[8, pytest.param(None, marks=pytest.mark.slow)])
@@ -58,11 +91,8 @@ def elements(entries: object) -> int:
 @pytest.mark.parametrize("name", COUNTED)
 def test_the_table_makes_as_many_tensors_as_were_published(name: str) -> None:
     row = RELEASES[name]
-    made = tuple(
-        len(list(part(row)))
-        for part in (published_hybrids.text_tensors, mtp_tensors, published_hybrids.vision_tensors)
-    )
-    assert made == COUNTED[name]
+    parts = published_hybrids.text_tensors(row), mtp_tensors(row), published_hybrids.vision_tensors(row)
+    assert tuple(len(list(part)) for part in parts) == COUNTED[name]
 
 
 @pytest.mark.covers(count=4)
@@ -143,9 +173,6 @@ def test_releases_in_few_bits(name: str, whole: bool, tmp_path: Path) -> None:
         assert 2 * elements(draft) == pytest.approx(486_582_848, abs=4096)
 
 
-RANKS = {"Qwen3.5-0.8B": 8, "Qwen3.5-27B": 8, "Qwen3.5-397B-A17B": 16, "Qwen3-Next-80B-A3B-Instruct": 16}
-
-
 @pytest.mark.parametrize("name", RANKS)
 def test_how_it_may_be_divided(name: str, shelf: Shelf) -> None:
     folder, _ = shelf(name)
@@ -154,27 +181,6 @@ def test_how_it_may_be_divided(name: str, shelf: Shelf) -> None:
     plan, alone = planned(folder, tp=2, draft_tp=1), planned(folder)
     assert slot_bytes(config, plan.shape, 2) == slot_bytes(config, alone.shape, 1) // 2
     assert plan.need.weights < 0.51 * alone.need.weights
-
-
-OTHERS = {
-    "GLM-4.7-Flash": (GLM4_FLASH, others.glm_flash, "mtp"),
-    "LFM2-1.2B": (LFM2, others.lfm2, "off"),
-    "a Granite 4 of 4 layers": (GRANITE, others.granite, "off"),
-    "a Nemotron 3 of 6 layers": (NEMOTRON, others.nemotron, "off"),
-    "a Nemotron 3 Super of 5 layers": (others.NEMOTRON_SUPER, others.nemotron, "mtp"),
-    "a Hunyuan-A13B of 2 layers": (others.HUNYUAN, others.hunyuan, "off"),
-    "a Muse-Glimmer of 4 layers": (others.MUSE, others.muse_glimmer, "off"),
-    "gpt-oss-20b": (others.GPT_OSS, others.gpt_oss, "off"),
-    "gpt-oss-120b": (others.GPT_OSS_120B, others.gpt_oss, "off"),
-    "a MiniMax-M2 of 2 layers": (others.MINIMAX_M2, others.minimax_m2, "off"),
-    "a Step-3.7-Flash of 5 layers": (others.STEP3, others.step3, "mtp"),
-    "a Step-3.7-Flash-FP8 of 5 layers": (others.STEP3_FP8, others.step3, "mtp"),
-    "a Step-3.7-Flash-NVFP4 of 5 layers": (others.STEP3_NVFP4, others.step3, "mtp"),
-    "a MiMo-V2-Flash of 3 layers": (others.MIMO_V2, others.mimo_v2, "mtp"),
-}
-
-
-FILES = {"gpt-oss-20b": 13.76e9, "gpt-oss-120b": 65.25e9}  # Bytes of the published files.
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -199,28 +205,11 @@ def test_every_tensor_of_other_families_is_used(name: str, tmp_path: Path) -> No
         assert 0.975 * stored < plan.need.weights + plan.need.draft_weights < most * stored
 
 
-DEEP = {"num_hidden_layers": 48, "hybrid_layer_pattern": [0, *[1] * 5] * 8, "moe_layer_freq": [0, *[1] * 47]}
-WHOLE = {
-    "GLM-4.7-Flash": (GLM4_FLASH, others.glm_flash, 31.2),
-    "Nemotron-3-Nano": ({**NEMOTRON, "hybrid_override_pattern": "ME" * 23 + "*" * 6}, others.nemotron, 31.6),
-    "MiniMax-M2": ({**others.MINIMAX_M2, "num_hidden_layers": 62}, others.minimax_m2, 229),
-    "MiMo-V2-Flash": ({**others.MIMO_V2, **DEEP}, others.mimo_v2, 309),
-    "Step-3.7-Flash": (others.STEP3_WHOLE, others.step3, 196.9 + 2.5),
-}  # Releases with all of their layers, and billions of elements as published; Step's with its MTP.
-
-
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_tables_make_as_many_elements_as_were_published(name: str) -> None:
     config, tensors, size = WHOLE[name]
     own = (entry for entry in tensors(config) if "scale" not in entry[0] and "vision" not in entry[0])
     assert elements(own) / 1e9 == pytest.approx(size, rel=0.005)
-
-
-GEMMA4S: dict[str, tuple[dict[str, Any], float]] = {
-    "E2B": (E2B_TARGET, (10_246_621_918 - 0.95e9) / 2),
-    "E4B": (E4B, (15.9e9 - 0.95e9) / 2),
-    **{name: (PUBLISHED[name][0]["text_config"], size) for name, size in BILLIONS.items()},
-}  # Configurations of google/gemma-4-*-it, and elements: files without what sees and hears, or as they say.
 
 
 @pytest.mark.parametrize("name", GEMMA4S)

@@ -33,7 +33,6 @@ def assert_same_rounds(engine: Engine, written: Engine, *work: Any) -> None:
 
 
 def both(pair: Pair, dtype: str, **wishes: Any) -> tuple[Engine, Engine]:
-    """Engines that record, and that do not."""
     given = {"slots": 2, "dtype": dtype, **wishes}
     return pair.engine(3, **given), pair.engine(3, graphs=False, **given)
 

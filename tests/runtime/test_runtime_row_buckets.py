@@ -19,6 +19,7 @@ from tests.helpers import Patch, Tiny, make_engine, run_all
 pytestmark = pytest.mark.usefixtures("every_trial")
 
 ROWS = torch.randn(WIDEST, 8, generator=torch.Generator().manual_seed(0))
+HEADS = AttentionHeads(4, 2, 16)
 
 
 class Windows:
@@ -135,9 +136,6 @@ def test_texts_depend_on_no_row_counts_nor_slots(tiny: Tiny, spec: str, draft_ma
     for counts in (runner.buckets, (WIDEST,)):
         runner.buckets = counts
         assert [run.tokens for run in run_all(engine, prompts, params)] == alone
-
-
-HEADS = AttentionHeads(4, 2, 16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -29,6 +29,9 @@ PARAMETERS = {
 }
 by_rule = pytest.mark.parametrize("rule", RULES)
 by_draft = pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "certain"])
+TWO = RuleCase((2,), seed=5)
+CERTAIN = RuleCase((2,), seed=5, drawn=False)
+SLOTS = 20_000
 
 
 @pytest.mark.covers(2)
@@ -71,19 +74,15 @@ def test_ids_beyond_the_vocabulary_change_no_law(rule: str) -> None:
 def target_rows(**step: Any) -> Mutation:
     """A step of the processing that the tested rows do not get."""
 
-    def changed(a: Any) -> dict[str, object]:
-        return {"tensors": replace(a.tensors, **step)} if a.draft.shape[1] else {}
-
-    return fault.operation("row_laws", changed)
+    with_step = lambda a: {"tensors": replace(a.tensors, **step)}  # noqa: E731
+    return fault.operation("row_laws", lambda a: with_step(a) if a.draft.shape[1] else {})
 
 
 def draft_row(change: Any) -> Mutation:
     """Other parameters for what is kept of a draft."""
 
-    def changed(a: Any) -> dict[str, object]:
-        return {} if a.draft.shape[1] else {"tensors": replace(a.tensors, **change(a.tensors))}
-
-    return fault.operation("row_laws", changed)
+    changed = lambda a: {"tensors": replace(a.tensors, **change(a.tensors))}  # noqa: E731
+    return fault.operation("row_laws", lambda a: {} if a.draft.shape[1] else changed(a))
 
 
 def kept_of_the_first_drafting(patch: Patch) -> None:
@@ -129,10 +128,6 @@ def unclamped(right: Callable[..., Tensor], p: Tensor, q: Tensor, x: Tensor, *re
     at = a.clamp(max=1)[:, None, None].expand(-1, 1, 3)
     residual = (p[:, :-1] - q).abs().gather(1, at)[:, 0]
     return torch.where((a < n)[:, None], residual, right(p, q, x, *rest))
-
-
-TWO = RuleCase((2,), seed=5)
-CERTAIN = RuleCase((2,), seed=5, drawn=False)
 
 
 def kept(change: Callable[[Any], Tensor]) -> Mutation:
@@ -204,9 +199,6 @@ def test_the_fault_is_caught(mutant: str, monkeypatch: Patch) -> None:
     mutation(monkeypatch)
     with pytest.raises(AssertionError, match=WORDS_OF_A_CATCH):
         check_rule(case)
-
-
-SLOTS = 20_000
 
 
 @pytest.mark.parametrize(("rule", "drawn"), [("rejection", True), ("block", True), ("block", False)])

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from spd.runtime import Engine, SamplingParams
@@ -20,6 +19,13 @@ by_rule = pytest.mark.parametrize("rule", RULES)
 Methods = dict[str, dict[str, Any]]
 
 damped = Damped(loud=1)
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.9},
+    {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    {"temperature": 1.2, "top_p": 0.8, "top_k": 30, "logit_bias": ((7, 2.0),)},
+    {"temperature": 1.0, "min_tokens": 6, "stop_token_ids": tuple(range(0, 256, 16)), "logprobs": 2},
+]
+SAMPLED = [SamplingParams(max_tokens=6 + 5 * i, seed=40 + i, **kind) for i, kind in enumerate(KINDS)]
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +43,6 @@ def methods(tiny: Tiny, target: Path) -> Methods:
 
 def engine_of(target: Path, rule: str, **wishes: Any) -> Engine:
     return make_engine(target, **{"verify": rule, "slots": 4, "adaptive": None, **wishes})
-
-
-KINDS: list[dict[str, Any]] = [
-    {"temperature": 0.9},
-    {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
-    {"temperature": 1.2, "top_p": 0.8, "top_k": 30, "logit_bias": ((7, 2.0),)},
-    {"temperature": 1.0, "min_tokens": 6, "stop_token_ids": tuple(range(0, 256, 16)), "logprobs": 2},
-]
-SAMPLED = [SamplingParams(max_tokens=6 + 5 * i, seed=40 + i, **kind) for i, kind in enumerate(KINDS)]
 
 
 def story(runs: list[Run]) -> list[object]:
@@ -94,11 +91,6 @@ def test_a_drafter_of_the_targets_law_is_never_rejected(target: Path, methods: M
     assert all(run.metrics.draft_n_accepted == run.metrics.draft_n > 15 for run in runs)
 
 
-def greedy_rows_draw(a: Any) -> dict[str, object]:
-    warm = torch.where(a.tensors.temperature > 0, a.tensors.temperature, 1.0)
-    return {"tensors": dataclasses.replace(a.tensors, temperature=warm)}
-
-
 def test_faults_are_caught(target: Path, methods: Methods, monkeypatch: Patch) -> None:
     """A drawn draft that is taken for certain, another than was drawn, and greedy rows that draw."""
     draw, never = Sampler.draw_draft, test_a_drafter_of_the_targets_law_is_never_rejected
@@ -108,7 +100,8 @@ def test_faults_are_caught(target: Path, methods: Methods, monkeypatch: Patch) -
     with monkeypatch.context() as patch, pytest.raises(AssertionError):
         patch.setattr(Sampler, "draw_draft", lambda self, *a: (draw(self, *a) + 1) % self.usable_vocab)
         never(target, methods, "block")
-    fault.operation("row_laws", greedy_rows_draw)(monkeypatch)
+    warm = lambda t: dataclasses.replace(t, temperature=t.temperature.where(t.temperature > 0, 1.0))  # noqa: E731
+    fault.operation("row_laws", lambda a: {"tensors": warm(a.tensors)})(monkeypatch)
     with pytest.raises(AssertionError):
         test_greedy_texts_are_the_plain_ones(target, methods, "draft", "block")
 

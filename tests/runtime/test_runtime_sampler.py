@@ -25,6 +25,45 @@ FALSE_ALARM = 1e-6
 
 
 Slots = Sequence[tuple[Sequence[int], SamplingParams]]
+token = st.integers(0, VOCAB - 1)
+parameters = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 0.9, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 1, 3, 20, 100]),
+    top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.02, 0.3]),
+    repetition_penalty=st.sampled_from([1.0, 0.7, 1.3]),
+    presence_penalty=st.sampled_from([0.0, 0.6, -1.1]),
+    frequency_penalty=st.sampled_from([0.0, 0.35, -0.2]),
+    logit_bias=st.lists(st.tuples(token, st.sampled_from([-5.0, 2.5])), max_size=3).map(tuple),
+    stop_token_ids=st.lists(token, max_size=3).map(tuple),
+    min_tokens=st.integers(0, 5),
+    seed=st.integers(0, 2**63 - 1),
+)
+slot = st.tuples(st.lists(token, min_size=1, max_size=6), parameters)
+KEPT: list[tuple[list[float], dict[str, Any], list[int]]] = [
+    # Exactly k, and ties go to the lowest ids.
+    ([0.0, 1.0, 1.0, 1.0, 1.0, 2.0], {"top_k": 3}, [1, 2, 5]),
+    ([3.0] * 9, {"top_k": 4}, [0, 1, 2, 3]),
+    ([1.0, 3.0, 3.0], {"top_k": 1}, [1]),
+    ([1.0, 3.0, 3.0], {"top_k": 50}, [0, 1, 2]),
+    ([1.0, 3.0, 3.0], {"top_k": 0}, [0, 1, 2]),
+    # Of probabilities of exactly 1/4 the token that crosses top-p, and no more.
+    ([5.0] * 4, {"top_p": 0.25}, [0]),
+    ([5.0] * 4, {"top_p": 0.26}, [0, 1]),
+    ([5.0] * 4, {"top_p": 0.5}, [0, 1]),
+    ([5.0] * 4, {"top_p": 0.75001}, [0, 1, 2, 3]),
+    ([5.0] * 4, {"top_p": 1e-6}, [0]),
+    # At 1 nothing is cut, however small: sums of float32 reach 1 before the tail.
+    ([40.0, 0.0, -60.0, 10.0], {"top_p": 1.0}, [0, 1, 2, 3]),
+    # Relative to the likeliest.
+    ([2.0, 2.0, 1.0, -1.0], {"min_p": 1.0}, [0, 1]),
+    ([2.0, 2.0, 1.0, -1.0], {"min_p": 0.36}, [0, 1, 2]),
+    ([2.0, 2.0, 1.0, -1.0], {"min_p": 0.37}, [0, 1]),
+    ([-90.0, -95.0], {"min_p": 0.0}, [0, 1]),
+    # What is hidden already stays so.
+    *(([-math.inf, 0.0, -math.inf, 1.0], cut, [1, 3]) for cut in ({}, {"top_k": 3}, {"top_p": 0.99})),
+]
 
 
 def sampler_of(slots: Slots, vocab: int = VOCAB, usable: int = 0, kernels: str = "torch") -> Sampler:
@@ -44,41 +83,20 @@ def needs_of(slots: Slots) -> SamplerClass:
 
 
 def process(sampler: Sampler, logits: Tensor, draft: Tensor, needs: SamplerClass) -> Tensor:
-    """A sampler's logits [S, R, V] as tokens are drawn from them."""
     return process_rows(logits, draft, sampler.tensors(needs))
 
 
 def draw(sampler: Sampler, processed: Tensor, positions: Tensor, needs: SamplerClass) -> Tensor:
-    """Tokens [S, R] of processed logits."""
     return draw_rows(processed, positions, sampler.tensors(needs))
 
 
 def count(sampler: Sampler, tokens: Tensor) -> None:
-    """Count one committed token of every slot, as the commit of a round does."""
     assert sampler.generated is not None
     sampler.generated.scatter_add_(1, tokens[:, None], torch.ones(len(tokens), 1, dtype=torch.int32))
 
 
 def normal(*shape: int, seed: int, scale: float = 2.0) -> Tensor:
     return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-token = st.integers(0, VOCAB - 1)
-parameters = st.builds(
-    SamplingParams,
-    temperature=st.sampled_from([0.0, 0.3, 0.9, 1.0, 1.7]),
-    top_k=st.sampled_from([0, 1, 3, 20, 100]),
-    top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
-    min_p=st.sampled_from([0.0, 0.02, 0.3]),
-    repetition_penalty=st.sampled_from([1.0, 0.7, 1.3]),
-    presence_penalty=st.sampled_from([0.0, 0.6, -1.1]),
-    frequency_penalty=st.sampled_from([0.0, 0.35, -0.2]),
-    logit_bias=st.lists(st.tuples(token, st.sampled_from([-5.0, 2.5])), max_size=3).map(tuple),
-    stop_token_ids=st.lists(token, max_size=3).map(tuple),
-    min_tokens=st.integers(0, 5),
-    seed=st.integers(0, 2**63 - 1),
-)
-slot = st.tuples(st.lists(token, min_size=1, max_size=6), parameters)
 
 
 @settings(max_examples=60, deadline=None)
@@ -151,31 +169,6 @@ def test_truncation_by_its_definition(logits: list[float], top_k: int, top_p: fl
         assert kept_ids(logits, top_k, top_p, min_p) == sorted(kept)
 
 
-KEPT: list[tuple[list[float], dict[str, Any], list[int]]] = [
-    # Exactly k, and ties go to the lowest ids.
-    ([0.0, 1.0, 1.0, 1.0, 1.0, 2.0], {"top_k": 3}, [1, 2, 5]),
-    ([3.0] * 9, {"top_k": 4}, [0, 1, 2, 3]),
-    ([1.0, 3.0, 3.0], {"top_k": 1}, [1]),
-    ([1.0, 3.0, 3.0], {"top_k": 50}, [0, 1, 2]),
-    ([1.0, 3.0, 3.0], {"top_k": 0}, [0, 1, 2]),
-    # Of probabilities of exactly 1/4 the token that crosses top-p, and no more.
-    ([5.0] * 4, {"top_p": 0.25}, [0]),
-    ([5.0] * 4, {"top_p": 0.26}, [0, 1]),
-    ([5.0] * 4, {"top_p": 0.5}, [0, 1]),
-    ([5.0] * 4, {"top_p": 0.75001}, [0, 1, 2, 3]),
-    ([5.0] * 4, {"top_p": 1e-6}, [0]),
-    # At 1 nothing is cut, however small: sums of float32 reach 1 before the tail.
-    ([40.0, 0.0, -60.0, 10.0], {"top_p": 1.0}, [0, 1, 2, 3]),
-    # Relative to the likeliest.
-    ([2.0, 2.0, 1.0, -1.0], {"min_p": 1.0}, [0, 1]),
-    ([2.0, 2.0, 1.0, -1.0], {"min_p": 0.36}, [0, 1, 2]),
-    ([2.0, 2.0, 1.0, -1.0], {"min_p": 0.37}, [0, 1]),
-    ([-90.0, -95.0], {"min_p": 0.0}, [0, 1]),
-    # What is hidden already stays so.
-    *(([-math.inf, 0.0, -math.inf, 1.0], cut, [1, 3]) for cut in ({}, {"top_k": 3}, {"top_p": 0.99})),
-]
-
-
 @pytest.mark.parametrize(("logits", "cut", "kept"), KEPT)
 def test_truncation_at_its_edges(logits: list[float], cut: dict[str, Any], kept: list[int]) -> None:
     assert kept_ids(logits, **cut) == kept
@@ -203,18 +196,12 @@ def test_greedy_ties_go_to_the_lowest_id(ties: set[int], noise: bool) -> None:
     assert draw(sampler, logits, positions, SamplerClass(noise=noise))[0].tolist() == [min(ties)] * 2
 
 
-def chi_square_tail(statistic: float, degrees: int) -> float:
-    """P(chi-square of an even number of degrees > statistic), in closed form."""
-    assert degrees % 2 == 0
-    half = statistic / 2
-    return math.exp(-half) * math.fsum(half**i / math.factorial(i) for i in range(degrees // 2))
-
-
 def assert_fair(counts: Tensor, probabilities: Tensor) -> None:
     expected = probabilities.double() * counts.sum()
     assert expected.min() > 20
     statistic = float(((counts.double() - expected) ** 2 / expected).sum())
-    assert chi_square_tail(statistic, len(counts) - 1) > FALSE_ALARM, statistic
+    half = torch.tensor([len(counts) - 1, statistic], dtype=torch.float64) / 2
+    assert torch.special.gammaincc(*half) > FALSE_ALARM, statistic  # the tail of the chi-square
 
 
 @pytest.mark.covers(1)

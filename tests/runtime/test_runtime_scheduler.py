@@ -20,14 +20,9 @@ PAGE, CHUNK, CTX, BLOCK, MAX_DRAFT = 4, 4, 40, 2, 3
 
 
 def sequence_of(name: str, prompt: tuple[int, ...], limit: int) -> Sequence:
-    return Sequence(
-        request=Request(name, prompt, SamplingParams()),
-        length_limit=min(CTX, limit),
-        stop_ids=(),
-        detokenizer=Detokenizer(lambda _: b"", (), 0),
-        needs=SamplerClass(),
-        runs=program_runs((("prompt", len(prompt)),), CHUNK),
-    )
+    request, runs = Request(name, prompt, SamplingParams()), program_runs((("prompt", len(prompt)),), CHUNK)
+    silent = Detokenizer(lambda _: b"", (), 0)
+    return Sequence(request, min(CTX, limit), (), silent, needs=SamplerClass(), runs=runs)
 
 
 def scheduler_of(slots: int, pages: int, *, sharing: bool = True) -> Scheduler:

@@ -56,9 +56,7 @@ def test_the_kernels_keep_every_bit() -> None:
 
 
 def test_an_answer_is_its_gpus_alone(tmp_path: Path) -> None:
-    def cache() -> Path:
-        return tmp_path / "new" / "spd"
-
+    cache = lambda: tmp_path / "new" / "spd"  # noqa: E731
     assert read_answer(cache, BOUND) is None
     place = Path(str(keep_answer(cache, BOUND, ANSWER)))
     assert read_answer(cache, BOUND) == ANSWER and place.parent == cache()

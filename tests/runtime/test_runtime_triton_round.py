@@ -32,6 +32,23 @@ SHAPE: dict[str, Any] = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16
 SHAPE |= {"vocab": 97, "tokenizer": False, "seed": 5}
 
 damped = helpers.Damped(loud=1, soft=0.15)
+RAN, LAUNCHED = set[str](), set[tuple[str, str]]()  # Tests of this file and kernels, in this process.
+PROMPT = random_prompts(1, 14, 97, seed=2)
+SLOW = pytest.mark.slow
+METHODS = ("off", "ngram", "draft", "draft+ngram")
+
+
+LONG = [pytest.param(method, 16, marks=SLOW) for method in METHODS]
+Made = tuple[Path, dict[str, Any]]  # A target, and what asks for drafts for it.
+LATENT: dict[str, Any] = {"family": "deepseek", "variant": "deepseek_v3", **SHAPE, "kv_heads": 4}
+MAMBA: dict[str, Any] = {name: SHAPE[name] for name in ("vocab", "tokenizer", "seed", "intermediate")}
+MAMBA["config"] = {"shared_intermediate_size": 48, "layer_types": ["mamba", "attention"]}
+NORMED = {"fc_norm": True, "norm_output": True, "own_embedding": True}
+EAGLES: dict[str, dict[str, Any]] = {
+    "few": {"aux": (0, 1), "layout": "speculators", "draft_vocab": 40, "kind": "random"},
+    "some": {"aux": (1, 3), "draft_vocab": 80},
+    "all": {"aux": (0, 2), "layout": "speculators", "draft_vocab": None, **NORMED},
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +62,6 @@ def methods(tiny: Tiny) -> Methods:
     more = {"off": {}, "ngram": {"ngram_min": 1, "draft_max": 3}, "draft": draft}
     more |= {"draft+ngram": {**draft, "ngram_min": 1}}
     return {spec: {"spec": spec, **wishes} for spec, wishes in more.items()}
-
-
-RAN, LAUNCHED = set[str](), set[tuple[str, str]]()  # Tests of this file and kernels, in this process.
 
 
 @pytest.fixture(autouse=True)
@@ -88,14 +102,6 @@ def greedy_and_drawn(count: int) -> list[SamplingParams]:
     return [SamplingParams(max_tokens=count, temperature=temperature, seed=3) for temperature in (0.0, 0.8)]
 
 
-PROMPT = random_prompts(1, 14, 97, seed=2)
-SLOW = pytest.mark.slow
-METHODS = ("off", "ngram", "draft", "draft+ngram")
-
-
-LONG = [pytest.param(method, 16, marks=SLOW) for method in METHODS]
-
-
 @pytest.mark.parametrize(("method", "count"), [("draft", 4), *LONG])
 def test_every_method(target: Path, methods: Methods, no_host_reads: Any, method: str, count: int) -> None:
     """Greedy and sampled side by side, which the interpreter runs almost as fast as one of them."""
@@ -108,11 +114,9 @@ def test_every_method(target: Path, methods: Methods, no_host_reads: Any, method
 @pytest.mark.parametrize(
     ("method", "rule", "count"),
     [
-        ("ngram", "rejection", 4),
-        ("draft+ngram", "block", 4),
+        *(("ngram", "rejection", 4), ("draft+ngram", "block", 4)),
         pytest.param("draft", "block", 5, marks=SLOW),
-        pytest.param("ngram", "block", 16, marks=SLOW),
-        pytest.param("draft", "rejection", 16, marks=SLOW),
+        *(pytest.param(*each, 16, marks=SLOW) for each in (("ngram", "block"), ("draft", "rejection"))),
     ],
 )
 def test_rules_that_test_a_draft(target: Path, methods: Methods, method: str, rule: str, count: int) -> None:
@@ -134,14 +138,7 @@ def test_every_step_of_sampling(target: Path, methods: Methods) -> None:
     assert second[1].logprobs == pytest.approx(first[1].logprobs, abs=1e-4)
 
 
-Made = tuple[Path, dict[str, Any]]  # A target, and what asks for drafts for it.
-LATENT: dict[str, Any] = {"family": "deepseek", "variant": "deepseek_v3", **SHAPE, "kv_heads": 4}
-MAMBA: dict[str, Any] = {name: SHAPE[name] for name in ("vocab", "tokenizer", "seed", "intermediate")}
-MAMBA["config"] = {"shared_intermediate_size": 48, "layer_types": ["mamba", "attention"]}
-
-
 def dense(folder: Path, family: str, **options: Any) -> Made:
-    """A family's model, which drafts for itself."""
     target = write_dense(folder, family, **{"layers": 2, "residual_gain": damped, **options})
     return target, {"spec": "draft", "draft_model": target}
 
@@ -205,14 +202,6 @@ def test_every_kind_of_layer_and_weight(tmp_path: Path, name: str) -> None:
     assert drafted(first) and (wishes["spec"] != "draft" or accepted(first) == drafted(first))
 
 
-NORMED = {"fc_norm": True, "norm_output": True, "own_embedding": True}
-EAGLES: dict[str, dict[str, Any]] = {
-    "few": {"aux": (0, 1), "layout": "speculators", "draft_vocab": 40, "kind": "random"},
-    "some": {"aux": (1, 3), "draft_vocab": 80},
-    "all": {"aux": (0, 2), "layout": "speculators", "draft_vocab": None, **NORMED},
-}
-
-
 @pytest.mark.parametrize(
     ("ids", "layers", "count"),
     [("few", 1, 4), pytest.param("some", 3, 16, marks=SLOW), pytest.param("all", 2, 16, marks=SLOW)],
@@ -225,11 +214,7 @@ def test_an_eagle3_head(
 
     honest, drawn = skinny_linear_triton._head, []
 
-    def watched(*given: Any) -> None:
-        *_, ids, _ = given[4]
-        drawn.append(ids is not None)
-        honest(*given)
-
+    watched = lambda *given: drawn.append(given[4][-2] is not None) or honest(*given)  # noqa: E731
     monkeypatch.setattr(skinny_linear_triton, "_head", watched)
     options = {"kind": "copy", **EAGLES[ids], "target_options": {"layers": layers, **SHAPE}}
     head = write_tiny_pair(tmp_path / "target", tmp_path / "head", **options)
@@ -249,7 +234,6 @@ def test_a_lookup_in_parts(target: Path, methods: Methods, monkeypatch: Patch) -
 
 
 def kernels_of_triton() -> set[tuple[str, str]]:
-    """Module and name of every kernel in `spd/kernels`."""
     from triton.runtime.interpreter import InterpretedFunction
 
     found = set()

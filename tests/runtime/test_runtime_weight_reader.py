@@ -25,6 +25,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 Tensors = dict[str, Tensor]
+preadv = os.preadv
 
 
 def write_shard(path: Path, tensors: Tensors) -> None:
@@ -45,20 +46,14 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-MIXED = {
-    "a": random(3, dtype=torch.bfloat16),
-    "b": random(5, 7, seed=1),
-    "c": random(1, dtype=torch.float16, seed=2),
-    "unused": random(3, dtype=torch.bfloat16, seed=3),
-    "d": random(11, 3, dtype=torch.float64, seed=4),
-    "empty": torch.empty(0, 4),
-    "e": random(1000, dtype=torch.bfloat16, seed=5),
-}
+MIXED = {"a": random(3, dtype=torch.bfloat16), "b": random(5, 7, seed=1)}
+MIXED |= {"c": random(1, dtype=torch.float16, seed=2), "unused": random(3, dtype=torch.bfloat16, seed=3)}
+MIXED |= {"d": random(11, 3, dtype=torch.float64, seed=4), "empty": torch.empty(0, 4)}
+MIXED |= {"e": random(1000, dtype=torch.bfloat16, seed=5)}
 
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> Iterator[Checkpoint]:
-    """Two shards' worth of everything; `f` stands alone in the second one."""
     write_shard(tmp_path / "model-1.safetensors", MIXED)
     write_shard(tmp_path / "model-2.safetensors", {"f": random(40, 10, seed=6)})
     weight_map = dict.fromkeys(MIXED, "model-1.safetensors") | {"f": "model-2.safetensors"}
@@ -137,17 +132,10 @@ class LateBuffer(Buffer):
 @pytest.mark.parametrize("threads", [1, 4])
 def test_a_buffer_is_reused_only_after_its_copies(mixed: Checkpoint, threads: int) -> None:
     views, buffers = destinations(mixed), list[LateBuffer]()
-
-    def make(nbytes: int) -> Buffer:
-        buffers.append(LateBuffer(nbytes))
-        return buffers[-1]
-
+    make = lambda nbytes: buffers.append(LateBuffer(nbytes)) or buffers[-1]  # noqa: E731
     read_tensors(mixed, views, threads=threads, chunk_bytes=128, buffer=make)
     assert all(torch.equal(view, mixed.read(name).float()) for name, view in views.items())
     assert [buffer.used for buffer in buffers] == [True] * (threads * BUFFERS)
-
-
-preadv = os.preadv
 
 
 def test_short_reads_are_continued(mixed: Checkpoint, monkeypatch: Patch) -> None:
@@ -190,12 +178,7 @@ def test_a_file_that_changes_while_it_is_read(mixed: Checkpoint, monkeypatch: Pa
             os.utime(shard, (1, 1))
 
     first = iter([disturb])
-
-    def read(*given: Any) -> int:
-        next(first, lambda: None)()
-        return preadv(*given)
-
-    monkeypatch.setattr(os, "preadv", read)
+    monkeypatch.setattr(os, "preadv", lambda *given: next(first, lambda: None)() or preadv(*given))
     words = "was truncated while it was read" if how == "truncate" else "changed while in use"
     with pytest.raises(CheckpointError, match=words) as caught:
         read_tensors(mixed, destinations(mixed), threads=2, chunk_bytes=256)

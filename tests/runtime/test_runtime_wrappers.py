@@ -15,10 +15,8 @@ SMALL = {
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "max_position_embeddings": 512},
     **{"bos_token_id": 256, "eos_token_id": 258, "pad_token_id": 256, "tie_word_embeddings": False},
 }
-GROWING = {
-    **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64},
-    **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.2},
-}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+GROWING = {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.2}}
 SEES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 VISION = {**SEES, "head_dim": 8, "image_size": 28, "patch_size": 14, "model_type": "pixtral"}
 GEMMA4 = {
@@ -33,7 +31,8 @@ QWEN_VISION = {
     **{"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 48},
     **{"deepstack_visual_indexes": [0], "fullatt_block_indexes": [0]},
 }
-BY_AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
+INTERN_VISION = {**SEES, "image_size": [28, 28]}
+BY_AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}}
 
 
 def seeing(vision: dict[str, Any], more: dict[str, Any], **text: Any) -> dict[str, Any]:
@@ -56,22 +55,12 @@ SIGLIP = {**SEES, "image_size": 28, "patch_size": 14, "model_type": "siglip_visi
 TIED, DEAF = {"tie_word_embeddings": True}, {"audio_config": None, "tie_word_embeddings": True}
 OF_GEMMA3 = {"model_type": "gemma3_text", "sliding_window": 24}
 CASES: list[tuple[str, dict[str, Any]]] = [
-    *(
-        (name, seeing(QWEN_VISION, {}, model_type=kind, rope_parameters=BY_AXES))
-        for name, kind in (
-            ("Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
-            ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text"),
-        )
-    ),
-    *(
-        ("InternVLForConditionalGeneration", seeing({**SEES, "image_size": [28, 28]}, {}, model_type=kind))
-        for kind in ("qwen2", "qwen3")
-    ),
+    ("Qwen3VLForConditionalGeneration", seeing(QWEN_VISION, {}, model_type="qwen3_vl_text", **BY_AXES)),
+    ("Qwen2_5_VLForConditionalGeneration", seeing(QWEN_VISION, {}, model_type="qwen2_5_vl_text", **BY_AXES)),
+    ("InternVLForConditionalGeneration", seeing(INTERN_VISION, {}, model_type="qwen2")),
+    ("InternVLForConditionalGeneration", seeing(INTERN_VISION, {}, model_type="qwen3")),
     ("Mistral3ForConditionalGeneration", seeing(VISION, {}, model_type="mistral")),
-    (
-        "Mistral3ForConditionalGeneration",
-        seeing(VISION, {}, model_type="ministral3", rope_parameters=GROWING),
-    ),
+    ("Mistral3ForConditionalGeneration", seeing(VISION, {}, model_type="ministral3", **GROWING)),
     ("Step3p7ForConditionalGeneration", seeing({**VISION, "model_type": "step3p5_vision"}, {}, **STEP3)),
     ("MuseGlimmerForConditionalGeneration", seeing(*GLIMMERS, **GLIMMER)),
     ("Gemma3ForConditionalGeneration", seeing(SIGLIP, {**TIED, "mm_tokens_per_image": 4}, **OF_GEMMA3)),

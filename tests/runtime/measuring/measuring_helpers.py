@@ -12,12 +12,8 @@ DRAFT: dict[str, Any] = {**PLAIN, "spec": "draft", "draft_max": 2, "adaptive": F
 def make_sample(config: int, repetition: int, seconds: float, **changes: Any) -> Sample:
     """Ten tokens after the first in `seconds`."""
     parts = {"draft": 0.0, "verify": 900 * seconds, "rest": 10.0, "host": 20.0}
-    values: dict[str, Any] = {
-        "work": Work("code", 0.0, None, Load()),
-        "prompts": ["code/1"],
-        "part_ms": parts,
-    }
-    values |= {"prompt_tokens": 5, "tokens": 11, "tokens_after_first": 10, "rounds": 10}
+    values: dict[str, Any] = {"work": Work("code", 0.0, None, Load()), "prompts": ["code/1"]}
+    values |= {"prompt_tokens": 5, "tokens": 11, "tokens_after_first": 10, "rounds": 10, "part_ms": parts}
     values |= {"drafted_per_position": [], "accepted_per_position": [], "ttft_ms": [500.0]}
     values |= {"tpot_ms": [100 * seconds], "itl_ms": [100 * seconds] * 10, "decode_seconds": seconds}
     own = {"config": config, "repetition": repetition, "seconds": seconds + 0.5}

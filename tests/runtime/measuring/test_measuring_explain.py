@@ -15,6 +15,15 @@ from spd.runtime.lab import explain
 from spd.runtime.lab.explain import Trace, TraceHeader, bottleneck, explain_traces, next_step, read_trace
 
 GOOD, WIDE, NARROW = (10.0, 0.2), (6.0, 2.5), (5.0, 1.5)
+CASES = {
+    "a useless drafter": (4, 0.0, {}, "acceptance: without drafting", "--spec off"),
+    "a poor drafter": (4, 0.15, {"verify": NARROW}, "acceptance: without verification", "--spec off"),
+    "a slow drafter": (4, 0.6, {"draft": 6.0}, "drafting", "--spec"),
+    "wide verification": (6, 0.5, {"verify": WIDE, "draft": 0.1}, "verification", "--draft-max 1"),
+    "a slow host": (2, 0.5, {"host": 12.0}, "the host", "--graphs on"),
+    "a good drafter": (4, 0.8, {}, "drafting", "nothing: this is the best"),
+    "a free drafter": (4, 0.8, {"draft": 0.01}, "acceptance: the rounds are as cheap", "--draft-max 6"),
+}
 
 
 def make_trace(
@@ -37,7 +46,6 @@ def make_trace(
 
 
 def truth(k: int, rate: float, draft: float = 1.0) -> float:
-    """Tokens a second of the law behind `make_trace`."""
     length = sum(rate**i for i in range(k + 1))
     return 1000 * length / (10 + 0.2 * (k + 1) + draft * k + 0.4)
 
@@ -89,17 +97,6 @@ def test_no_length_is_advised_beside_lookup(method: str, advised: bool) -> None:
     found = explain_traces(traces)
     assert (found.k, found.best.method) == (1, method) and found.best.k > 1
     assert ("--draft-max" in found.as_dict()["try"]) is advised
-
-
-CASES = {
-    "a useless drafter": (4, 0.0, {}, "acceptance: without drafting", "--spec off"),
-    "a poor drafter": (4, 0.15, {"verify": NARROW}, "acceptance: without verification", "--spec off"),
-    "a slow drafter": (4, 0.6, {"draft": 6.0}, "drafting", "--spec"),
-    "wide verification": (6, 0.5, {"verify": WIDE, "draft": 0.1}, "verification", "--draft-max 1"),
-    "a slow host": (2, 0.5, {"host": 12.0}, "the host", "--graphs on"),
-    "a good drafter": (4, 0.8, {}, "drafting", "nothing: this is the best"),
-    "a free drafter": (4, 0.8, {"draft": 0.01}, "acceptance: the rounds are as cheap", "--draft-max 6"),
-}
 
 
 @pytest.mark.parametrize("name", CASES)

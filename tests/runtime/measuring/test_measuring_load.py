@@ -152,13 +152,8 @@ def test_imposed_acceptance_is_labelled_and_not_compared(tiny: Tiny) -> None:
 
 def test_prompts_and_lengths_that_are_far_too_long_are_not_encoded(tiny: Tiny, monkeypatch: Patch) -> None:
     """Nor is all of a long prompt that may be cut, or of the texts that fill a short one up."""
-    sizes: list[int] = []
-    encode = Tokenizer._encode
-
-    def watched(self: Tokenizer, text: str, parse_special: bool) -> list[int]:
-        sizes.append(len(text))
-        return encode(self, text, parse_special)
-
+    sizes, encode = list[int](), Tokenizer._encode
+    watched = lambda self, text, special: sizes.append(len(text)) or encode(self, text, special)  # noqa: E731
     monkeypatch.setattr(Tokenizer, "_encode", watched)
     folder, long, short = tiny("qwen3"), Prompt("a/1", "a", "word " * 200_000), Prompt("a/2", "a", "hi")
     for lengths, error in (([None], IncompatibleError), ([10**12], UsageError)):

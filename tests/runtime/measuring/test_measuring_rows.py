@@ -28,8 +28,7 @@ def test_ratios_are_paired_by_repetition() -> None:
 
 
 def test_all_categories_follow_each_one() -> None:
-    other = Work("edit", 0.0, None, Load())
-    samples = [make_sample(0, 0, 1.0), make_sample(0, 0, 3.0, work=other)]
+    samples = [make_sample(0, 0, 1.0), make_sample(0, 0, 3.0, work=Work("edit", 0.0, None, Load()))]
     rows = make_rows(samples, PLANS)
     assert [row["category"] for row in rows] == ["code", "edit", "all"]
     assert rows[-1]["tokens_per_second"]["median"] == pytest.approx(20 / 4)
@@ -56,13 +55,9 @@ def test_rates_by_position() -> None:
 
 def result(speeds: list[float], **settings: Any) -> dict[str, Any]:
     samples = [make_sample(0, r, 10 / speed) for r, speed in enumerate(speeds)]
-    return {
-        "model": "demo",
-        "settings": {"max_tokens": 64, "ignore_eos": False, **settings},
-        "rows": make_rows(samples, PLANS),
-        "plans": [{"load": "auto", "dtype": "bfloat16"}],
-        "prompts": {"code/1": "abc"},
-    }
+    made = {"rows": make_rows(samples, PLANS), "plans": [{"load": "auto", "dtype": "bfloat16"}]}
+    made |= {"settings": {"max_tokens": 64, "ignore_eos": False, **settings}}
+    return {**made, "model": "demo", "prompts": {"code/1": "abc"}}
 
 
 def change(before: dict[str, Any], after: dict[str, Any], threshold: float = 0.03) -> dict[str, Any]:
