@@ -1,8 +1,4 @@
-"""Prompts of chat templates in a folder against those of `transformers`, byte for byte.
-
-By hand: `python -m tests.every_template FOLDER…` of `*.jinja`. The library gets objects as arguments or,
-for templates that write them as they are, as texts. Calls as written are read back, cut at every place.
-"""
+"""`python -m tests.every_template FOLDER…`: prompts of `*.jinja` against `transformers`; calls read back."""
 
 import itertools
 import json

@@ -198,10 +198,7 @@ def logits_of(engine: Engine, prompt: Sequence[int], chunk: int = 64) -> torch.T
 def speaks_as(
     reference: Any, engine: Engine, prompt: Prompt, count: int = 64, ends: bool = False, close: float = 1e-4
 ) -> Run:
-    """Assert that logits and greedy text are those of a model of `transformers`; the engine's run.
-
-    The model reads the text once, and would have said each of its tokens. ends: before `count` where it may.
-    """
+    """Assert that logits and greedy text are a `transformers` model's. ends: before `count` where it may."""
     params = SamplingParams(max_tokens=count, ignore_eos=not ends)
     own = logits_of(engine, prompt)
     run = run_all(engine, [prompt], [params])[0]

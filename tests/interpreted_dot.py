@@ -23,11 +23,7 @@ class Lasting:
 
 
 def install() -> None:
-    """Replace the interpreter's product: matrix libraries sum a row by where it stands in its tile.
-
-    Seen with OpenBLAS on some processors; a tensor core does not. And let the rest take a third of the time.
-    Nothing to do without triton.
-    """
+    """Replace the interpreter's product: OpenBLAS sums a row by where it stands in its tile."""
     try:
         from triton.runtime import interpreter
     except ImportError:

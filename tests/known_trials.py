@@ -1,7 +1,4 @@
-"""What an engine tries at load, tried once for all tiny models of a shape: most of their load is spent on it.
-
-Weights' values are not looked at. Where several processes try together, nothing is taken as known.
-"""
+"""What an engine tries at load, tried once for all tiny models of a shape: most of their load goes there."""
 
 import inspect
 from functools import cache
@@ -17,10 +14,8 @@ from spd.runtime.round import arithmetic_probe, model_runner
 from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import Patch
 
-EVERY_ROW, FEW_ROWS = arithmetic_probe.CANDIDATES, (5, 12)
-"""The numbers of rows that are tried, of a run's seven: a fifth of the passes."""
-known_parts = cache(arithmetic_probe.admitted_parts)
-"""Parts of blocks of keys follow from the heads alone, of which tiny models have few kinds."""
+EVERY_ROW, FEW_ROWS = arithmetic_probe.CANDIDATES, (5, 12)  # Numbers of rows: a fifth of the passes.
+known_parts = cache(arithmetic_probe.admitted_parts)  # They follow from the heads alone.
 honest = ModelRunner._try_arithmetic
 FOUND = ("buckets", "context_parts")
 KNOWN: dict[Any, tuple[Any, ...]] = {}  # What was found, by all that a trial depends on.

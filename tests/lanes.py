@@ -43,10 +43,9 @@ def spread(total: int, count: int) -> list[int]:
 
 
 def choose(items: Sequence[pytest.Item]) -> None:
-    """Mark as slow what `covers(strength)` or `covers(count=...)` of a test leaves to the slow lane.
+    """Mark as slow what `covers` leaves out.
 
-    `covers(1)`: every value of each parameter is met; `covers(2)`: every two values of two parameters meet;
-    `covers(count=n)`: n cases spread over the list.
+    `covers(1)`: every value of each parameter is met, `covers(2)`: every two; `covers(count=n)`: n cases.
     """
     tests = defaultdict[str, list[pytest.Item]](list)
     for item in items:

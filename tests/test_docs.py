@@ -59,12 +59,14 @@ def test_the_table_of_hybrids_is_the_plans() -> None:
     assert python("docs/hybrid_tables.py") in (ROOT / "docs" / "hybrids.md").read_text(encoding="utf-8")
 
 
-def test_it_opens_with_the_two_commands() -> None:
+def test_it_opens_with_the_two_commands_and_is_short() -> None:
     first, second = README.index("<!-- run -->"), README.index("<!-- test -->")
     assert first < second < README.index("\n## ")
     for marker in ("run", "test"):
         (block,) = re.findall(rf"<!-- {marker} -->\n```\w*\n(.*?)```", README, re.DOTALL)
         assert len(block.split("\n")) == 2 and "venv" in block, "one command each, from nothing"
+    for name in ("README.md", "ARCHITECTURE.md"):
+        assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= 150, name
 
 
 def test_every_option_they_name_exists() -> None:
@@ -81,11 +83,6 @@ def test_every_option_they_name_exists() -> None:
 def test_what_they_link_to_is_there(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
         assert target.startswith("https://") or (page.parent / target).exists(), target
-
-
-def test_readme_and_architecture_are_short() -> None:
-    for name in ("README.md", "ARCHITECTURE.md"):
-        assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= 150, name
 
 
 def run_each(commands: list[str], folder: Path, model: str) -> None:

@@ -170,10 +170,7 @@ def test_a_batch_equals_each_alone_and_pages_run_short(pairs: Pairs) -> None:
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("changes", [False, True])
 def test_a_model_that_is_always_right_stays_so(pairs: Pairs, changes: bool, lag: int) -> None:
-    """Its cache holds the text, and not what it would have drafted itself where lookup did.
-
-    Several together, so that slots differ in who drafted and how much was accepted.
-    """
+    """Its cache holds the text, and not what it would have drafted itself where lookup did."""
     prompts = random_prompts(5, 40, VOCAB, seed=8)
     params = [replace(greedy(60), temperature=0.9 * (i % 2), seed=i) for i in range(len(prompts))]
     pair, wishes = pairs.get("self+ngram"), {"slots": 3, "lag": lag, "ngram_min": 1}

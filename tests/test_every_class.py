@@ -1,6 +1,5 @@
 """What becomes of each causal and image-text class of `transformers`: opened, or refused with what it lacks.
 
-A class is judged by its default configuration; one that opens is also built small, saved and compared.
 `python -m tests.test_every_class` writes the table that `docs/supported_models.py` links to.
 """
 

@@ -1,5 +1,4 @@
-"""Hostile input against the whole command line: names that would steer a terminal, files that are none, bombs
-in a tokenizer, modules in the way of an import. By hand: `pytest -m slow -s tests/test_hostile.py`.
+"""Hostile input against the whole command line: names that steer a terminal, files that are none, bombs.
 
 Cases run in forked children of a server that has imported everything, each with bounds on time and memory.
 """

@@ -1,7 +1,6 @@
 """Speculation is invisible: the same tokens, text and end with it and without it, whatever else varies.
 
-One matrix: each cell runs requests with a drafter, and without. The default lane has few cells of each table,
-in which the values of its factors meet in pairs or at least occur; the slow lane has all.
+One matrix: each cell runs requests with a drafter, and without. The default lane has few cells of each table.
 """
 
 import itertools
@@ -22,8 +21,7 @@ from tests.recipes.tiny_dense import FAMILIES
 
 VOCAB = 256
 PROMPTS = random_prompts(4, 20, VOCAB) + random_prompts(2, 75, VOCAB, seed=1)
-FEW = tuple((token, 40.0) for token in (3, 50, 99, 120))
-"""A bias under which text is of a few tokens, so that it is full of matches, right ones and wrong ones."""
+FEW = tuple((token, 40.0) for token in (3, 50, 99, 120))  # A bias: text of few tokens is full of matches.
 
 
 Work = list[tuple[Prompt, SamplingParams]]
@@ -57,7 +55,6 @@ LOOKED_UP = (
 )  # Families whose attention, norms or caches are their own.
 QUANTIZED = ("qwen3_moe", "deepseek_v3", "gpt_oss", "gemma4_moe")  # Their experts are rounded.
 OTHERS = ("mimo", "ernie4_5", *sorted(FAMILIES.keys() - {*WINDOWED, *LOOKED_UP}))
-"""Families that differ from those in numbers and names."""
 OF_FAMILIES = (
     *(f"{family}/ngram" for family in (*WINDOWED, *SPARSE, *LOOKED_UP, *OTHERS)),
     *(*(f"{family}/mtp" for family in MTP_OF), "gemma4/assistant", "gemma4_moe/assistant"),

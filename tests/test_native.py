@@ -24,7 +24,6 @@ from tests.recipes.tiny import VARIANTS
 from tests.recipes.tiny_dense import FAMILIES, write_dense
 
 FEW = ("biases", "qwen3", "deepseek_v3", "deepseek_v2_lite", "glm4_moe", "qwen3_moe", "ernie4_5_moe")
-"""Variants of the default lane; the others differ from them in numbers alone."""
 SHAPES = [
     *(pytest.param(f"tiny-{name}", marks=() if name in FEW else pytest.mark.slow) for name in VARIANTS),
     *sorted(FAMILIES),

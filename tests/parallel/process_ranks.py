@@ -52,8 +52,7 @@ def tell(device, number):
 
 communicator.open_ranks = crew.open_ranks = meet
 RoundQueue.tell = tell
-"""
-"""Makes every rank count collectives and the bytes it received, by group, and write them where it is told."""
+"""  # Makes every rank count collectives and the bytes it received, by group, and tell.
 
 
 def count_traffic(patch: Patch, folder: Path) -> Callable[[Engine], dict[int, Any]]:

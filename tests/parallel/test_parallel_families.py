@@ -30,8 +30,7 @@ HEADS = {
 HEADS_OF_A_HEAD = OWN_SHAPE["num_attention_heads"]  # Of an EAGLE-3 head: more ranks cannot share it.
 
 
-loud, silent = Damped(loud=1), Damped(loud=1, soft=0.0)
-"""Later layers speak softly, or say nothing: such drafts often agree with a target that is `loud`."""
+loud, silent = Damped(loud=1), Damped(loud=1, soft=0.0)  # Such drafts often agree with a `loud` target.
 WHOLE = "granite_hybrid_moe"  # Its Mamba-2 heads are one group, whose outputs are normalised together.
 
 

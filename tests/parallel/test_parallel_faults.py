@@ -33,8 +33,7 @@ STARTS_WITHIN = 240  # Seconds in which a fault has to happen, on a machine that
 LONG = SamplingParams(max_tokens=4000, ignore_eos=True)
 SPD = ["generate", "-m", "demo", "--tp", "2", "--raw", "--ignore-eos", "--threads", "1", "-n", "4000"]
 PROMPT = "def read_lines(path):\n    with open(path) as file:\n        for line in file:"
-KILLED, HELD = "os.kill(os.getpid(), 9)", "ctypes.PyDLL(None).sleep(600)"
-"""A rank's end by a signal; a hang in which no thread of a rank can do anything."""
+KILLED, HELD = "os.kill(os.getpid(), 9)", "ctypes.PyDLL(None).sleep(600)"  # HELD: no thread can act.
 ASLEEP, STOPPED = "time.sleep(600)", "os.kill(os.getpid(), 19)"
 RAISES = "raise ValueError('no such page')"
 WAITING, SILENT = "has kept the others waiting", "has not answered for"

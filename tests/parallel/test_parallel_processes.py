@@ -83,10 +83,7 @@ def check_traffic(engine: Engine, target: Path, draft: Path, group: int, delta: 
 
 @pytest.mark.slow
 def test_a_rank_holds_its_part(tiny: Tiny, tmp_path: Path) -> None:
-    """The most memory of its own that a rank has at any time, beyond a rank of a tiny model: what is planned.
-
-    Pages of files are not its own: ranks share them, and the kernel takes them back.
-    """
+    """The most memory of its own, pages of files apart, beyond a rank of a tiny model: what is planned."""
     shape = {"hidden": 512, "intermediate": 4096, "layers": 8, "heads": 8, "head_dim": 64, "vocab": 8192}
     large, whole = tiny("llama2", kv_heads=2, **shape), 0
     for ranks in (1, 2, 4):

@@ -1,7 +1,6 @@
 """Counters and latencies by their definitions: by hand, against the clock, and summed over requests."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +14,6 @@ from tests.helpers import Patch, Tiny, logits_of, make_engine, random_prompts, r
 from tests.runtime.test_runtime_scheduler import sequence_of
 
 PROMPTS = random_prompts(5, 20, 256)
-
-
-@pytest.fixture(scope="module")
-def target(tiny: Tiny) -> Path:
-    return tiny("qwen3", layers=2, seed=3)
 
 
 def event_of(sequence: Sequence, drafts: int, accepted: int, now: float, reason: int = GOING_ON) -> Event:
@@ -66,9 +60,11 @@ def test_what_is_cut_away_was_matched_and_not_kept() -> None:
     assert m.rounds == 1
 
 
-def test_the_engine_counts_its_rounds_and_forgets_old_requests(target: Path, monkeypatch: Patch) -> None:
+def test_the_engine_counts_its_rounds_and_forgets_old_requests(tiny: Tiny, monkeypatch: Patch) -> None:
     monkeypatch.setattr("spd.runtime.engine.engine.KEPT", 5)
-    engine = make_engine(target, slots=2, spec="ngram", ngram_min=1, draft_max=3, lag=1)
+    engine = make_engine(
+        tiny("qwen3", layers=2, seed=3), slots=2, spec="ngram", ngram_min=1, draft_max=3, lag=1
+    )
     engine.add(Request("gone", PROMPTS[0], SamplingParams()))
     engine.abort("gone")
     engine.step()
@@ -80,8 +76,9 @@ def test_the_engine_counts_its_rounds_and_forgets_old_requests(target: Path, mon
 
 
 @pytest.mark.parametrize(("spec", "lag"), [("ngram", 0), ("draft", 2)])
-def test_logprobs_are_the_models_own_at_every_kind_of_token(target: Path, spec: str, lag: int) -> None:
+def test_logprobs_are_the_models_own_at_every_kind_of_token(tiny: Tiny, spec: str, lag: int) -> None:
     """Accepted, recovered and bonus tokens: each as a pass over the finished text gives it, within 1e-5."""
+    target = tiny("qwen3", layers=2, seed=3)
     how: dict[str, Any] = {"draft_model": target} if spec == "draft" else {"ngram_min": 1}
     engine = make_engine(target, spec=spec, draft_max=3, lag=lag, slots=5, **how)
     params = [

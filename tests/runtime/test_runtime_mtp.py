@@ -64,10 +64,7 @@ def texts(engine: Engine, count: int = 24) -> Texts:
 
 
 def compared(plain: PlainDrafter, runs: Texts, most: int = 1000) -> tuple[int, int, int]:
-    """Rounds whose drafts are not the reference's, rounds compared, and those after a rejection.
-
-    At most so many rounds of a run are compared: the reference computes the whole text anew for each.
-    """
+    """Rounds whose drafts are not the reference's, rounds compared (few a run), those after a rejection."""
     wrong = seen = rejected = 0
     for prompt, run in runs:
         tokens = [*prompt, *run.tokens]

@@ -1,7 +1,4 @@
-"""The joint law of what rounds commit is the target's own, exactly; seeded faults, each caught by a check.
-
-A check is either an exact law (`round_law`) or an equality of whole generations on tiny random models.
-"""
+"""Exact laws (`round_law`) and equalities of whole generations, and seeded faults, each caught by one."""
 
 import itertools
 from collections.abc import Callable
@@ -106,10 +103,7 @@ def text_of_batch(models: Path) -> None:
 
 
 def text_beside_silent_slots(models: Path) -> None:
-    """Two end in the same round; a third takes the slot of one and, being long, the pages of both.
-
-    All slots are run, as on a GPU: on CPU silent ones are left out. Nothing is kept for sharing.
-    """
+    """Two end in the same round; a third takes the pages of both. All slots are run, as on a GPU."""
     prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[2] * 54]
     params = [SamplingParams(max_tokens=6), SamplingParams(max_tokens=6), SAMPLED[0]]
     room: dict[str, Any] = {"slots": 2, "ctx": 1024, "prefix_sharing": False}

@@ -21,10 +21,7 @@ texts |= st.lists(st.integers(0, 1), min_size=1, max_size=12)
 
 
 def propose(texts: Sequence[Any], k: int, shortest: int, longest: int, junk: int, slack: int) -> Any:
-    """Drafts of a batch; None is a silent slot.
-
-    junk: fills the row after each text, where old drafts lie; slack: of the host's bound above a length.
-    """
+    """Drafts of a batch; None is a silent slot. junk: lies behind texts; slack: of the host's bound."""
     state = RoundState(len(texts), MAX_LEN, MAX_DRAFT, 1, "cpu")
     state.tokens.fill_(junk)
     state.draft.fill_(-7)

@@ -17,7 +17,6 @@ from tests.page_checks import check_table
 
 digests = st.integers(0, 3).map(lambda n: b"digest %d" % n)
 spans_lists = st.lists(st.tuples(st.sampled_from(["prompt", "generated"]), st.integers(0, 19)), max_size=5)
-chunks = st.integers(1, 6)
 Spans = list[tuple[str, int]]
 Position = tuple[str, int]  # how a position is written: ("tile", 0) or ("chunk", offset in its chunk)
 
@@ -174,42 +173,23 @@ def expand(runs: list[Run]) -> list[Position]:
     return written
 
 
-@settings(max_examples=200, deadline=None)
-@given(spans=spans_lists, chunk=chunks)
-def test_runs_follow_the_rule(spans: Spans, chunk: int) -> None:
-    runs = program_runs(spans, chunk)
-    assert expand(runs) == positions_of(spans, chunk)
+@settings(max_examples=250, deadline=None)
+@given(spans=spans_lists, chunk=st.integers(1, 6), data=st.data(), more=st.integers(-3, 9))
+def test_runs_follow_the_rule(spans: Spans, chunk: int, data: st.DataObject, more: int) -> None:
+    """Also clipped, to whole chunks only, and extended, in tiles; a reusable prefix cuts no chunk."""
+    runs, written, tile = program_runs(spans, chunk), positions_of(spans, chunk), ("tile", 0)
+    assert expand(runs) == written
     assert all(run.end - run.start == chunk for run in runs if run.kind == "chunk")
-
-
-@settings(max_examples=200, deadline=None)
-@given(spans=spans_lists, chunk=chunks, data=st.data())
-def test_clipped_runs_hold_whole_chunks_only(spans: Spans, chunk: int, data: st.DataObject) -> None:
-    written = positions_of(spans, chunk)
     end = data.draw(st.integers(0, len(written)))
+    whole = [n for n in range(end + 1) if [*written, tile][n][0] == "tile" or written[n][1] == 0]
+    assert reusable_prefix(program_runs(spans, chunk), end) == max(whole)
     expected = written[:end]
     while expected and expected[-1][0] == "chunk" and expected[-1][1] < chunk - 1:
         cut = expected[-1][1] + 1
-        expected[-cut:] = [("tile", 0)] * cut
+        expected[-cut:] = [tile] * cut
     assert expand(clip_runs(program_runs(spans, chunk), end)) == expected
-
-
-@settings(max_examples=200, deadline=None)
-@given(spans=spans_lists, chunk=chunks, data=st.data())
-def test_a_reusable_prefix_is_the_longest_that_cuts_no_chunk(spans: Spans, chunk: int, data: Any) -> None:
-    written = [*positions_of(spans, chunk), ("tile", 0)]
-    cached = data.draw(st.integers(0, len(written) - 1))
-    whole = [n for n in range(cached + 1) if written[n][0] == "tile" or written[n][1] == 0]
-    assert reusable_prefix(program_runs(spans, chunk), cached) == max(whole)
-
-
-@settings(max_examples=100, deadline=None)
-@given(spans=spans_lists, chunk=chunks, more=st.integers(-3, 9))
-def test_extended_runs_go_on_in_tiles(spans: Spans, chunk: int, more: int) -> None:
-    written = positions_of(spans, chunk)
     end = max(0, len(written) + more)
-    extended = expand(extend_tile(program_runs(spans, chunk), end))
-    assert extended == written + [("tile", 0)] * (end - len(written))
+    assert expand(extend_tile(runs, end)) == written + [tile] * (end - len(written))
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 4])

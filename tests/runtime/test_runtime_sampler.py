@@ -20,8 +20,7 @@ from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 from spd.runtime.round.state import RoundState
 
 VOCAB = 37
-FALSE_ALARM = 1e-6
-"""Chance that a chi-square test below fails on a right sampler, for a seed taken at random."""
+FALSE_ALARM = 1e-6  # Chance that a chi-square test below fails on a right sampler, for a random seed.
 
 
 Slots = Sequence[tuple[Sequence[int], SamplingParams]]

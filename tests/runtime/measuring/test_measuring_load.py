@@ -61,16 +61,13 @@ def test_a_closed_loop_keeps_so_many_and_no_more(concurrency: int) -> None:
 
 
 def test_an_open_loop_admits_by_the_clock() -> None:
+    """A request that is due while the engine is busy has arrived when it was due: waiting counts."""
     engine, arrivals = CountingEngine(), [0.0, 0.03, 0.06]
     ran = run_pass(engine, requests(3), arrivals=arrivals)
     assert engine.most == 1, "each ended before the next one came"
     starts = [line.arrived - ran.timelines[0].arrived for line in ran.timelines]
     assert starts == pytest.approx(arrivals, abs=1e-6)
     assert all(line.ttft >= 0 for line in ran.timelines) and ran.seconds >= 0.06
-
-
-def test_waiting_counts_as_time_to_first_token() -> None:
-    """A request that is due while the engine is busy has arrived when it was due."""
     ran = run_pass(CountingEngine(0.02), requests(2), arrivals=[0.0, 0.001])
     first, second = ran.timelines
     assert second.arrived - first.arrived == pytest.approx(0.001, abs=1e-6)

@@ -99,10 +99,7 @@ def test_students_t_is_the_table_s() -> None:
 
 @pytest.mark.parametrize(("repetitions", "hiccups"), [(3, 0.0), (5, 0.0), (12, 0.0), (9, 0.1), (12, 0.1)])
 def test_a_second_run_lies_within_the_interval_as_often_as_said(repetitions: int, hiccups: float) -> None:
-    """4,000 pairs of runs: 95 % +- 1.4 points at four standard errors; a chance of 6e-5 to fail.
-
-    With one value in ten far off still so many, in half the width.
-    """
+    """4,000 pairs: 95 % +- 1.4 points at four standard errors, a chance of 6e-5 to fail; so with hiccups."""
     draws, inside, widths = random.Random(repetitions), 0, []
 
     def value() -> float:
