@@ -54,7 +54,6 @@ def every_trial() -> None:
 @pytest.fixture
 def untried(monkeypatch: Patch) -> None:
     """No engine tries any: all run whole tiles. For what is compared with other programs' numbers."""
-
     whole_tiles = lambda runner, alone: setattr(runner, "buckets", (WIDEST,))  # noqa: E731
     monkeypatch.setattr(ModelRunner, "_try_arithmetic", whole_tiles)
 

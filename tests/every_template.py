@@ -22,7 +22,6 @@ READ = {"name": "read", "description": "Läse <a> & b", "parameters": {**PARAMET
 NOW = {"name": "now", "description": "The time", "parameters": {"type": "object", "properties": {}}}
 TOOLS = [{"type": "function", "function": one} for one in (READ, NOW)]
 ARGUMENTS = {"path": 'ä"b\\ <x>', "n": 3, "deep": {"a": [1, None, True, 0.5], "b": "x\ny"}}
-
 Message = dict[str, Any]
 
 
@@ -46,13 +45,9 @@ THOUGHT = {"role": "assistant", "reasoning_content": "Hm.\nSo", "content": "Well
 THINKS = [{**message, "reasoning_content": "Hm"} if "tool_calls" in message else message for message in ONE]
 SAID = {"role": "assistant", "content": "Well ä"}
 CONVERSATIONS: dict[str, Sequence[Message]] = {
-    "question": [ASKED],
-    "instructions": [SYSTEM, ASKED],
-    "a reply": [SYSTEM, ASKED, SAID, ASKED],
-    "a thought": [SYSTEM, ASKED, THOUGHT, ASKED],
-    "a call": [ASKED, *ONE],
-    "calls": [SYSTEM, ASKED, *TWO],
-    "calls, then a turn": [SYSTEM, ASKED, *TWO, SAID, ASKED],
+    **{"question": [ASKED], "instructions": [SYSTEM, ASKED], "a reply": [SYSTEM, ASKED, SAID, ASKED]},
+    **{"a thought": [SYSTEM, ASKED, THOUGHT, ASKED], "a call": [ASKED, *ONE]},
+    **{"calls": [SYSTEM, ASKED, *TWO], "calls, then a turn": [SYSTEM, ASKED, *TWO, SAID, ASKED]},
     "a thought, a call": [ASKED, *THINKS],
     "a thought, a call, then a turn": [ASKED, *THINKS, THOUGHT, ASKED],
     "call after call": [ASKED, *THINKS, *ONE, *TWO],

@@ -29,9 +29,7 @@ Patch = pytest.MonkeyPatch
 Prompt = tuple[int, ...]
 PROPOSERS: dict[str, dict[str, Any]] = {
     "ngram": {"spec": "ngram", "ngram_min": 2, "draft_max": 4},
-    "draft": {"spec": "draft", "draft_max": 3},
-    "mtp": {"spec": "mtp", "draft_max": 3},
-    "eagle3": {"spec": "eagle3", "draft_max": 3},
+    **{spec: {"spec": spec, "draft_max": 3} for spec in ("draft", "mtp", "eagle3")},
     "mtp+ngram": {"spec": "mtp+ngram", "draft_max": 3, "ngram_min": 2},
 }  # Wishes for every proposer that the matrices run; a draft model or a head is added by the test.
 WHY = "the interpreter needs TRITON_INTERPRET, which is set without a GPU only"

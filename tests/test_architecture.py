@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SPD = ROOT / "spd"
 FILE_LIMIT, FUNCTION_LIMIT = 600, 70
 TABLE = r"^\| (`.+`|all others) \| (\d+) \|"
 SAID = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").replace(",", "")
@@ -16,9 +15,6 @@ CEILINGS = {
     tuple(re.findall(r"`([\w/]+?)/?`", rooms)): int(lines)
     for rooms, lines in re.findall(TABLE, SAID, re.MULTILINE)
 }  # Lines of Python in each room, of the rest where there is no name, at most. They fall, or stay.
-READ_ENVIRONMENT = {"spd.cli.app", "spd.formats.hub"}
-
-
 Tree = list[tuple[str, ast.Module, str]]  # Name, tree and text of modules.
 PLANTED = {  # What is imported within a function, or where that is torch, at once.
     "spd.kernels.bad": ["spd.runtime.plan.plan"],
@@ -42,7 +38,7 @@ MUTABLE = ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp
 @functools.cache
 def modules() -> Tree:
     found = []
-    for path in sorted(SPD.rglob("*.py")):
+    for path in sorted((ROOT / "spd").rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         found.append((name.removesuffix(".__init__"), ast.parse(text), text))
@@ -164,7 +160,7 @@ def environment_readers(tree: Tree) -> set[str]:
 
 
 def test_environment_is_read_in_two_files() -> None:
-    assert environment_readers(modules()) <= READ_ENVIRONMENT
+    assert environment_readers(modules()) <= {"spd.cli.app", "spd.formats.hub"}
     planted = ast.parse("import os\nos.environ['X']")
     assert environment_readers([("spd.bad", planted, "")]) == {"spd.bad"}
 

@@ -35,12 +35,10 @@ SCHEMA |= {"required": ["a", "b"], "additionalProperties": False}
 FEATURES: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
     "logit bias": {"logit_bias": ((5, 40.0), (9, -100.0), (40, 40.0))},
-    "min-p": {"min_p": 0.05},
-    "top-p": {"top_p": 0.8, "top_k": 40},
+    **{"min-p": {"min_p": 0.05}, "top-p": {"top_p": 0.8, "top_k": 40}, "logprobs": {"logprobs": 3}},
     "stop strings": {"stop": ("e", "th"), "min_tokens": 4},
     "schema": {"grammar": GrammarText("schema", json.dumps(SCHEMA))},
     "regex": {"grammar": GrammarText("regex", "[a-z ]{3,30}[.]")},
-    "logprobs": {"logprobs": 3},
 }
 FACTORS: dict[str, Sequence[Any]] = {
     **{"size": (1, 2, 8, 32), "lag": (0, 1, 2), "method": ("off", *PROPOSERS)},

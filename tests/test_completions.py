@@ -23,8 +23,7 @@ OFFERED: dict[str, list[str]] = {
     "generate --spec ": spec_names(""),
     "generate --spec = d": ["draft", "draft+ngram"],
     "generate -m ": ["Qwen/Qwen3-0.6B", "demo", "demo-hybrid", "gpt2"],
-    "generate -m Qwen/Qwen3-0": ["Qwen/Qwen3-0.6B"],
-    "inspect --draft de": ["demo", "demo-hybrid"],
+    **{"generate -m Qwen/Qwen3-0": ["Qwen/Qwen3-0.6B"], "inspect --draft de": ["demo", "demo-hybrid"]},
     "generate -f ": [],  # which the shell completes
 }
 

@@ -25,8 +25,6 @@ from tests.runtime.test_runtime_mtp import compared
 from tests.test_invisible import FEW, PROMPTS, VOCAB, decided, outputs
 
 K = 3  # What a model drafts at most.
-
-
 SHARERS = ("off", "draft+ngram", "deepseek_v3/ngram", "three", "ngram", "draft", "eagle", "gemma2/ngram")
 ASSISTED = "gemma4/assistant"
 KEEPERS = (
@@ -34,8 +32,6 @@ KEEPERS = (
     *(f"{name}{more}" for name in ("draft", "one", "three", "eagle") for more in ("", "+ngram")),
 )
 Lengths = tuple[int, ...]
-BOUND = GrammarText("regex", "(abcdef){30,60}!")
-LOOSE = GrammarText("regex", "([a-f]{2}xyz){10,60}!")
 ROUNDS = 9  # Rounds without drafting, of which the second slot saw the last one only.
 
 
@@ -89,10 +85,11 @@ def engine_of(pair: Pair, lengths: Sequence[int], lag: int, **wishes: Any) -> En
     return pair.changing(lengths, **{**most, "slots": 3, "lag": lag, **wishes})
 
 
-def requests(grammar: GrammarText) -> list[Request]:
+def requests(regex: str) -> list[Request]:
     params = [replace(greedy(70 + 10 * i), seed=i, temperature=0.5 * (i % 2)) for i in range(3)]
     asked = zip("012", random_prompts(3, 30, VOCAB, seed=8), params, strict=True)
-    return [replace(Request(*each), grammar=grammar if each[0] < "2" else None) for each in asked]
+    own = {"0": GrammarText("regex", regex), "1": GrammarText("regex", regex)}  # and the third has none
+    return [replace(Request(*each), grammar=own.get(each[0])) for each in asked]
 
 
 def entries(cache: KvCache, view: SlotView, count: int) -> torch.Tensor:
@@ -132,7 +129,7 @@ def test_a_draft_model_that_is_the_target_has_its_cache(
     monkeypatch.setattr(RoundQueue, "launch", checked)
     pair = Pair(target, {"spec": spec, "draft_model": target, "ngram_min": 2})
     wishes = {"kernels": "torch", **({"ngram_min": 1} if "+" in spec else {})}
-    run_requests(engine_of(pair, lengths, lag, **wishes), requests(BOUND))
+    run_requests(engine_of(pair, lengths, lag, **wishes), requests("(abcdef){30,60}!"))
     assert compared[0] > 15
 
 
@@ -140,7 +137,7 @@ def test_a_draft_model_that_is_the_target_has_its_cache(
 def test_a_next_turn_drafts_as_a_fresh_start_does(pairs: Pairs, name: str) -> None:
     """Heads: their entries of a slot that waited were made of the target's states too."""
     pair, compared = pairs.get(name), 0
-    engine, asked = engine_of(pair, (COPYING if "+" in name else 0, 3), 1), requests(LOOSE)
+    engine, asked = engine_of(pair, (COPYING if "+" in name else 0, 3), 1), requests("([a-f]{2}xyz){10,60}!")
     for request, run in zip(asked, run_requests(engine, asked), strict=True):
         turn = next_turn(request.prompt_ids, run.tokens, greedy(30))
         engine._draft_length.choose = lambda: 3  # type: ignore[method-assign]

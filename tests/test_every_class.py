@@ -44,7 +44,6 @@ SMALL: dict[str, Any] = {
     **{"shared_intermediate_size": 48, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2},
     "time_step_min": 1e-9,
 }  # Sizes that take no time; the library bounds Mamba-2's steps of prompts from below, and no others.
-KINDS_SAID = ("layer_types", "layers_block_type")
 
 
 def classes() -> list[str]:
@@ -86,7 +85,7 @@ def spoken(name: str, folder: Path) -> str:
         latent = "kv_lora_rank" in said
         said = said - {"head_dim"} if latent or not hasattr(text, "head_dim") else said | {"head_dim"}
         small = {key: SMALL[key] for key in said}
-        kinds = {key: each[-4:] for key, each in SAID.get(name, {}).items() if key in KINDS_SAID}
+        kinds = {key: each[-4:] for key, each in SAID.get(name, {}).items() if "layer" in key}
         if text is not usual:
             return ""  # what sees images has sizes of its own besides
         if latent:

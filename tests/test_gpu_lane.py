@@ -66,7 +66,4 @@ def test_forms_are_rehearsed(rehearsal: None, tmp_path: Path, monkeypatch: Patch
     with gpu_helpers.gpu_engine(form.folder, graphs=False, **form.wishes("off", 0)) as engine:
         runs = gpu_helpers.run_work(engine, short, 0)
     dataclasses.replace(form, work=short, plain=runs).check("mtp", 3)
-
-
-def test_a_model_that_drafts_for_itself_is_rehearsed(rehearsal: None) -> None:
     test_gpu_texts.test_a_model_that_drafts_for_itself_is_always_right("bfloat16", 4, 4)

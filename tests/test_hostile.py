@@ -89,8 +89,6 @@ def serve_cases() -> None:
 
 
 class Bench:
-    """The server, model folders to copy, and what went wrong."""
-
     def __init__(self, folder: Path) -> None:
         self.folder, self.faults, self.count, self.floor = folder, list[str](), 0, 0
         write_tiny(folder / "tiny", architecture="Qwen3ForCausalLM", tie=False)
@@ -105,7 +103,6 @@ class Bench:
         self.server = subprocess.Popen(words, cwd=ROOT, env=self.env, stdin=pipe, stdout=pipe, text=True)
 
     def run(self, case: Case, **env: str) -> None:
-        """Run a case in a fresh folder, and judge it."""
         place = self.folder / "case"
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(self.folder / case.base, place / "model")
@@ -304,7 +301,6 @@ def test_hostile_input_is_refused_or_shown_harmlessly(kind: Any, bench: Bench) -
 
 
 def test_what_a_hub_says_is_shown_harmlessly(bench: Bench) -> None:
-    """Names of files and of errors."""
     bench.faults = []
     for evil, status in product(EVIL, (200, 404)):
         held = {"config.json": b"{}", "model.safetensors": b"12345678"}

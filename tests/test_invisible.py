@@ -22,26 +22,19 @@ from tests.recipes.tiny_dense import FAMILIES
 VOCAB = 256
 PROMPTS = random_prompts(4, 20, VOCAB) + random_prompts(2, 75, VOCAB, seed=1)
 FEW = tuple((token, 40.0) for token in (3, 50, 99, 120))  # A bias: text of few tokens is full of matches.
-
-
 Work = list[tuple[Prompt, SamplingParams]]
-THREE = (0.0, 0.8, 1.3)
 PARAMETERS: dict[str, dict[str, Any]] = {
-    "top_k": {"temperature": 1.0, "top_k": 5},
-    "top_p": {"temperature": 1.0, "top_p": 0.7},
-    "min_p": {"temperature": 1.2, "min_p": 0.1},
+    **{"top_k": {"temperature": 1.0, "top_k": 5}, "top_p": {"temperature": 1.0, "top_p": 0.7}},
+    **{"min_p": {"temperature": 1.2, "min_p": 0.1}, "ignore_eos": {"ignore_eos": True, "temperature": 1.3}},
     "all_truncations": {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
-    "repetition": {"repetition_penalty": 1.4},
-    "presence": {"presence_penalty": 1.5},
+    **{"repetition": {"repetition_penalty": 1.4}, "presence": {"presence_penalty": 1.5}},
     "frequency": {"temperature": 0.7, "frequency_penalty": 0.8},
     "negative": {"presence_penalty": -1.0, "frequency_penalty": -0.3},
     "bias": {"logit_bias": ((5, 4.0), (6, -100.0), (7, 3.5)), "temperature": 0.9},
     "min_tokens": {"min_tokens": 12, "stop_token_ids": tuple(range(0, 256, 16)), "logit_bias": ((32, 6.0),)},
     "stop_ids": {"temperature": 1.0, "stop_token_ids": tuple(range(5, 256, 16))},
     "stop_strings": {"temperature": 1.1, "stop": ("a", "e", "7", "Q")},
-    "logprobs": {"temperature": 0.8, "logprobs": 3},
-    "ignore_eos": {"ignore_eos": True, "temperature": 1.3},
-    "max_tokens": {"max_tokens": 7},
+    **{"logprobs": {"temperature": 0.8, "logprobs": 3}, "max_tokens": {"max_tokens": 7}},
 }
 METHODS = ("ngram", "draft", "self", "draft+ngram")
 HEADS = ("one", "three", "deepseek", "eagle", "speculators")
@@ -68,7 +61,7 @@ FORMS: dict[str, dict[str, Any]] = {
 LAGS, TYPES = (0, 1, 2), ("float32", "bfloat16")
 
 
-def crossed(prompts: list[Prompt], ts: tuple[float, ...] = THREE, seed: int = 100, **kind: Any) -> Work:
+def crossed(prompts: list[Prompt], ts: Any = (0.0, 0.8, 1.3), seed: int = 100, **kind: Any) -> Work:
     every = itertools.product(enumerate(prompts), ts)
     return [(prompt, SamplingParams(temperature=t, seed=seed + i, **kind)) for (i, prompt), t in every]
 
@@ -170,8 +163,6 @@ CELLS = [
     *table(["repeating"], 1, name=("gemma4/assistant", "gemma4_moe/assistant"), **ASSISTED),
     *table(["demo"], 1, name=("demo",), k=(1, 4), lag=LAGS, form=TYPES, slots=(3,)),
 ]
-
-
 Known = Callable[[Cell], list[Run]]
 
 

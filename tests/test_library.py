@@ -55,7 +55,6 @@ def test_one_bad_request_stops_the_list_before_it_runs(target: Path) -> None:
 
 
 def test_requests_are_taken_as_room_appears(target: Path) -> None:
-    """Thousands of requests need not exist at once."""
     engine, taken, ended, short = make_engine(target, slots=2), list[int](), 0, SamplingParams(max_tokens=3)
     for event in engine.stream(taken.append(i) or Request(f"q{i}", PROMPTS[0], short) for i in range(40)):  # type: ignore[func-returns-value]
         ended += event.finish_reason is not None

@@ -69,7 +69,6 @@ def test_prompts_go_through_one_pass_together(model: Tiny) -> None:
     folder = model("tiny-qwen3")
     engine = make_engine(folder, **BFLOAT16, slots=6, ctx=512)
     runner, honest, passes = engine._device.runner, engine._device.runner.write, []
-
     ends = lambda parts: [(part.begin, part.end) for part in parts]  # noqa: E731
     runner.write = lambda parts: passes.append(ends(parts)) or honest(parts)  # type: ignore
     first = random_prompts(1, 70, 250, seed=1)[0]
@@ -160,7 +159,6 @@ def test_a_pass_that_always_breaks_off_is_said_once(model: Tiny, dtype: str) -> 
     """Requests end with an error; aborting them and closing does not raise it again."""
     engine = make_engine(model("tiny-qwen3"), dtype=dtype, slots=2)
     runner = engine._device.runner
-
     runner.write = Mock(side_effect=RuntimeError("always"))  # type: ignore[method-assign]
     params = SamplingParams(max_tokens=4)
     for name, prompt in zip("ab", random_prompts(2, 30, 250), strict=True):

@@ -19,8 +19,6 @@ from tests.helpers import Patch
 
 ENDS_WITHIN = 30  # Seconds in which a run whose rank is lost has to end.
 LOOK = 0.05  # Seconds between two looks at whether something has come true.
-
-
 COUNTED = """
 import json
 from spd.runtime.round.round_queue import RoundQueue

@@ -25,7 +25,6 @@ from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.recipes.tiny_mtp import soft, write_tiny_mtp
 
 pytestmark = pytest.mark.usefixtures("threads")
-
 PROMPTS = [*random_prompts(2, 75, 256), *random_prompts(2, 20, 256, seed=1)]
 SHORT = SamplingParams(max_tokens=9, ignore_eos=True)
 PARAMS = [replace(SHORT, temperature=t, seed=i) for i, t in enumerate((0.0, 0.8, 0.0, 1.2))]
@@ -60,7 +59,6 @@ def family(name: str, tiny: Tiny, folder: Path) -> Path:
 
 @pytest.mark.parametrize(("name", "ranks"), [("gqa8", 4), ("deepseek_v3", 2), ("gemma2", 2), ("fp8", 4)])
 def test_a_family_on_several_ranks(name: str, ranks: int, tiny: Tiny, tmp_path: Path) -> None:
-    """The others are in `test_parallel_families`."""
     folder = family(name, tiny, tmp_path)
     speculated = texts(quick_engine(folder, slots=2, tp=ranks, **NGRAM))
     assert outputs(speculated) == outputs(texts(quick_engine(folder, slots=2)))

@@ -19,7 +19,6 @@ from tests.recipes.tiny_eagle3 import OWN_SHAPE, write_tiny_eagle3
 from tests.recipes.tiny_mtp import write_tiny_mtp
 
 pytestmark = pytest.mark.usefixtures("threads")
-
 PROMPTS = [*random_prompts(2, 75, 256), *random_prompts(1, 20, 256, seed=1)]
 LONG = SamplingParams(max_tokens=14, ignore_eos=True)
 PARAMS = [replace(LONG, temperature=t, seed=i) for i, t in enumerate((0.0, 0.8, 1.2))]
@@ -27,9 +26,6 @@ HEADS = {
     **dict.fromkeys(("glm4_moe", "glm4_moe_air", "glm4_moe_lite"), "glm4"),
     **{"mimo": "mimo", "ernie4_5": "ernie", "qwen3_moe": "mtp"},
 }  # How a variant's MTP head is named; any other's as DeepSeek's. Families without heads are none of these.
-HEADS_OF_A_HEAD = OWN_SHAPE["num_attention_heads"]  # Of an EAGLE-3 head: more ranks cannot share it.
-
-
 loud, silent = Damped(loud=1), Damped(loud=1, soft=0.0)  # Such drafts often agree with a `loud` target.
 WHOLE = "granite_hybrid_moe"  # Its Mamba-2 heads are one group, whose outputs are normalised together.
 
@@ -75,7 +71,7 @@ def check(name: str, ranks: int, folder: Path, groups: list[int]) -> None:
             rounded[target] = outputs(runs_of(target, tp=ranks, dtype="bfloat16"))
         neural, accepted = wishes["spec"] in ("draft", "mtp", "eagle3"), None
         for group in groups if neural else [1]:
-            if wishes["spec"] == "eagle3" and group > HEADS_OF_A_HEAD:
+            if wishes["spec"] == "eagle3" and group > OWN_SHAPE["num_attention_heads"]:
                 continue
             sizes = {"draft_tp": group} if neural else {}
             runs = runs_of(target, tp=ranks, **sizes, **wishes)

@@ -18,7 +18,6 @@ from tests.recipes.tiny_hybrid import write_tiny_hybrid
 from tests.runtime.test_runtime_hybrid import FORMS, write_sparse
 
 pytestmark = pytest.mark.usefixtures("threads")
-
 PROMPTS = [*random_prompts(1, 75, 256), *random_prompts(2, 20, 256, seed=1), (5,)]
 SHORT = SamplingParams(max_tokens=10, ignore_eos=True)
 SEEDED = [replace(SHORT, temperature=t, seed=i) for i, t in enumerate((0, 1.0) * 2)]

@@ -41,8 +41,7 @@ from tests.recipes.tiny_mtp import write_tiny_mtp
 GIB = 2**30
 NO_MEMORY: list[BaseException] = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-    MemoryError(),
-    OSError(errno.ENOMEM, "Cannot allocate memory"),
+    *(MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")),
     RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
     RuntimeError("CUDA error: out of memory"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
@@ -62,8 +61,6 @@ def config_8b(**changes: Any) -> ModelConfig:
 
 
 SMALL = config_8b(hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16, tie_embeddings=True)
-
-
 HEAD = Eagle3Config(4096, 32000, None, 3, False, False, False, False)
 EAGLE = config_8b(num_layers=1, architecture="LlamaForCausalLMEagle3", eagle3=HEAD)
 
@@ -135,16 +132,12 @@ def test_the_largest_that_fits_is_found() -> None:
         assert memory.largest(lambda size, bound=bound: size <= bound, most, step) == expected
 
 
-def pretend_free(monkeypatch: Patch, free: int) -> None:
-    monkeypatch.setattr(machine, "free_memory", lambda device: free)
-
-
 def test_an_automatic_context_is_the_longest_that_fits(tiny: Tiny, monkeypatch: Patch) -> None:
     wishes = EngineConfig(model=tiny("qwen3", max_positions=8192), dtype="float32")
-    pretend_free(monkeypatch, 2**40)
+    monkeypatch.setattr(machine, "free_memory", lambda device: 2**40)
     whole = make_plan(wishes)
     assert whole.shape.ctx == 8192 and whole.need.total < 2**30
-    pretend_free(monkeypatch, whole.need.total)
+    monkeypatch.setattr(machine, "free_memory", lambda device: whole.need.total)
     cut = make_plan(wishes)
     assert 64 <= cut.shape.ctx < 8192 and cut.need.total <= cut.memory_budget_bytes
     more = replace(cut.shape, ctx=cut.shape.ctx + 64)
@@ -154,16 +147,16 @@ def test_an_automatic_context_is_the_longest_that_fits(tiny: Tiny, monkeypatch: 
 def test_pages_give_way_before_an_automatic_context(tiny: Tiny, monkeypatch: Patch) -> None:
     """Several slots: as many pages as fit, one request's at least, and only then a shorter context."""
     wishes = EngineConfig(model=tiny("qwen3", max_positions=8192), dtype="float32", kernels="torch", slots=4)
-    pretend_free(monkeypatch, 2**40)
+    monkeypatch.setattr(machine, "free_memory", lambda device: 2**40)
     whole = make_plan(wishes)
     assert (whole.shape.ctx, whole.shape.num_pages) == (8192, NUM_RESERVED + 4 * memory.pages_a_slot(8192))
-    pretend_free(monkeypatch, whole.need.total)
+    monkeypatch.setattr(machine, "free_memory", lambda device: whole.need.total)
     fewer = make_plan(wishes)
     assert fewer.shape.ctx == 8192 and 130 <= fewer.shape.num_pages < whole.shape.num_pages
     assert fewer.need.total <= fewer.memory_budget_bytes
     more = replace(fewer.shape, pages=fewer.shape.num_pages + 8)
     assert measure(more).total > fewer.memory_budget_bytes
-    pretend_free(monkeypatch, whole.need.total // 2)
+    monkeypatch.setattr(machine, "free_memory", lambda device: whole.need.total // 2)
     shorter = make_plan(wishes)
     assert shorter.shape.ctx < 8192 and shorter.shape.num_pages - 2 >= shorter.shape.ctx // 64
 
@@ -203,12 +196,9 @@ def test_every_figure_in_the_advice_is_true(free: int, draft: ModelConfig) -> No
         wish = remedy.partition("  ")[0]
         flag, value = wish.split(",")[0].rsplit(" ", 1)
         form = WeightForm(value) if flag == "--quantize" else None
-        changes: dict[str, dict[str, Any]] = {
-            "--spec": {"draft": None, "draft_max": {"ngram": 8, "off": 0}.get(value)},
-            "--dtype": {"dtype": value},
-            "--graphs": {"graphs": False},
-            "--quantize": {"form": form, "draft_form": form},
-        }
+        changes: dict[str, dict[str, Any]] = {"--dtype": {"dtype": value}, "--graphs": {"graphs": False}}
+        changes["--spec"] = {"draft": None, "draft_max": {"ngram": 8, "off": 0}.get(value)}
+        changes["--quantize"] = {"form": form, "draft_form": form}
         other = changes[flag] if flag in changes else {"slots": int(value)}
         changed = at_context(shape, int(value)) if flag == "--ctx" else replace(shape, **other)
         frees = measure(shape).total - measure(changed).total
@@ -230,7 +220,7 @@ def test_when_a_draft_model_and_the_memory_fraction_are_advised() -> None:
 
 
 def test_where_nothing_helps_it_says_so(tiny: Tiny, monkeypatch: Patch) -> None:
-    pretend_free(monkeypatch, 2**16)
+    monkeypatch.setattr(machine, "free_memory", lambda device: 2**16)
     with pytest.raises(ResourceError) as caught:
         make_plan(EngineConfig(model=tiny("qwen3"), dtype="bfloat16", quantize="int8", spec="off"))
     assert "64 tokens" in caught.value.message, "not even the smallest context fits"

@@ -1,6 +1,5 @@
 """MTP drafts against plain references, their caches after rejections, prefix hits and late catching up."""
 
-import functools
 import itertools
 from collections.abc import Callable
 from copy import copy
@@ -20,12 +19,10 @@ from tests.runtime.mtp_reference import LibraryMtp, NemotronMtp, PlainDrafter, P
 VOCAB = 256
 TOO_NEAR = 1e-4  # Logits that differ by less may change places between float32 and float64.
 HEADS: dict[str, dict[str, Any]] = {
-    "deepseek": {"family": "deepseek"},
-    "deepseek2": {"family": "deepseek", "modules": 2},
+    **{"deepseek": {"family": "deepseek"}, "deepseek2": {"family": "deepseek", "modules": 2}},
     "mimo": {"family": "mimo", "variant": "biases"},
     "mimo3": {"family": "mimo", "modules": 3},
-    "ernie": {"family": "ernie", "variant": "llama2"},
-    "mtp": {"family": "mtp"},
+    **{"ernie": {"family": "ernie", "variant": "llama2"}, "mtp": {"family": "mtp"}},
     "deepseek_v3": {"family": "deepseek", "variant": "deepseek_v3"},
     "deepseek_v3_2": {"family": "deepseek", "variant": "deepseek_v3_lite", "modules": 2},
     "glm4": {"family": "glm4", "variant": "glm4_moe"},
@@ -37,7 +34,6 @@ HEADS: dict[str, dict[str, Any]] = {
 BY_LIBRARY = ("deepseek_v3", "deepseek_v3_2", "glm4", "glm4_lite", "mimo_v2", "step3")
 SHORT = {("deepseek", 1), ("mimo3", 4), ("ernie", 2), ("deepseek_v3", 3), ("glm4_lite", 2)}
 SHORT |= {("mimo_v2", 3), ("step3", 2), ("nemotron_h", 3)}
-
 Fault = Callable[[Engine, pytest.MonkeyPatch], None]
 Texts = list[tuple[tuple[int, ...], Run]]
 EVERY = list(itertools.product(HEADS, (1, 2, 3, 4)))
@@ -114,7 +110,6 @@ def ruled(**rules: Any) -> Fault:
 def before_the_norm(engine: Engine, monkeypatch: Patch) -> None:
     """The target's states are captured before its final norm."""
     honest, scales = HeadProposer._keep, engine._device.runner.model.final_norm  # type: ignore[attr-defined]
-
     kept = lambda self, n, states, *rest: honest(self, n, states / (1 if n else scales), *rest)  # noqa: E731
     monkeypatch.setattr(HeadProposer, "_keep", kept)
 
@@ -160,16 +155,11 @@ FAULTS = {
 }
 
 
-@functools.cache
-def plain_texts(target: Path) -> Texts:
-    return texts(quick_engine(target), 16)
-
-
 def with_fault(target: Path, fault: Fault, monkeypatch: Patch, **wishes: Any) -> Texts:
     """Texts of an engine whose head has a fault; they are those without a drafter."""
     engine = quick_engine(target, draft_max=2, **wishes)
     fault(engine, monkeypatch)
-    runs, plain = texts(engine, 16), plain_texts(target)
+    runs, plain = texts(engine, 16), texts(quick_engine(target), 16)
     assert [run.output for _, run in runs] == [run.output for _, run in plain], "a drafter changed text"
     return runs
 

@@ -32,7 +32,6 @@ Params = list[SamplingParams]
 PAUSES = (4, 0, 4, 4, 0, 0, 3, *[0] * 18, 2, 4)  # One is longer than what is caught up in one pass.
 BIASED = SamplingParams(temperature=1.0, logit_bias=((0, 1.5), (2, -1.0)))
 STOPPING = SamplingParams(temperature=1.0, stop_token_ids=(2,))
-LIMITED = SamplingParams(temperature=1.0, max_tokens=2)
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +159,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "law of truncation": lambda _: check_law(Case((2,), TRUNCATION), "random"),
     "law of stops": lambda _: check_law(Case((2,), STOPPING), "random"),
     "law of stops over rounds": lambda _: check_law(Case((1, 1), STOPPING), "random"),
-    "law of limits": lambda _: check_law(Case((3,), LIMITED), "equal"),
+    "law of limits": lambda _: check_law(Case((3,), SamplingParams(temperature=1.0, max_tokens=2)), "equal"),
     "law of everything": lambda _: check_law(Case((3,), EVERYTHING), "random", "equal"),
     "law of everything over rounds": lambda _: check_law(Case((1, 1), EVERYTHING), "random", "equal"),
     "law of odd drafts": lambda _: check_law(Case((2,), odd_drafts=True), "equal"),
@@ -184,8 +183,6 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "self-draft to its context's end": lambda m: self_draft_is_accepted(m, 24, 7, draft_ctx=20),
     "drafts of prompt lookup": lookup_is_the_definition,
 }
-
-
 OPERATIONS = "round_commit", "round_window", "draft_step", "committed_window"
 commit, window, step, missed = (partial(fault.operation, name) for name in OPERATIONS)
 verify, late = fault.verify, ("spd.runtime.engine.engine.read_emission", fault.read_a_column_late)
@@ -268,7 +265,6 @@ MUTANTS: dict[str, dict[str, fault.Mutation]] = {
         "it misses the last token": fault.operation("ngram_lookup", lambda a: {"length": a.length - 1}),
     },
 }
-
 WORDS_OF_A_CATCH = (
     "the law differs|do not add up|^lengths|^reasons|silent slot|was fed|was kept|changed the text|rejected"
     "|is told|was told|the ring's row|noise positions|other drafts|did not end"

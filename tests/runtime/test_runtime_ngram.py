@@ -41,10 +41,8 @@ def propose(texts: Sequence[Any], k: int, shortest: int, longest: int, junk: int
 
 @settings(max_examples=400, deadline=None)
 @given(
-    batch=st.lists(st.none() | texts, min_size=1, max_size=4),
-    k=st.integers(1, MAX_DRAFT),
-    sizes=st.tuples(st.integers(1, 5), st.integers(0, 5)),
-    junk=st.integers(0, 2),
+    **{"batch": st.lists(st.none() | texts, min_size=1, max_size=4), "k": st.integers(1, MAX_DRAFT)},
+    **{"sizes": st.tuples(st.integers(1, 5), st.integers(0, 5)), "junk": st.integers(0, 2)},
     slack=st.integers(0, 9),
 )
 def test_drafts_equal_a_plain_search(batch: list[Any], k: int, sizes: Any, junk: int, slack: int) -> None:

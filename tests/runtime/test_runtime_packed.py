@@ -27,7 +27,6 @@ from tests.recipes.tiny_mtp import write_tiny_mtp
 
 SIZES = {"hidden": 64, "intermediate": 128, "dtype": "bfloat16"}
 UP = "model.layers.1.mlp.up_proj."
-ODD = [(1, 32), (7, 33), (16, 100), (33, 128)]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -228,7 +227,7 @@ def test_a_head_in_codes_goes_to_a_folder_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("bits", range(1, 9))
-@pytest.mark.parametrize(("rows", "columns"), ODD)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 32), (7, 33), (16, 100), (33, 128)])
 def test_words_as_compressed_tensors_packs_them(bits: int, rows: int, columns: int) -> None:
     packing = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
     draw = torch.Generator().manual_seed(bits)

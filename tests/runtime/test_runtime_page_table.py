@@ -123,8 +123,6 @@ class PageTableModel(RuleBasedStateMachine):
 
 TestPageTable = PageTableModel.TestCase
 TestPageTable.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-
-
 TOKENS = list(range(100, 112))
 RUNS = [Run(0, 12, "tile")]
 

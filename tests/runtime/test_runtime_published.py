@@ -27,10 +27,7 @@ from tests.recipes.published_hybrids import COUNTED, DELTA_HEAD, KEY_HEADS, RELE
 from tests.recipes.published_quantized import QUANTIZED, parts_of, write_quantized
 from tests.runtime.test_runtime_assistant import E2B_TARGET, E4B, PUBLISHED
 
-BILLIONS = {"12B": 11.9e9, "26B-A4B": 25.2e9, "31B": 30.7e9}
 CARD = Machine("cuda", 80 * 2**30, (9, 0), foreseen=True)
-
-
 Shelf = Callable[[str], tuple[ModelFolder, Release]]
 RANKS = {"Qwen3.5-0.8B": 8, "Qwen3.5-27B": 8, "Qwen3.5-397B-A17B": 16, "Qwen3-Next-80B-A3B-Instruct": 16}
 OTHERS = {
@@ -49,8 +46,6 @@ OTHERS = {
     "a Step-3.7-Flash-NVFP4 of 5 layers": (others.STEP3_NVFP4, others.step3, "mtp"),
     "a MiMo-V2-Flash of 3 layers": (others.MIMO_V2, others.mimo_v2, "mtp"),
 }
-
-
 FILES = {"gpt-oss-20b": 13.76e9, "gpt-oss-120b": 65.25e9}  # Bytes of the published files.
 DEEP = {"num_hidden_layers": 48, "hybrid_layer_pattern": [0, *[1] * 5] * 8, "moe_layer_freq": [0, *[1] * 47]}
 WHOLE = {
@@ -60,9 +55,9 @@ WHOLE = {
     "MiMo-V2-Flash": ({**others.MIMO_V2, **DEEP}, others.mimo_v2, 309),
     "Step-3.7-Flash": (others.STEP3_WHOLE, others.step3, 196.9 + 2.5),
 }  # Releases with all of their layers, and billions of elements as published; Step's with its MTP.
+BILLIONS = {"12B": 11.9e9, "26B-A4B": 25.2e9, "31B": 30.7e9}
 GEMMA4S: dict[str, tuple[dict[str, Any], float]] = {
-    "E2B": (E2B_TARGET, (10_246_621_918 - 0.95e9) / 2),
-    "E4B": (E4B, (15.9e9 - 0.95e9) / 2),
+    **{"E2B": (E2B_TARGET, (10_246_621_918 - 0.95e9) / 2), "E4B": (E4B, (15.9e9 - 0.95e9) / 2)},
     **{name: (PUBLISHED[name][0]["text_config"], size) for name, size in BILLIONS.items()},
 }  # Configurations of google/gemma-4-*-it, and elements: files without what sees and hears, or as they say.
 
@@ -96,7 +91,6 @@ def test_every_tensor_is_used_or_named_and_the_mtp_layer_drafts(name: str, shelf
     assert check_weights(folder.checkpoint, folder.config, family_layout(folder.config)) == seen
     layers = family_layout(folder.config)
     assert len(layers.attending) == row.layers // 4 and len(layers.layers) == row.layers
-
     source = folder.mtp_source()
     assert source is not None and source.layout.family.name == "qwen3_next" and source.layout.modules == 1
     assert source.layout.family.centred_norms

@@ -14,8 +14,6 @@ from tests.pairs import EAGLES, HEADS, Pair, Pairs
 from tests.test_invisible import METHODS, OF_FAMILIES, RECURRENT
 
 pytestmark = needs_compiled
-
-NAMES = [*METHODS, *HEADS, *EAGLES, *RECURRENT, *OF_FAMILIES]
 PROMPTS = random_prompts(3, 30, 256, seed=1)
 NOISY = SamplingParams(max_tokens=40, temperature=0.7, seed=2, ignore_eos=True, logprobs=2)
 
@@ -38,7 +36,7 @@ def both(pair: Pair, dtype: str, **wishes: Any) -> tuple[Engine, Engine]:
 
 
 @pytest.mark.covers(1)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*METHODS, *HEADS, *EAGLES, *RECURRENT, *OF_FAMILIES])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_family_s_rounds_can_be_recorded(pairs: Pairs, name: str, dtype: str) -> None:
     engine, written = both(pairs.get(name), dtype)
@@ -84,7 +82,4 @@ def test_a_shape_that_comes_again_is_recorded_up_to_so_many(pairs: Pairs, monkey
     engine = pairs.get("ngram").engine(3)
     run_all(engine, PROMPTS[:1], [SamplingParams(max_tokens=1)])
     assert len(recorded(engine).met) == 1 and not recorded(engine).captured
-
-
-def test_torch_s_kernels_are_not_recorded(pairs: Pairs) -> None:
     assert pairs.get("ngram").engine(3, kernels="torch")._device.captured is None

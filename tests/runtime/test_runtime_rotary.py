@@ -8,9 +8,6 @@ from spd.kernels.attention.rotary_store import apply_rotary
 from spd.runtime.layers.rotary import RotaryTable
 from spd.runtime.models.builder import reorder_heads
 
-ROPE = RopeConfig("default", 100.0)
-SCALED = RopeConfig("yarn", 100.0, 4.0, 32, attention_factor=1.5)
-
 
 def turned(x: torch.Tensor, position: int, dims: RotaryDims) -> torch.Tensor:
     """One head x [D] turned by the definition, a pair at a time, in float64."""
@@ -28,11 +25,10 @@ def turned(x: torch.Tensor, position: int, dims: RotaryDims) -> torch.Tensor:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("width", "rotated"), [(8, 8), (8, 4), (12, 6), (16, 4), (6, 2)])
 def test_every_form_of_rotation(width: int, rotated: int, interleaved: bool) -> None:
-    dims = RotaryDims(width, rotated, interleaved)
-    order = dims.order
+    order = (dims := RotaryDims(width, rotated, interleaved)).order
     assert sorted(order or range(width)) == list(range(width))
     assert (order is None) == (width == rotated and not interleaved)
-    table = RotaryTable(ROPE, dims, 50, torch.float32, "cpu")
+    table = RotaryTable(RopeConfig("default", 100.0), dims, 50, torch.float32, "cpu")
     heads = torch.randn(3, width, generator=torch.Generator().manual_seed(width))
     inside = heads.flatten().clone()
     if order is not None:
@@ -46,7 +42,7 @@ def test_every_form_of_rotation(width: int, rotated: int, interleaved: bool) -> 
 
 def test_a_scale_on_the_rotation_leaves_the_rest_alone() -> None:
     """YaRN scales cos and sin; what does not turn keeps its size."""
-    table = RotaryTable(SCALED, RotaryDims(12, 4), 5, torch.float32, "cpu")
-    still = [2, 3, 4, 5, 8, 9, 10, 11]
-    assert bool((table.cos[:, still] == 1).all()) and bool((table.sin[:, still] == 0).all())
-    assert bool((table.cos[0, [0, 1, 6, 7]] == 1.5).all())
+    scaled, still = RopeConfig("yarn", 100.0, 4.0, 32, attention_factor=1.5), [2, 3, 4, 5, 8, 9, 10, 11]
+    table = RotaryTable(scaled, RotaryDims(12, 4), 5, torch.float32, "cpu")
+    assert (table.cos[:, still] == 1).all() and (table.sin[:, still] == 0).all()
+    assert (table.cos[0, [0, 1, 6, 7]] == 1.5).all()

@@ -17,7 +17,6 @@ from spd.runtime.round.model_runner import bucket_for, context_for
 from tests.helpers import Patch, Tiny, make_engine, run_all
 
 pytestmark = pytest.mark.usefixtures("every_trial")
-
 ROWS = torch.randn(WIDEST, 8, generator=torch.Generator().manual_seed(0))
 HEADS = AttentionHeads(4, 2, 16)
 

@@ -73,14 +73,12 @@ def test_ids_beyond_the_vocabulary_change_no_law(rule: str) -> None:
 
 def target_rows(**step: Any) -> Mutation:
     """A step of the processing that the tested rows do not get."""
-
     with_step = lambda a: {"tensors": replace(a.tensors, **step)}  # noqa: E731
     return fault.operation("row_laws", lambda a: with_step(a) if a.draft.shape[1] else {})
 
 
 def draft_row(change: Any) -> Mutation:
     """Other parameters for what is kept of a draft."""
-
     changed = lambda a: {"tensors": replace(a.tensors, **change(a.tensors))}  # noqa: E731
     return fault.operation("row_laws", lambda a: {} if a.draft.shape[1] else changed(a))
 

@@ -17,7 +17,6 @@ RULES = ["rejection", "block"]
 PROMPTS = helpers.random_prompts(4, 16, 256)
 by_rule = pytest.mark.parametrize("rule", RULES)
 Methods = dict[str, dict[str, Any]]
-
 damped = Damped(loud=1)
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.9},

@@ -21,44 +21,32 @@ from spd.runtime.round.state import RoundState
 
 VOCAB = 37
 FALSE_ALARM = 1e-6  # Chance that a chi-square test below fails on a right sampler, for a random seed.
-
-
 Slots = Sequence[tuple[Sequence[int], SamplingParams]]
 token = st.integers(0, VOCAB - 1)
+CHOICES = {"temperature": [0.0, 0.3, 0.9, 1.0, 1.7], "top_k": [0, 1, 3, 20, 100], "min_p": [0.0, 0.02, 0.3]}
+CHOICES |= {"top_p": [0.05, 0.5, 0.9, 1.0], "repetition_penalty": [1.0, 0.7, 1.3]}
+CHOICES |= {"presence_penalty": [0.0, 0.6, -1.1], "frequency_penalty": [0.0, 0.35, -0.2]}
 parameters = st.builds(
     SamplingParams,
-    temperature=st.sampled_from([0.0, 0.3, 0.9, 1.0, 1.7]),
-    top_k=st.sampled_from([0, 1, 3, 20, 100]),
-    top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
-    min_p=st.sampled_from([0.0, 0.02, 0.3]),
-    repetition_penalty=st.sampled_from([1.0, 0.7, 1.3]),
-    presence_penalty=st.sampled_from([0.0, 0.6, -1.1]),
-    frequency_penalty=st.sampled_from([0.0, 0.35, -0.2]),
+    **{name: st.sampled_from(values) for name, values in CHOICES.items()},
     logit_bias=st.lists(st.tuples(token, st.sampled_from([-5.0, 2.5])), max_size=3).map(tuple),
     stop_token_ids=st.lists(token, max_size=3).map(tuple),
     min_tokens=st.integers(0, 5),
     seed=st.integers(0, 2**63 - 1),
 )
 slot = st.tuples(st.lists(token, min_size=1, max_size=6), parameters)
+FOUR, TIED, LAST = [5.0] * 4, [2.0, 2.0, 1.0, -1.0], [1.0, 3.0, 3.0]
 KEPT: list[tuple[list[float], dict[str, Any], list[int]]] = [
     # Exactly k, and ties go to the lowest ids.
-    ([0.0, 1.0, 1.0, 1.0, 1.0, 2.0], {"top_k": 3}, [1, 2, 5]),
-    ([3.0] * 9, {"top_k": 4}, [0, 1, 2, 3]),
-    ([1.0, 3.0, 3.0], {"top_k": 1}, [1]),
-    ([1.0, 3.0, 3.0], {"top_k": 50}, [0, 1, 2]),
-    ([1.0, 3.0, 3.0], {"top_k": 0}, [0, 1, 2]),
+    *(([0.0, 1.0, 1.0, 1.0, 1.0, 2.0], {"top_k": 3}, [1, 2, 5]), ([3.0] * 9, {"top_k": 4}, [0, 1, 2, 3])),
+    *((LAST, {"top_k": 1}, [1]), (LAST, {"top_k": 50}, [0, 1, 2]), (LAST, {"top_k": 0}, [0, 1, 2])),
     # Of probabilities of exactly 1/4 the token that crosses top-p, and no more.
-    ([5.0] * 4, {"top_p": 0.25}, [0]),
-    ([5.0] * 4, {"top_p": 0.26}, [0, 1]),
-    ([5.0] * 4, {"top_p": 0.5}, [0, 1]),
-    ([5.0] * 4, {"top_p": 0.75001}, [0, 1, 2, 3]),
-    ([5.0] * 4, {"top_p": 1e-6}, [0]),
+    *((FOUR, {"top_p": 0.25}, [0]), (FOUR, {"top_p": 0.26}, [0, 1]), (FOUR, {"top_p": 0.5}, [0, 1])),
+    *((FOUR, {"top_p": 0.75001}, [0, 1, 2, 3]), (FOUR, {"top_p": 1e-6}, [0])),
     # At 1 nothing is cut, however small: sums of float32 reach 1 before the tail.
     ([40.0, 0.0, -60.0, 10.0], {"top_p": 1.0}, [0, 1, 2, 3]),
     # Relative to the likeliest.
-    ([2.0, 2.0, 1.0, -1.0], {"min_p": 1.0}, [0, 1]),
-    ([2.0, 2.0, 1.0, -1.0], {"min_p": 0.36}, [0, 1, 2]),
-    ([2.0, 2.0, 1.0, -1.0], {"min_p": 0.37}, [0, 1]),
+    *((TIED, {"min_p": 1.0}, [0, 1]), (TIED, {"min_p": 0.36}, [0, 1, 2]), (TIED, {"min_p": 0.37}, [0, 1])),
     ([-90.0, -95.0], {"min_p": 0.0}, [0, 1]),
     # What is hidden already stays so.
     *(([-math.inf, 0.0, -math.inf, 1.0], cut, [1, 3]) for cut in ({}, {"top_k": 3}, {"top_p": 0.99})),
@@ -157,9 +145,8 @@ def kept_ids(logits: Sequence[float], top_k: int = 0, top_p: float = 1.0, min_p:
 @settings(max_examples=150, deadline=None)
 @given(
     logits=st.lists(st.integers(-12, 12).map(lambda n: n / 4), min_size=1, max_size=24),
-    top_k=st.integers(0, 30),
-    top_p=st.floats(0.01, 1.0),
     min_p=st.sampled_from([0.0, 0.011, 0.11, 0.61, 0.93]),
+    **{"top_k": st.integers(0, 30), "top_p": st.floats(0.01, 1.0)},
 )
 def test_truncation_by_its_definition(logits: list[float], top_k: int, top_p: float, min_p: float) -> None:
     """Values on a coarse grid: most rows hold ties."""

@@ -115,7 +115,6 @@ def test_an_engine_has_the_tiles_of_its_plan(tiny: Tiny, monkeypatch: Patch) -> 
 
 
 def test_the_doctor_asks_each_kind_of_gpu_once(tmp_path: Path, monkeypatch: Patch) -> None:
-    """Two of one kind, an old one, and one of another kind; two files are kept."""
     held = [(9, 0), (9, 0), (7, 5), (8, 0)]
     capability = lambda device=None: held[device.index if device else 0]  # noqa: E731
     cuda = {"device_count": lambda: len(held), "device": lambda device: nullcontext()}

@@ -23,22 +23,15 @@ from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime.host_watch import HostWatch
 
 Methods = dict[str, dict[str, Any]]
-
 pytest.importorskip("triton")
-
 pytestmark = [*INTERPRETED, pytest.mark.usefixtures("untried")]
-
 SHAPE: dict[str, Any] = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 48}
 SHAPE |= {"vocab": 97, "tokenizer": False, "seed": 5}
-
 damped = helpers.Damped(loud=1, soft=0.15)
 RAN, LAUNCHED = set[str](), set[tuple[str, str]]()  # Tests of this file and kernels, in this process.
 PROMPT = random_prompts(1, 14, 97, seed=2)
 SLOW = pytest.mark.slow
-METHODS = ("off", "ngram", "draft", "draft+ngram")
-
-
-LONG = [pytest.param(method, 16, marks=SLOW) for method in METHODS]
+LONG = [pytest.param(method, 16, marks=SLOW) for method in ("off", "ngram", "draft", "draft+ngram")]
 Made = tuple[Path, dict[str, Any]]  # A target, and what asks for drafts for it.
 LATENT: dict[str, Any] = {"family": "deepseek", "variant": "deepseek_v3", **SHAPE, "kv_heads": 4}
 MAMBA: dict[str, Any] = {name: SHAPE[name] for name in ("vocab", "tokenizer", "seed", "intermediate")}
@@ -120,7 +113,6 @@ def test_every_method(target: Path, methods: Methods, no_host_reads: Any, method
     ],
 )
 def test_rules_that_test_a_draft(target: Path, methods: Methods, method: str, rule: str, count: int) -> None:
-    """Float32 in both, so that tests and draws fall alike."""
     params = [SamplingParams(max_tokens=count, temperature=0.9, seed=4, presence_penalty=0.2)]
     assert drafted(both(target, PROMPT, params, verify=rule, **methods[method])[0])
 
@@ -186,8 +178,6 @@ FAMILIES: dict[str, tuple[Callable[[Path], Made], int, int]] = {
     "an assistant": (assisted, 34, 4),
     **{name: (partial(dense, family=name, layers=4, vocab=97, tokenizer=False), 34, 3) for name in NEWER},
 }
-
-
 RARE = ("FP8 in blocks", "an assistant", *NEWER[1:])
 
 
@@ -213,7 +203,6 @@ def test_an_eagle3_head(
     from spd.kernels.linear import skinny_linear_triton
 
     honest, drawn = skinny_linear_triton._head, []
-
     watched = lambda *given: drawn.append(given[4][-2] is not None) or honest(*given)  # noqa: E731
     monkeypatch.setattr(skinny_linear_triton, "_head", watched)
     options = {"kind": "copy", **EAGLES[ids], "target_options": {"layers": layers, **SHAPE}}

@@ -22,8 +22,6 @@ from tests.helpers import Patch
 
 CODES = {getattr(torch, name): code for code, name in TORCH_NAMES.items()}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
 Tensors = dict[str, Tensor]
 preadv = os.preadv
 
@@ -62,11 +60,6 @@ def mixed(tmp_path: Path) -> Iterator[Checkpoint]:
         yield checkpoint
 
 
-def single(folder: Path, tensors: Tensors) -> Checkpoint:
-    write_shard(folder / "model.safetensors", tensors)
-    return Checkpoint.open(folder)
-
-
 def destinations(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensors:
     """Poisoned memory for everything but `unused`."""
     shapes = {name: meta.shape for name, meta in checkpoint.tensors.items() if name != "unused"}
@@ -91,7 +84,8 @@ def test_every_dtype_arrives_as_cast(mixed: Checkpoint, dtype: Any, chunk_bytes:
 def test_parts_land_in_the_rows_of_a_fused_matrix(tmp_path: Path, device: str) -> None:
     parts = {name: random(rows, 33, seed=rows) for name, rows in (("k", 5), ("q", 64), ("v", 1))}
     fused = torch.full((70, 33), float("nan"), dtype=torch.bfloat16, device=device)
-    with single(tmp_path, parts) as checkpoint:
+    write_shard(tmp_path / "model.safetensors", parts)
+    with Checkpoint.open(tmp_path) as checkpoint:
         read_tensors(checkpoint, {"q": fused[:64], "k": fused[64:69], "v": fused[69:]}, chunk_bytes=1024)
     wanted = torch.cat((parts["q"], parts["k"], parts["v"])).to(torch.bfloat16)
     assert torch.equal(fused.cpu(), wanted)

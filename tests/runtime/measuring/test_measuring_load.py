@@ -177,13 +177,12 @@ def test_a_text_is_held_against_plain_decoding_on_as_many_ranks(tiny: Tiny) -> N
 Pair = tuple[EngineConfig, EngineConfig]
 IDS = random_prompts(3, 20, 256) + random_prompts(1, 75, 256, seed=1)
 QUESTIONS = [Question(Prompt(f"q/{i}", "q", ""), ids) for i, ids in enumerate(IDS)]
-damped = Damped(loud=2)
 
 
 @pytest.fixture(scope="module")
 def pair(tiny: Tiny) -> Pair:
     """Plain decoding, and a draft model that is often right, at fixed k."""
-    target, draft = (tiny("qwen3", layers=n, residual_gain=damped, seed=3) for n in (4, 2))
+    target, draft = (tiny("qwen3", layers=n, residual_gain=Damped(loud=2), seed=3) for n in (4, 2))
     plain = EngineConfig(model=target, threads=1, dtype="float32", ctx=256, spec="off")
     return plain, replace(plain, spec="draft", draft_model=draft, draft_max=3, adaptive=False)
 

@@ -92,9 +92,13 @@ def test_only_the_same_work_is_compared() -> None:
     assert len(wide["changes"]) == 1 and wide["conditions"] == ["dtype bfloat16 → float32"]
 
 
-def test_students_t_is_the_table_s() -> None:
+def test_students_t_is_the_table_s_and_one_repetition_has_no_interval() -> None:
     for freedom, expected in {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 7: 2.3646, 30: 2.0423}.items():
         assert student_quantile(freedom) == pytest.approx(expected, rel=0.01)
+    spread = repeat_interval([2.0])
+    assert (spread["median"], spread["low"], spread["half_width"]) == (2.0, None, None)
+    with pytest.raises(ValueError, match="nothing positive"):
+        repeat_interval([])
 
 
 @pytest.mark.parametrize(("repetitions", "hiccups"), [(3, 0.0), (5, 0.0), (12, 0.0), (9, 0.1), (12, 0.1)])
@@ -113,10 +117,3 @@ def test_a_second_run_lies_within_the_interval_as_often_as_said(repetitions: int
         widths.append(spread["half_width"])
     assert 0.936 <= inside / 4000 <= (1.0 if hiccups else 0.99)
     assert not hiccups or median(widths) < 0.08
-
-
-def test_one_repetition_has_no_interval() -> None:
-    spread = repeat_interval([2.0])
-    assert (spread["median"], spread["low"], spread["half_width"]) == (2.0, None, None)
-    with pytest.raises(ValueError, match="nothing positive"):
-        repeat_interval([])
