@@ -68,6 +68,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("Gemma4UnifiedForConditionalGeneration", seeing({}, DEAF, **UNIFIED)),
     ("Gemma4UnifiedForCausalLM", UNIFIED),
 ]
+WRAPPED = {name: [config] for name, config in CASES}
 
 
 def shaken(model: Any) -> None:
