@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import resource
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,27 @@ import pytest
 
 from spd.errors import CheckpointError
 from spd.formats import json_file
-from spd.formats.block_config import ExpertsConfig, LatentConfig, RouterConfig
 from spd.formats.model_config import GenerationConfig, ModelConfig, read_generation_config
-from spd.formats.quantized import Scheme
 from spd.formats.rope_config import RopeConfig
 from tests.formats.formats_helpers import LLAMA, QWEN3, refused, write_json
 from tests.helpers import read_model_config
+from tests.recipes.tiny import VARIANTS, write_tiny
+from tests.recipes.tiny_dense import FAMILIES, write_dense
+
+Saved = Callable[[str], dict]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Configurations of tiny checkpoints, each of which equals `transformers` in `test_runtime_golden`."""
+
+    @cache
+    def get(name: str) -> dict:
+        folder = tmp_path_factory.mktemp(name)
+        write_dense(folder, name) if name in FAMILIES else write_tiny(folder, **VARIANTS[name])
+        return json.loads((folder / "config.json").read_text())
+
+    return get
 
 
 def read(folder: Path, config: object) -> ModelConfig:
@@ -148,113 +165,29 @@ def test_which_layers_slide(tmp_path: Path, base: dict, change: dict, layers: in
     assert read(tmp_path, {**base, "num_hidden_layers": layers, **change}).sliding == expected
 
 
-DEEPSEEK_V3: dict[str, Any] = {
-    **{"architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False},
-    **{"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "bos_token_id": 0},
-    **{"eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu"},
-    **{"hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512},
-    **{"max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048},
-    **{"moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1},
-    **{"norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8},
-    **{"num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1},
-    **{"q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
-    "quantization_config": {
-        **{"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"},
-        "weight_block_size": [128, 128],
-    },
-    "rope_scaling": {
-        **{"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0},
-        **{"original_max_position_embeddings": 4096, "type": "yarn"},
-    },
-    **{"rms_norm_eps": 1e-06, "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid"},
-    **{"tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc"},
-    **{"torch_dtype": "bfloat16", "v_head_dim": 128, "vocab_size": 129280},
-}
-DEEPSEEK_V2_LITE = {
-    **{k: v for k, v in DEEPSEEK_V3.items() if k != "quantization_config"},
-    **{"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "q_lora_rank": None},
-    **{"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16, "num_hidden_layers": 27},
-    "first_k_dense_replace": 1,
-    **{"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "n_group": 1},
-    **{"topk_group": 1, "topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False},
-    **{"moe_intermediate_size": 1408, "routed_scaling_factor": 1.0},
-}
-GLM4 = {
-    **{"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "attention_bias": True},
-    **{"first_k_dense_replace": 1, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 10944},
-    **{"moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1},
-    **{"norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8},
-    **{"num_hidden_layers": 46, "num_key_value_heads": 8, "partial_rotary_factor": 0.5},
-    **{"rms_norm_eps": 1e-5, "rope_theta": 1e6, "routed_scaling_factor": 1.0, "topk_group": 1},
-    **{"vocab_size": 151552, "use_qk_norm": False, "max_position_embeddings": 131072},
-}
-GLM4_FLASH = {
-    **{"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "attention_bias": False},
-    **{"eos_token_id": [154820, 154827, 154829], "first_k_dense_replace": 1, "hidden_act": "silu"},
-    **{"hidden_size": 2048, "intermediate_size": 10240, "kv_lora_rank": 512, "v_head_dim": 256},
-    **{"max_position_embeddings": 202752, "moe_intermediate_size": 1536, "n_group": 1, "topk_group": 1},
-    **{"n_routed_experts": 64, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 20},
-    **{"num_experts_per_tok": 4, "num_hidden_layers": 47, "num_key_value_heads": 20, "q_lora_rank": 768},
-    **{"num_nextn_predict_layers": 1, "partial_rotary_factor": 1.0, "qk_nope_head_dim": 192},
-    **{"qk_rope_head_dim": 64, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 1000000},
-    **{"routed_scaling_factor": 1.8, "tie_word_embeddings": False, "topk_method": "noaux_tc"},
-    "vocab_size": 154880,
-}
-"""The sizes are the defaults of `transformers`' class, which are the release's own."""
-QWEN3_MOE = {
-    **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_local_experts": 8},
-    **{"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "vocab_size": 300},
-    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_experts_per_tok": 2},
-    **{"max_position_embeddings": 512, "rms_norm_eps": 1e-6},
-}
+PATTERN = {"hybrid_override_pattern": None, "num_hidden_layers": None}
+OLDER = {"layers_block_type": ["mamba", "attention", "mlp", "moe"]}
+SPELLINGS = [
+    ("glm4_moe", {"partial_rotary_factor": None}),
+    ("glm4_moe_lite", {"first_k_dense_replace": None, "mlp_layer_types": ["dense", "sparse", "sparse"]}),
+    ("lfm2", {"full_attn_idxs": None, "layer_types": ["conv", "conv", "full_attention", "conv"]}),
+    ("lfm2", {"block_auto_adjust_ff_dim": False, "block_ff_dim": 80}),
+    (
+        "granite_hybrid",
+        {"layer_types": None, "layers_block_type": ["mamba", "attention", "mamba", "mamba"]},
+    ),
+    ("granite_hybrid_moe", {"mamba_d_head": "auto"}),
+    ("nemotron_h_moe", {**PATTERN, **OLDER}),
+    ("nemotron_h_moe", {"time_step_limit": [0.0, float("inf")]}),  # json writes it as Infinity
+]
 
 
-def test_deepseek_v3_as_published(tmp_path: Path) -> None:
-    config = read(tmp_path, DEEPSEEK_V3)
-    assert config.latent == LatentConfig(1536, 512, 128, 64, 128, True)
-    assert (config.head_dim, config.num_heads) == (192, 128) and config.quantization is not None
-    assert config.quantization.scheme_of("model.layers.0.x") == Scheme("fp8", 8, 128, block_rows=128)
-    assert config.rope == RopeConfig(
-        "yarn", 10000.0, 40.0, 4096, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0
-    )
-    router = RouterConfig(8, True, True, True, 2.5, groups=8, groups_kept=4, group_best=2)
-    assert config.experts == ExpertsConfig(256, 2048, 2048, (False,) * 3 + (True,) * 58, router)
+@pytest.mark.parametrize(("name", "change"), SPELLINGS)
+def test_other_spellings_say_the_same(saved: Saved, tmp_path: Path, name: str, change: dict) -> None:
+    assert read(tmp_path, {**saved(name), **change}) == read(tmp_path, saved(name))
 
 
-def test_deepseek_v2_lite_as_published(tmp_path: Path) -> None:
-    config = read(tmp_path, DEEPSEEK_V2_LITE)
-    assert config.latent == LatentConfig(None, 512, 128, 64, 128, True) and config.quantization is None
-    router = RouterConfig(6, False, False, False, 1.0)
-    assert config.experts == ExpertsConfig(64, 1408, 2816, (False,) + (True,) * 26, router)
-    grouped = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}
-    limited = read(tmp_path, {**DEEPSEEK_V2_LITE, **grouped}).experts
-    assert limited is not None and (limited.router.groups, limited.router.groups_kept) == (8, 3)
-    assert limited.router.group_best == 1
-
-
-def test_glm_as_published(tmp_path: Path) -> None:
-    config = read(tmp_path, GLM4)
-    assert (config.head_dim, config.rope.rotated, config.qk_norm) == (128, 64, False)
-    assert config.attention_bias and config.experts is not None
-    assert config.experts.router == RouterConfig(8, True, True, True, 1.0, group_best=2)
-    assert read(tmp_path, {**GLM4, "partial_rotary_factor": None}).rope.rotated == 64, "the family's default"
-    nested = {"rope_theta": 1e6, "rope_type": "default", "partial_rotary_factor": 0.25}
-    new = {k: v for k, v in GLM4.items() if k not in ("rope_theta", "partial_rotary_factor")}
-    assert read(tmp_path, {**new, "rope_parameters": nested}).rope.rotated == 32
-
-
-def test_glm_flash_as_published(tmp_path: Path) -> None:
-    config = read(tmp_path, GLM4_FLASH)
-    assert config.latent == LatentConfig(768, 512, 192, 64, 256, True)
-    assert (config.rope, config.rope.rotated) == (RopeConfig("default", 1e6), None)
-    router = RouterConfig(4, True, True, True, 1.8, group_best=2)
-    assert config.experts == ExpertsConfig(64, 1536, 1536, (False,) + (True,) * 46, router)
-    kinds = {"first_k_dense_replace": None, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 45}
-    listed = read(tmp_path, {**GLM4_FLASH, **kinds}).experts
-    assert listed is not None and listed.sparse_layers == (False,) * 2 + (True,) * 45
-
-
-def each(base: dict, **fields: tuple) -> list[tuple[dict, dict, tuple[str, ...]]]:
+def each(base: Any, **fields: tuple) -> list[tuple[Any, dict, tuple[str, ...]]]:
     """Rows of values that are refused with the name of their field."""
     return [(base, {field: value}, (field,)) for field, values in fields.items() for value in values]
 
@@ -320,25 +253,51 @@ REFUSED = [
     (GEMMA3, {"rope_parameters": {"full_attention": {"rope_type": "ntk"}}}, ("rope_type", "ntk")),
     *each(GEMMA2, attn_logit_softcapping=(0,)),
     (GEMMA2, {"hidden_activation": "gelu"}, ("hidden_activation", "gelu_pytorch_tanh")),
-    *each(DEEPSEEK_V3, scoring_func=("softmax",), topk_method=("greedy",), topk_group=(9,)),
-    *each(DEEPSEEK_V3, num_experts_per_tok=(257, None), n_routed_experts=(10**6,), kv_lora_rank=(0,)),
-    *each(DEEPSEEK_V3, q_lora_rank=(-1,), v_head_dim=("128",), compression_config=({},)),
-    (DEEPSEEK_V3, {"n_group": 7}, ("n_group: 7 does not divide 256",)),
-    (DEEPSEEK_V3, {"n_group": 256, "topk_group": 256}, ("hold 1 each",)),
-    (DEEPSEEK_V3, {"n_group": 128, "topk_group": 3}, ("3 groups hold fewer than 8",)),
-    (DEEPSEEK_V3, {"qk_rope_head_dim": 63}, ("odd",)),
-    (DEEPSEEK_V3, {"architectures": ["DeepseekV32ForCausalLM"]}, ("DeepseekV32ForCausalLM", "not supported")),
-    (DEEPSEEK_V3, {"architectures": ["GlmMoeDsaForCausalLM"]}, ("GlmMoeDsaForCausalLM",)),
-    *each(DEEPSEEK_V2_LITE, norm_topk_prob=(True,), topk_method=("noaux_tc",)),
-    *each(GLM4, partial_rotary_factor=(0.01, 1.5)),
-    *each(GLM4_FLASH, mlp_layer_types=(["moe"] * 47,), partial_rotary_factor=(0.5,), kv_lora_rank=(None,)),
-    (GLM4_FLASH, {"mlp_layer_types": ["sparse"] * 46}, ("mlp_layer_types: is not a list of 47 names",)),
-    (QWEN3_MOE, {"num_local_experts": None}, ("num_experts: is missing",)),
+    *each("deepseek_v3", scoring_func=("softmax",), topk_method=("greedy",), topk_group=(9,)),
+    *each("deepseek_v3", num_experts_per_tok=(257, None), n_routed_experts=(10**6,), kv_lora_rank=(0,)),
+    *each("deepseek_v3", q_lora_rank=(-1,), v_head_dim=("128",), compression_config=({},)),
+    ("deepseek_v3", {"n_group": 7}, ("n_group: 7 does not divide 8",)),
+    ("deepseek_v3", {"n_group": 8, "topk_group": 8}, ("hold 1 each",)),
+    ("deepseek_v3", {"num_experts_per_tok": 3, "topk_group": 1}, ("1 groups hold fewer than 3",)),
+    ("deepseek_v3", {"qk_rope_head_dim": 63}, ("odd",)),
+    *each("deepseek_v3", architectures=(["DeepseekV32ForCausalLM"], ["GlmMoeDsaForCausalLM"])),
+    *each("deepseek_v2_lite", norm_topk_prob=(True,), topk_method=("noaux_tc",)),
+    *each("glm4_moe", partial_rotary_factor=(0.01, 1.5)),
+    *each(
+        "glm4_moe_lite", mlp_layer_types=(["moe"] * 3,), partial_rotary_factor=(0.5,), kv_lora_rank=(None,)
+    ),
+    ("glm4_moe_lite", {"mlp_layer_types": ["sparse"] * 2}, ("mlp_layer_types: is not a list of 3 names",)),
+    ("qwen3_moe", {"num_experts": None}, ("num_experts: is missing",)),
+    *each("lfm2", full_attn_idxs=([2, 16],), block_ff_dim=(0,), block_multiple_of=(0,), conv_L_cache=(1,)),
+    *each("lfm2", conv_bias=(True,)),
+    ("lfm2", {"full_attn_idxs": []}, ("full_attn_idxs: no layer is full_attention",)),
+    ("lfm2", {"full_attn_idxs": None}, ("layer_types: is missing",)),
+    ("lfm2", {"layer_types": ["conv"] * 15}, ("layer_types: is not a list of 4 names",)),
+    ("lfm2", {"layer_types": ["conv", "mamba"] * 2}, ("layer_types: 'mamba' is not supported",)),
+    *each("lfm2_moe", use_expert_bias=(False,)),
+    *each("nemotron_h_moe", mlp_hidden_act=("silu",), moe_latent_size=(0,)),
+    *each("nemotron_h_moe", use_bias=(True,), time_step_limit=([0.001, 0.1],), mamba_dt_limit=([0.0, 1.0],)),
+    ("nemotron_h_moe", {"n_routed_experts": None, "num_experts": None}, ("num_experts: is missing",)),
+    *(
+        ("nemotron_h_moe", {"hybrid_override_pattern": kinds}, (word,))
+        for kinds, word in (("MX*E", "'X'"), ("*E-E", "is linear_attention"), ("ME-E", "is full_attention"))
+    ),
+    *each("granite_hybrid", mamba_proj_bias=(True,), mamba_d_state=(512,), time_step_limit=([0.001, 0.1],)),
+    *each("granite_hybrid", position_embedding_type=("alibi",)),
+    ("granite_hybrid", {"mamba_n_groups": 5}, ("mamba_n_groups: 5 does not divide 8 heads",)),
+    ("granite_hybrid", {"layer_types": ["mamba"] * 4}, ("layer_types: no layer is full_attention",)),
+    ("granite_hybrid", {"layer_types": None}, ("layer_types: is missing",)),
+    (
+        "granite_hybrid",
+        {"layer_types": ["mamba", "conv", "attention", "mamba"]},
+        ("'conv' is not supported",),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("base", "change", "words"), REFUSED)
-def test_what_is_refused(tmp_path: Path, base: dict, change: dict, words: tuple[str, ...]) -> None:
+def test_what_is_refused(tmp_path: Path, saved: Saved, base: Any, change: dict, words: tuple) -> None:
+    base = saved(base) if isinstance(base, str) else base
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with refused(CheckpointError, f"{tmp_path}/config.json: ", *words, seconds=1):
         read(tmp_path, {**base, **change})
@@ -387,16 +346,6 @@ def test_gemma_is_read(tmp_path: Path) -> None:
     config = read(tmp_path, without(GEMMA3, "rope_theta"))
     assert (config.attention_softcap, config.logit_softcap) == (None, None)
     assert (config.rope, config.local_rope) == (RopeConfig("default", 1e6), RopeConfig("default", 1e4))
-    old = {"rope_theta": 5e5, "rope_local_base_freq": 300.0, "rope_scaling": {"type": "linear", "factor": 8}}
-    expected = (RopeConfig("linear", 5e5, 8.0), RopeConfig("default", 300.0))
-    config = read(tmp_path, {**GEMMA3, **old})
-    assert (config.rope, config.local_rope) == expected
-    new = {
-        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
-    }
-    config = read(tmp_path, {**without(GEMMA3, "rope_theta"), "rope_parameters": new})
-    assert (config.rope, config.local_rope) == expected
 
 
 def test_auto_map_is_never_executed(tmp_path: Path) -> None:

@@ -47,75 +47,12 @@ def heads_of(c: Config) -> tuple[int, int, int, int]:
     return c["hidden_size"], heads, c["num_key_value_heads"], size
 
 
-def glm_flash(c: Config) -> Iterator[Entry]:
-    """With its MTP layer, which has the target's tables too."""
-    hidden, heads, count = c["hidden_size"], c["num_attention_heads"], c["n_routed_experts"]
-    query, rank, rope, value = c["q_lora_rank"], c["kv_lora_rank"], c["qk_rope_head_dim"], c["v_head_dim"]
-    table = c["vocab_size"], hidden
-    yield from outside(c)
-    for layer in range(c["num_hidden_layers"] + 1):
-        stem, own = f"model.layers.{layer}.", f"model.layers.{layer}.self_attn."
-        yield from norms(stem, hidden)
-        yield from weights(own, q_a_proj=(query, hidden), q_a_layernorm=query, kv_a_layernorm=rank)
-        yield from weights(own, q_b_proj=(heads * (c["qk_nope_head_dim"] + rope), query))
-        yield from weights(own, kv_a_proj_with_mqa=(rank + rope, hidden), o_proj=(hidden, heads * value))
-        yield from weights(own, kv_b_proj=(heads * (c["qk_nope_head_dim"] + value), rank))
-        if layer < c["first_k_dense_replace"]:
-            yield from gated(f"{stem}mlp.", hidden, c["intermediate_size"])
-            continue
-        yield from weights(f"{stem}mlp.", gate=(count, hidden))
-        yield f"{stem}mlp.gate.e_score_correction_bias", "F32", (count,)
-        for block in (*(f"experts.{e}" for e in range(count)), "shared_experts"):
-            yield from gated(f"{stem}mlp.{block}.", hidden, c["moe_intermediate_size"])
-        if layer == c["num_hidden_layers"]:
-            yield from norms(stem, hidden, (*DRAFTS, "shared_head.norm"))
-            yield from weights(
-                stem, eh_proj=(hidden, 2 * hidden), embed_tokens=table, shared_head__head=table
-            )
-
-
-def lfm2(c: Config) -> Iterator[Entry]:
-    """The head is the embedding."""
-    hidden, heads, keys, size = heads_of(c)
-    yield from outside(c, norm="embedding_norm")
-    for layer in range(c["num_hidden_layers"]):
-        stem = f"model.layers.{layer}."
-        yield from norms(stem, hidden, ("operator_norm", "ffn_norm"))
-        yield from gated(f"{stem}feed_forward.", hidden, 8192, ("w1", "w3", "w2"))
-        if layer in c["full_attn_idxs"]:
-            for name, dtype, shape in attention(f"{stem}self_attn.", hidden, heads, keys, size):
-                yield name.replace("o_proj", "out_proj"), dtype, shape
-            yield from norms(f"{stem}self_attn.", size, ("q_layernorm", "k_layernorm"))
-            continue
-        square = {"out_proj": (hidden, hidden), "in_proj": (3 * hidden, hidden)}
-        yield from weights(f"{stem}conv.", conv=(hidden, 1, 3), **square)
-
-
 def mamba(stem: str, hidden: int, heads: int, size: int, groups: int, state: int) -> Iterator[Entry]:
     """One Mamba-2 layer."""
     inner, channels = heads * size, heads * size + 2 * groups * state
     yield from weights(stem, in_proj=(inner + channels + heads, hidden), out_proj=(hidden, inner), norm=inner)
     yield from weights(stem, conv1d=(channels, 1, 4))
     yield from weights(stem, last="", conv1d__bias=channels, A_log=heads, D=heads, dt_bias=heads)
-
-
-def granite(c: Config) -> Iterator[Entry]:
-    """The head is the embedding; experts are packed."""
-    (hidden, heads, keys, size), count = heads_of(c), c["num_local_experts"]
-    inner, shared = c["intermediate_size"], c["shared_intermediate_size"]
-    yield from outside(c)
-    for layer, kind in enumerate(c["layer_types"]):
-        stem, block = f"model.layers.{layer}.", f"model.layers.{layer}.block_sparse_moe."
-        yield from norms(stem, hidden)
-        yield from weights(block, input_linear=(count, 2 * inner, hidden), router__layer=(count, hidden))
-        yield from weights(block, output_linear=(count, hidden, inner))
-        own = f"{stem}shared_mlp."
-        yield from weights(own, input_linear=(2 * shared, hidden), output_linear=(hidden, shared))
-        if kind == "mamba":
-            sizes = (c[f"mamba_{key}"] for key in ("n_heads", "d_head", "n_groups", "d_state"))
-            yield from mamba(f"{stem}mamba.", hidden, *sizes)
-        else:
-            yield from attention(f"{stem}self_attn.", hidden, heads, keys, size)
 
 
 def nemotron(c: Config) -> Iterator[Entry]:
@@ -174,67 +111,6 @@ NEMOTRON_ULTRA: Config = {
     "moe_shared_expert_intermediate_size": 10240,
 }
 """Nemotron-3-Ultra's numbers of layers of each kind, in another order."""
-
-
-def hunyuan(c: Config) -> Iterator[Entry]:
-    """The head is the embedding; every layer has a shared expert."""
-    hidden, *heads = heads_of(c)
-    yield from outside(c)
-    for layer in range(c["num_hidden_layers"]):
-        stem = f"model.layers.{layer}."
-        yield from norms(stem, hidden)
-        yield from attention(f"{stem}self_attn.", hidden, *heads)
-        yield from norms(f"{stem}self_attn.", c["head_dim"], ("query_layernorm", "key_layernorm"))
-        yield from weights(f"{stem}mlp.", "F32", gate__wg=(c["num_experts"], hidden))
-        for block in (*(f"experts.{e}" for e in range(c["num_experts"])), "shared_mlp"):
-            yield from gated(f"{stem}mlp.{block}.", hidden, c["intermediate_size"])
-
-
-HUNYUAN: Config = {
-    **{"architectures": ["HunYuanMoEV1ForCausalLM"], "model_type": "hunyuan_v1_moe", "hidden_size": 4096},
-    **{"num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
-    **{"attention_head_dim": 128, "intermediate_size": 3072, "vocab_size": 128167, "num_experts": 64},
-    **{"moe_intermediate_size": [3072] * 2, "moe_topk": [8] * 2, "num_shared_expert": [1] * 2},
-    **{"use_mixed_mlp_moe": True, "use_qk_norm": True, "use_cla": False, "moe_layer_num_skipped": 0},
-    **{"rope_theta": 10000.0, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "hidden_act": "silu"},
-    **{"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True},
-    "rope_scaling": {
-        **{"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0},
-        **{"mscale_all_dim": 1.0, "type": "dynamic"},
-    },
-}
-"""Hunyuan-A13B-Instruct's; of 32 layers two."""
-
-
-def muse_glimmer(config: Config) -> Iterator[Entry]:
-    """The text inside of what sees images, with one tensor of that."""
-    c, stem = config["text_config"], "model.language_model."
-    hidden, heads, keys, size = heads_of(c)
-    yield from outside(c, stem)
-    yield from weights("model.vision_tower.", ln_pre=1536)
-    for layer in range(c["num_hidden_layers"]):
-        own = f"{stem}layers.{layer}."
-        yield from norms(own, hidden, FOUR)
-        yield from attention(f"{own}self_attn.", hidden, heads, keys, size)
-        yield from weights(f"{own}self_attn.", gate_proj=(heads * size, hidden))
-        yield from gated(f"{own}mlp.", hidden, c["intermediate_size"])
-
-
-MUSE: Config = {
-    **{"architectures": ["MuseGlimmerForConditionalGeneration"], "model_type": "muse_glimmer"},
-    **{"image_token_id": 200092, "tie_word_embeddings": False, "vision_config": {"hidden_size": 1536}},
-    "text_config": {
-        **{"model_type": "muse_glimmer_text", "hidden_size": 6656, "intermediate_size": 19968},
-        **{"num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128},
-        **{"vocab_size": 202048, "hidden_activation": "silu", "max_position_embeddings": 131072},
-        **{"rms_norm_eps": 1e-5, "sliding_window": 2048, "final_logit_softcapping": 20.0},
-        **{"qk_scale_factor": 3.87, "output_multiplier": 0.19611613513818404, "post_norm_eps": 1e-8},
-        **{"layer_types": [*["sliding_attention"] * 3, "full_attention"], "attention_bias": False},
-        **{"layer_rope_theta": [500000.0] * 3 + [0], "tie_word_embeddings": False},
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-    },
-}
-"""Muse-Glimmer-30B's; of 52 layers four."""
 
 
 def routed(stem: str, c: Config, inner: int, count: int, *names: tuple[str, ...]) -> Iterator[Entry]:

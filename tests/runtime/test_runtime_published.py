@@ -18,26 +18,19 @@ from spd.runtime.plan.machine import Machine
 from spd.runtime.plan.memory import page_bytes, slot_bytes, state_bytes, tensor_bytes
 from spd.runtime.plan.plan import EnginePlan, outline, possible_sizes
 from spd.runtime.round.limits import PAGE_SIZE, ring_depth
-from tests.formats.test_formats_model_config import GLM4_FLASH
-from tests.formats.test_formats_recurrent import GRANITE, LFM2, NEMOTRON
 from tests.recipes import published_hybrids
 from tests.recipes import published_others as others
 from tests.recipes.mtp_folders import SIZES
 from tests.recipes.published_hybrids import COUNTED, DELTA_HEAD, KEY_HEADS, RELEASES, Release, mtp_tensors
 from tests.recipes.published_quantized import QUANTIZED, parts_of, write_quantized
+from tests.recipes.tiny_dense import FAMILIES, write_dense
 from tests.runtime.test_runtime_assistant import E2B_TARGET, E4B, PUBLISHED
 
 CARD = Machine("cuda", 80 * 2**30, (9, 0), foreseen=True)
 Shelf = Callable[[str], tuple[ModelFolder, Release]]
 RANKS = {"Qwen3.5-0.8B": 8, "Qwen3.5-27B": 8, "Qwen3.5-397B-A17B": 16, "Qwen3-Next-80B-A3B-Instruct": 16}
 OTHERS = {
-    "GLM-4.7-Flash": (GLM4_FLASH, others.glm_flash, "mtp"),
-    "LFM2-1.2B": (LFM2, others.lfm2, "off"),
-    "a Granite 4 of 4 layers": (GRANITE, others.granite, "off"),
-    "a Nemotron 3 of 6 layers": (NEMOTRON, others.nemotron, "off"),
     "a Nemotron 3 Super of 5 layers": (others.NEMOTRON_SUPER, others.nemotron, "mtp"),
-    "a Hunyuan-A13B of 2 layers": (others.HUNYUAN, others.hunyuan, "off"),
-    "a Muse-Glimmer of 4 layers": (others.MUSE, others.muse_glimmer, "off"),
     "gpt-oss-20b": (others.GPT_OSS, others.gpt_oss, "off"),
     "gpt-oss-120b": (others.GPT_OSS_120B, others.gpt_oss, "off"),
     "a MiniMax-M2 of 2 layers": (others.MINIMAX_M2, others.minimax_m2, "off"),
@@ -49,8 +42,6 @@ OTHERS = {
 FILES = {"gpt-oss-20b": 13.76e9, "gpt-oss-120b": 65.25e9}  # Bytes of the published files.
 DEEP = {"num_hidden_layers": 48, "hybrid_layer_pattern": [0, *[1] * 5] * 8, "moe_layer_freq": [0, *[1] * 47]}
 WHOLE = {
-    "GLM-4.7-Flash": (GLM4_FLASH, others.glm_flash, 31.2),
-    "Nemotron-3-Nano": ({**NEMOTRON, "hybrid_override_pattern": "ME" * 23 + "*" * 6}, others.nemotron, 31.6),
     "MiniMax-M2": ({**others.MINIMAX_M2, "num_hidden_layers": 62}, others.minimax_m2, 229),
     "MiMo-V2-Flash": ({**others.MIMO_V2, **DEEP}, others.mimo_v2, 309),
     "Step-3.7-Flash": (others.STEP3_WHOLE, others.step3, 196.9 + 2.5),
@@ -168,6 +159,15 @@ def test_how_it_may_be_divided(name: str, shelf: Shelf) -> None:
     plan, alone = planned(folder, tp=2, draft_tp=1), planned(folder)
     assert slot_bytes(config, plan.shape, 2) == slot_bytes(config, alone.shape, 1) // 2
     assert plan.need.weights < 0.51 * alone.need.weights
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_tensor_of_tiny_families_is_used_and_counted(name: str, tmp_path: Path) -> None:
+    """By the names that `transformers` reads in `test_runtime_golden`."""
+    folder = ModelFolder(write_dense(tmp_path, name))
+    assert check_weights(folder.checkpoint, folder.config, family_layout(folder.config)) == []
+    stored = sum(tensor.nbytes for tensor in folder.checkpoint.tensors.values())
+    assert tensor_bytes(folder.config, "float32") == stored
 
 
 @pytest.mark.parametrize("name", OTHERS)
