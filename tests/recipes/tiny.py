@@ -11,13 +11,16 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+Json = Mapping[str, Any]
+Tensors = dict[str, torch.Tensor]
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 FIRST_SPECIAL = 256
 SMALLEST_TOKENIZER = FIRST_SPECIAL + len(SPECIAL_TOKENS)
@@ -124,69 +127,53 @@ def model_type(architecture: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", stem).lower()
 
 
-def write_tiny(
-    folder: Path,
-    *,
-    architecture: str = LLAMA,
-    hidden: int = 64,
-    layers: int = 2,
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 16,
-    intermediate: int = 128,
-    vocab: int = 320,
-    rope: Mapping[str, Any] | None = None,
-    tie: bool = True,
-    attention_bias: bool = False,
-    mlp_bias: bool = False,
-    dtype: str = "float32",
-    shards: int = 1,
-    seed: int = 0,
-    max_positions: int = 512,
-    eos: Sequence[int] | None = None,
-    tokenizer: bool = True,
-    rope_style: str = "legacy",
-    residual_gain: Callable[[int], float] | None = None,
-    extra: Mapping[str, Any] | None = None,
-) -> Path:
+DEFAULTS: dict[str, Any] = {
+    **{"architecture": LLAMA, "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16},
+    **{"intermediate": 128, "vocab": 320, "rope": None, "tie": True, "attention_bias": False},
+    **{"mlp_bias": False, "dtype": "float32", "shards": 1, "seed": 0, "max_positions": 512, "eos": None},
+    **{"tokenizer": True, "rope_style": "legacy", "residual_gain": None, "extra": None},
+}
+
+
+def chosen(defaults: Json, options: Json) -> SimpleNamespace:
+    """Options beside the defaults of all that there are."""
+    assert options.keys() <= defaults.keys(), options.keys() - defaults.keys()
+    return SimpleNamespace(**{**defaults, **options})
+
+
+def write_tiny(folder: Path, **options: Any) -> Path:
     """Write one random checkpoint and return its folder; the same arguments give the same bytes.
 
     `rope` is Hugging Face's dictionary with `rope_type` and `rope_theta`; `rope_style` writes it the old
     way ("legacy": `rope_theta` and `rope_scaling`) or the way of transformers 5 ("parameters").
     `residual_gain` scales layer i's output projections. `extra` keys go into the configuration as they are,
     and choose the blocks of the layers. `eos` defaults to the tokenizer's two end tokens.
-    Raises ValueError for shapes no checkpoint has, and for a tokenizer in fewer than 259 tokens.
     """
-    if heads % kv_heads or head_dim % 2:
-        raise ValueError(f"heads {heads} must be a multiple of kv_heads {kv_heads}, head_dim {head_dim} even")
-    if eos is None:
-        eos = (FIRST_SPECIAL + 2, FIRST_SPECIAL) if tokenizer else ()
+    o = chosen(DEFAULTS, options)
+    eos = ((FIRST_SPECIAL + 2, FIRST_SPECIAL) if o.tokenizer else ()) if o.eos is None else o.eos
     config: dict[str, Any] = {
-        **{"architectures": [architecture], "model_type": model_type(architecture), "hidden_size": hidden},
-        **{"intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads},
-        **{"num_key_value_heads": kv_heads, "head_dim": head_dim, "vocab_size": vocab},
-        **{"max_position_embeddings": max_positions, "rms_norm_eps": 1e-6 if architecture == QWEN3 else 1e-5},
-        **{"hidden_act": "silu", "tie_word_embeddings": tie, "attention_bias": attention_bias},
-        **{"torch_dtype": dtype, "bos_token_id": FIRST_SPECIAL if tokenizer else None},
+        **{"architectures": [o.architecture], "model_type": model_type(o.architecture)},
+        **{"hidden_size": o.hidden, "intermediate_size": o.intermediate, "num_hidden_layers": o.layers},
+        **{"num_attention_heads": o.heads, "num_key_value_heads": o.kv_heads, "head_dim": o.head_dim},
+        **{"vocab_size": o.vocab, "max_position_embeddings": o.max_positions},
+        **{"rms_norm_eps": 1e-6 if o.architecture == QWEN3 else 1e-5, "hidden_act": "silu"},
+        **{"tie_word_embeddings": o.tie, "attention_bias": o.attention_bias, "torch_dtype": o.dtype},
+        "bos_token_id": FIRST_SPECIAL if o.tokenizer else None,
         "eos_token_id": list(eos) if len(eos) > 1 else (eos[0] if eos else None),
-        "use_cache": True,
+        **{"use_cache": True, **({"mlp_bias": o.mlp_bias} if o.architecture == LLAMA else {})},
+        **(o.extra or {}),
     }
-    if architecture == LLAMA:
-        config["mlp_bias"] = mlp_bias
-    elif mlp_bias:
-        raise ValueError(f"mlp_bias: {architecture} has none")
-    config |= extra or {}
     if "kv_lora_rank" in config:
         del config["head_dim"]
-    _put_rope(config, rope or {"rope_type": "default", "rope_theta": 10000.0}, rope_style)
+    _put_rope(config, o.rope or {"rope_type": "default", "rope_theta": 10000.0}, o.rope_style)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = random_tensors(config, seed, residual_gain or (lambda layer: 1.0))
-    write_tensors(folder, {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}, shards)
+    tensors = random_tensors(config, o.seed, o.residual_gain or (lambda layer: 1.0))
+    write_tensors(folder, {name: tensor.to(DTYPES[o.dtype]) for name, tensor in tensors.items()}, o.shards)
     write_json(folder / "config.json", config)
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
     write_json(folder / "generation_config.json", {**ends, "do_sample": False})
-    if tokenizer:
-        write_tokenizer(folder, vocab, max_positions)
+    if o.tokenizer:
+        write_tokenizer(folder, o.vocab, o.max_positions)
     return folder
 
 
@@ -212,8 +199,6 @@ def drawn(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> t
     return torch.randn(shape, generator=generator_of(name)) * std + mean
 
 
-Json = Mapping[str, Any]
-Tensors = dict[str, torch.Tensor]
 Matrix = tuple[str, int, int, float]
 """Name inside the layer, rows, columns, and how strongly it speaks."""
 Vector = tuple[str, tuple[int, ...], float, float]
@@ -387,9 +372,7 @@ def write_tokenizer(folder: Path, vocab: int, max_positions: int) -> None:
         for total in range(2 * last + 1)
         for first in range(max(0, total - last), min(total, last) + 1)
     ]
-    if not 0 <= wanted <= len(merges):
-        most = SMALLEST_TOKENIZER + len(merges)
-        raise ValueError(f"vocab: {SMALLEST_TOKENIZER} to {most} with a tokenizer, not {vocab}")
+    assert 0 <= wanted <= len(merges), vocab
     del merges[wanted:]
     ids |= {"".join(pair): SMALLEST_TOKENIZER + number for number, pair in enumerate(merges)}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}

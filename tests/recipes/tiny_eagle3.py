@@ -69,25 +69,14 @@ def write_tiny_pair(
     return write_tiny_eagle3(head, target, kind=kind, **options)
 
 
-def write_tiny_eagle3(
-    folder: Path,
-    target: Path,
-    *,
-    layout: str = "research",
-    kind: str = "random",
-    draft_vocab: int | None = 96,
-    hidden_size: int | None = None,
-    aux: tuple[int, ...] | None = None,
-    norm_before_residual: bool | None = False,
-    norm_before_fc: bool = False,
-    fc_norm: bool = False,
-    norm_output: bool = False,
-    own_embedding: bool = False,
-    own_head: bool = True,
-    hidden_share: float = 0.05,
-    seed: int = 0,
-    dtype: str = "float32",
-) -> Path:
+DEFAULTS: dict[str, Any] = {
+    **{"layout": "research", "kind": "random", "draft_vocab": 96, "hidden_size": None, "aux": None},
+    **{"norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False},
+    **{"own_embedding": False, "own_head": True, "hidden_share": 0.05, "seed": 0, "dtype": "float32"},
+}
+
+
+def write_tiny_eagle3(folder: Path, target: Path, **options: Any) -> Path:
     """Write config.json and model.safetensors of a head for the checkpoint in `target`; returns its folder.
 
     aux: entering indices (j = the residual stream that enters the target's layer j; as many as it has
@@ -95,73 +84,68 @@ def write_tiny_eagle3(
     norm_before_residual: None leaves it out, which says yes in the speculators layout and no in the others.
     draft_vocab: how many of the target's ids the head can say; None for all, which the target's own output
     can say too where own_head is false. hidden_share: how much of the old state a copy keeps.
-    Raises ValueError for what a layout cannot say, and for copies of what has no plain first layer or another
-    hidden size.
     """
-    verifier: dict[str, Any] = json.loads((target / "config.json").read_text())
+    o, verifier = tiny.chosen(DEFAULTS, options), json.loads((target / "config.json").read_text())
     wide, vocab = verifier["hidden_size"], verifier["vocab_size"]
-    hidden = hidden_size or wide
-    own_embedding = own_embedding or hidden != wide
-    flags = {"norm_before_fc": norm_before_fc, "fc_norm": fc_norm, "norm_output": norm_output}
-    layer = _layer_config(verifier, kind, hidden)
-    if layout == "speculators":
+    hidden, copies, parts = o.hidden_size or wide, o.kind == "copy", 3 if o.aux is None else len(o.aux)
+    flags = {name: getattr(o, name) for name in ("norm_before_fc", "fc_norm", "norm_output")}
+    layer = _layer_config(verifier, copies, hidden)
+    if o.layout == "speculators":
         config = _speculators(layer, flags, verifier, target)
     else:  # head_dim and the flags only where they say something
-        config = {"architectures": [ARCHITECTURES[layout]], **layer}
+        config = {"architectures": [ARCHITECTURES[o.layout]], **layer}
         if layer["num_attention_heads"] * layer["head_dim"] == hidden:
             del config["head_dim"]
         config |= {name: True for name, value in flags.items() if value}
-    config |= {"draft_vocab_size": draft_vocab, "torch_dtype": dtype}
-    if layout == "speculators" or hidden != wide:
+    config |= {"draft_vocab_size": o.draft_vocab, "torch_dtype": o.dtype}
+    if o.layout == "speculators" or hidden != wide:
         config["target_hidden_size"] = wide if hidden != wide else None
-    if norm_before_residual or (layout == "speculators" and norm_before_residual is not None):
-        config["norm_before_residual"] = norm_before_residual
-    if aux is not None:
-        _put_aux(config, layout, aux, verifier["num_hidden_layers"])
+    if o.norm_before_residual or (o.layout == "speculators" and o.norm_before_residual is not None):
+        config["norm_before_residual"] = o.norm_before_residual
+    if o.aux is not None and o.layout == "research":  # outputs of layers, where others say inputs
+        ids = [index - 1 for index in o.aux]
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
+    elif o.aux is not None:
+        config["eagle_aux_hidden_state_layer_ids"] = list(o.aux)
 
     def draw(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> Tensor:
-        return tiny.drawn(f"{seed}/{kind}/{name}", shape, std, mean)
+        return tiny.drawn(f"{o.seed}/{o.kind}/{name}", shape, std, mean)
 
-    parts = 3 if aux is None else len(aux)
-    if kind == "copy":
-        normed = bool(config.get("norm_before_residual", layout == "speculators"))
-        loud = 1.0 if norm_before_fc or fc_norm else QUIET
-        inside = _copied(load_file(target / "model.safetensors"), verifier, draw, hidden_share, normed)
+    if copies:
+        normed = bool(config.get("norm_before_residual", o.layout == "speculators"))
+        loud = 1.0 if o.norm_before_fc or o.fc_norm else QUIET
+        inside = _copied(load_file(target / "model.safetensors"), verifier, draw, o.hidden_share, normed)
         inside["fc.weight"] = draw("fc", (hidden, parts * wide), 1.0 / (loud * math.sqrt(parts * wide)))
     else:
         inside = _random(layer, parts * wide, vocab, draw)
-    tensors = {name.replace("layer.", LAYERS[layout], 1): tensor for name, tensor in inside.items()}
-    if not own_head:
+    tensors = {name.replace("layer.", LAYERS[o.layout], 1): tensor for name, tensor in inside.items()}
+    if not o.own_head:
         del tensors["lm_head.weight"]
-    if draft_vocab is not None:
-        chosen = torch.randperm(vocab, generator=tiny.generator_of(f"{seed}/ids"))[:draft_vocab].sort().values
+    if o.draft_vocab is not None:
+        order = torch.randperm(vocab, generator=tiny.generator_of(f"{o.seed}/ids"))
+        chosen = order[: o.draft_vocab].sort().values
         tensors["lm_head.weight"] = tensors["lm_head.weight"][chosen]
-        tensors["d2t"] = chosen - torch.arange(draft_vocab)
+        tensors["d2t"] = chosen - torch.arange(o.draft_vocab)
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, chosen, True)
-    if own_embedding:
+    if o.own_embedding or hidden != wide:
         # A copy's is the target's own; a random head's is another, and louder.
         own = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
-        tensors["embed_tokens.weight"] = own if kind == "copy" else draw("embed_tokens", (vocab, hidden), 0.2)
-    if norm_before_fc:
+        tensors["embed_tokens.weight"] = own if copies else draw("embed_tokens", (vocab, hidden), 0.2)
+    if o.norm_before_fc:
         tensors["input_norm.weight"] = draw("input_norm", (parts * wide,), 0.2, 1.0)
-    if fc_norm:
+    if o.fc_norm:
         tensors |= {f"fc_norm.{i}.weight": draw(f"fc_norm{i}", (wide,), 0.2, 1.0) for i in range(parts)}
     folder.mkdir(parents=True, exist_ok=True)
     tiny.write_json(folder / "config.json", config)
-    kept = {n: t.to(tiny.DTYPES[dtype]) if t.is_floating_point() else t for n, t in tensors.items()}
+    kept = {n: t.to(tiny.DTYPES[o.dtype]) if t.is_floating_point() else t for n, t in tensors.items()}
     tiny.write_tensors(folder, {name: tensor.contiguous() for name, tensor in kept.items()})
     return folder
 
 
-def _layer_config(verifier: tiny.Json, kind: str, hidden: int) -> dict[str, Any]:
+def _layer_config(verifier: tiny.Json, copies: bool, hidden: int) -> dict[str, Any]:
     """A Llama configuration of one layer; a copy has twice the target's heads, all as wide as its state."""
-    if kind not in ("random", "copy"):
-        raise ValueError(f"kind: {kind!r} is neither 'random' nor 'copy'")
-    shape: dict[str, Any] = dict(OWN_SHAPE)
-    rope, epsilon = OWN_ROPE, OWN_EPSILON
-    if kind == "copy":
-        if "kv_lora_rank" in verifier or hidden != verifier["hidden_size"]:
-            raise ValueError("kind: a copy needs a target with keys and values, and its hidden size")
+    shape, rope, epsilon = OWN_SHAPE, OWN_ROPE, OWN_EPSILON
+    if copies:
         heads = 2 * verifier["num_attention_heads"]
         shape = {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": hidden}
         shape["intermediate_size"] = verifier["intermediate_size"]
@@ -183,18 +167,6 @@ def _speculators(layer: tiny.Json, flags: tiny.Json, verifier: tiny.Json, target
     config = {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}
     config |= {"speculators_version": "0.2.0", "speculators_config": use}
     return config | {"transformer_layer_config": {"architectures": ["LlamaForCausalLM"], **layer}, **flags}
-
-
-def _put_aux(config: dict[str, Any], layout: str, aux: tuple[int, ...], layers: int) -> None:
-    """Entering indices 0 to `layers` as the layout writes them: inputs of layers, or outputs."""
-    lowest = 1 if layout == "research" else 0
-    if not all(lowest <= index <= layers for index in aux):
-        raise ValueError(f"aux: the {layout} layout has indices {lowest} to {layers}, not {aux}")
-    if layout != "research":
-        config["eagle_aux_hidden_state_layer_ids"] = list(aux)
-        return
-    ids = [index - 1 for index in aux]
-    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
 
 
 def _random(layer: tiny.Json, fused: int, vocab: int, draw: Draw) -> tiny.Tensors:
