@@ -1,8 +1,7 @@
 """Tensor lists of published hybrids in few bits: which matrices are packed, in which layout; no weights.
 
 Names, shapes, dtypes and counts are those that readers of the releases' safetensors headers wrote down (the
-revision stands beside each row); RedHatAI's 9B is known by the sizes of its two files, Qwen3-8B-AWQ by the
-memory that its weights take (5.71 GiB in vLLM), Qwen2.5's GPTQ by its tool's layout. The configurations are
+revision stands beside each row); RedHatAI's 9B is known by the sizes of its two files. The configurations are
 the releases' own but for lists of what is not quantized, which nothing reads.
 """
 
@@ -12,12 +11,11 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.recipes import published_hybrids as hybrids
-from tests.recipes.mtp_folders import Entry, attention, gated, weights, write_hollow
+from tests.recipes.mtp_folders import Entry, write_hollow
 from tests.recipes.published_hybrids import RELEASES, Release
 
 Json = dict[str, Any]
@@ -29,55 +27,14 @@ ATTENTION, DELTA = LAYER + r"self_attn\.[qkvo]_proj", LAYER + r"linear_attn\."
 
 
 @dataclass(frozen=True)
-class Dense:
-    """A dense release of Qwen2 or Qwen3; none has an MTP layer or sees images."""
-
-    kind: str
-    hidden: int
-    inner: int
-    layers: int
-    heads: int
-    key_value_heads: int
-    vocab: int
-    width: int = 128
-    fp8: bool = False
-
-    def config(self) -> Json:
-        """The release's `config.json`, as far as anything reads it."""
-        sizes = {"hidden_size": self.hidden, "intermediate_size": self.inner, "vocab_size": self.vocab}
-        heads = {"num_attention_heads": self.heads, "num_key_value_heads": self.key_value_heads}
-        names = {"architectures": [f"{self.kind.title()}ForCausalLM"], "model_type": self.kind}
-        more = {"num_hidden_layers": self.layers, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
-        rope = {"rope_theta": 1000000, "head_dim": self.width, "tie_word_embeddings": False}
-        return {**names, **sizes, **heads, **more, **rope, "hidden_act": "silu", "torch_dtype": "bfloat16"}
-
-    def tensors(self) -> Iterator[Entry]:
-        """All of them before a tool packed any."""
-        make, table = partial(weights, dtype="F16"), (self.vocab, self.hidden)
-        yield from make("", model__embed_tokens=table, lm_head=table, model__norm=self.hidden)
-        for layer in range(self.layers):
-            here, own = f"model.layers.{layer}.", f"model.layers.{layer}.self_attn."
-            yield from attention(own, self.hidden, self.heads, self.key_value_heads, self.width, make)
-            yield from gated(f"{here}mlp.", self.hidden, self.inner, make=make)
-            yield from make(here, input_layernorm=self.hidden, post_attention_layernorm=self.hidden)
-            if self.kind == "qwen3":
-                yield from make(own, q_norm=self.width, k_norm=self.width)
-                continue
-            keys = self.key_value_heads * self.width
-            yield from make(own, last=".bias", q_proj=self.heads * self.width, k_proj=keys, v_proj=keys)
-
-
-@dataclass(frozen=True)
 class Packed:
     """One release: `stored` says which matrices are in which layout, the first match counts."""
 
-    base: Release | Dense
+    base: Release
     stored: dict[str, str]
     quantization: Json
     tensors: int | None = None
     """All of them, the vision tower's too."""
-    drafts: bool = True
-    """Whether the MTP layer was kept."""
 
 
 def _compressed(layout: str, weights: Json) -> Json:
@@ -107,25 +64,6 @@ MIXED = {
 }
 MATRICES = rf"{ATTENTION}|{LAYER}mlp\.\w+_proj"
 QUANTIZED = {
-    # @ 4da05a8e
-    "Qwen/Qwen3-8B-AWQ": Packed(
-        Dense("qwen3", 4096, 12288, 36, 32, 8, 151936),
-        {MATRICES: "awq"},
-        {
-            **{"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
-            **{"version": "gemm", "modules_to_not_convert": None},
-        },
-        drafts=False,
-    ),
-    "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4": Packed(
-        Dense("qwen2", 3584, 18944, 28, 28, 4, 152064),
-        {MATRICES: "gptq"},
-        {
-            **{"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
-            **{"damp_percent": 0.01, "true_sequential": True, "use_exllama": True},
-        },
-        drafts=False,
-    ),
     # @ 8fb2682f
     "nvidia/Qwen3-Next-80B-A3B-Instruct-NVFP4": Packed(
         NEXT,
@@ -172,8 +110,7 @@ def _stored(module: str, layout: str, shape: tuple[int, ...]) -> Iterator[Entry]
     """What stores a matrix of a shape [out, in] in a layout."""
     rows, columns = shape
     codes, scalar, one = ("U8", (rows, columns // 2)), ("F32", ()), ("F32", (1,))
-    scales, groups = ("F8_E4M3", (rows, columns // 16)), ("F16", (columns // 128, rows))
-    zeros = "I32", (columns // 128, rows // 8)
+    scales = "F8_E4M3", (rows, columns // 16)
     input_scale = {"weight_scale": scalar, "input_scale": scalar}
     found: dict[str, tuple[str, tuple[int, ...]]] = {
         "modelopt-nvfp4": {"weight": codes, **input_scale, "weight_scale": scales, "weight_scale_2": scalar},
@@ -186,11 +123,6 @@ def _stored(module: str, layout: str, shape: tuple[int, ...]) -> Iterator[Entry]
             **{"weight_packed": ("I32", (rows, columns // 8)), "weight_shape": ("I64", (2,))},
             "weight_scale": ("BF16", (rows, columns // 128)),
         },
-        "awq": {"qweight": ("I32", (columns, rows // 8)), "qzeros": zeros, "scales": groups},
-        "gptq": {
-            **{"qweight": ("I32", (columns // 8, rows)), "qzeros": zeros, "scales": groups},
-            "g_idx": ("I32", (columns,)),
-        },
         "k_scale": {"weight": ("BF16", shape), "k_scale": scalar},
         "v_scale": {"weight": ("BF16", shape), "v_scale": scalar},
     }[layout]
@@ -199,17 +131,10 @@ def _stored(module: str, layout: str, shape: tuple[int, ...]) -> Iterator[Entry]
 
 
 def parts_of(release: Packed) -> list[list[Entry]]:
-    """The tensors of the text model, the MTP layer and the vision tower; the latter two may be none."""
+    """The tensors of the text model, the MTP layer and the vision tower, which may have none."""
     row, patterns = release.base, {re.compile(key): value for key, value in release.stored.items()}
-    if isinstance(row, Dense):
-        whole = [list(row.tensors()), [], []]
-    else:
-        seen = [] if row.fused else list(hybrids.vision_tensors(row))
-        whole = [
-            list(hybrids.text_tensors(row)),
-            list(hybrids.mtp_tensors(row)) if release.drafts else [],
-            seen,
-        ]
+    seen = [] if row.fused else list(hybrids.vision_tensors(row))
+    whole = [list(hybrids.text_tensors(row)), list(hybrids.mtp_tensors(row)), seen]
 
     def stored(name: str, dtype: str, shape: tuple[int, ...]) -> Iterable[Entry]:
         module = name.removesuffix(".weight")
@@ -228,9 +153,6 @@ def write_quantized(folder: Path, release: Packed) -> Path:
         write_hollow(folder / f"model-{number}.safetensors", part)
         weight_map |= {name: f"model-{number}.safetensors" for name, _, _ in part}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    base = release.base
-    config = base.config() if isinstance(base, Dense) else hybrids.config_of(base)
-    if release.quantization:
-        config["quantization_config"] = release.quantization
+    config = {**hybrids.config_of(release.base), "quantization_config": release.quantization}
     (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -78,8 +78,10 @@ def test_experts_and_latent_attention(family: str, way: str, tiny: Tiny, tmp_pat
     speaks_as_its_copy(tiny(family, **SIZES), way, tmp_path)
 
 
-def test_codes_stay_packed_and_are_counted(tiny: Tiny, tmp_path: Path) -> None:
-    twin, plain = write_twins(tiny("qwen3", **SIZES), tmp_path, "w4-32")
+@pytest.mark.parametrize(("way", "beside"), [("w4-32", 2), ("gptq", 4), ("awq", 5)])
+def test_codes_stay_packed_and_are_counted(way: str, beside: int, tiny: Tiny, tmp_path: Path) -> None:
+    """beside: bytes of a group's scale, float32 where it was stored in float16, and of its zero point."""
+    twin, plain = write_twins(tiny("qwen3", **SIZES), tmp_path, way)
     engine, wide = (make_engine(each, kernels="torch", dtype="bfloat16") for each in (twin, plain))
     assert engine.plan.weights == "int4" and "as stored" in engine.plan.weights_reason
     assert engine.plan.need.weights < wide.plan.need.weights
@@ -87,7 +89,7 @@ def test_codes_stay_packed_and_are_counted(tiny: Tiny, tmp_path: Path) -> None:
     layers = tensor_bytes(config, "bfloat16", form), tensor_bytes(config, "bfloat16")
     stored = load_file(plain / "model.safetensors").items()
     matrices = sum(tensor.numel() for name, tensor in stored if tensor.dim() == 2 and "proj" in name)
-    assert layers[1] - layers[0] == matrices * 2 - matrices // 2 - matrices // 32 * 2
+    assert layers[1] - layers[0] == matrices * 2 - matrices // 2 - matrices // 32 * beside
 
 
 @pytest.mark.parametrize("way", ["fp8-block", "modelopt-nvfp4"])
