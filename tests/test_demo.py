@@ -14,8 +14,7 @@ from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime import SamplingParams
 from tests.helpers import Run, accepted, drafted, make_engine, run_all
-from tests.recipes.demo_corpus import build_corpus
-from tests.recipes.demo_held_out import held_out
+from tests.recipes.demo_corpus import build_corpus, held_out
 from tests.recipes.demo_model import TARGETS
 
 QUESTIONS = {

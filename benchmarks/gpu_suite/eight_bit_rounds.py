@@ -45,7 +45,7 @@ def run(
     **rest: Any,
 ) -> Iterator[dict[str, Any]]:
     """Compare every setting with plain decoding, form by form of the weights."""
-    from tests.recipes.fp8_twin import write_twin
+    from tests.recipes.packed_twin import write_twin
 
     report: dict[str, Any] = {"forms": {}}
     with tempfile.TemporaryDirectory() as place:

@@ -21,8 +21,8 @@ from spd.kernels.linear.few_bits import int4_groups
 from spd.runtime.load.packed_weights import unpack
 from tests.cli.conftest import refused
 from tests.helpers import cut_when_read
-from tests.recipes.fp8_twin import write_twin
 from tests.recipes.mtp_folders import PREFIX, change_tensors, write_deepseek
+from tests.recipes.packed_twin import write_twin
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
 
 ASK = ("--temperature", "1.2", "--seed", "3", "-n", "60", "--ignore-eos", "--spec", "off", "What is re.sub?")

@@ -13,7 +13,7 @@ from spd.runtime import SamplingParams
 from tests.gpu.gpu_helpers import Work, demo_prompts, gpu_engine, method_wishes, run_work, story
 from tests.gpu.test_gpu_rounds import check_case, spoke
 from tests.helpers import Run, outputs
-from tests.recipes.fp8_twin import write_twin
+from tests.recipes.packed_twin import write_twin
 
 METHODS = ("ngram", "draft", "mtp", "eagle3", "mtp+ngram")
 

@@ -18,7 +18,7 @@ from spd.runtime.models.destinations import Shard
 from spd.runtime.models.weights import parts_of
 from tests import helpers
 from tests.helpers import Damped, Run, Tiny, drafts, edit_weights, outputs, quick_engine, random_prompts
-from tests.recipes.fp8_twin import write_twin
+from tests.recipes.packed_twin import write_twin
 from tests.recipes.tiny import VARIANTS
 from tests.recipes.tiny_dense import write_dense
 from tests.recipes.tiny_eagle3 import write_tiny_pair

@@ -11,7 +11,7 @@ from spd.errors import IncompatibleError
 from spd.runtime import SamplingParams
 from tests.helpers import Damped, Run, drafts, make_engine, outputs, random_prompts, run_all
 from tests.pairs import MTP_OF
-from tests.recipes.fp8_twin import write_twin
+from tests.recipes.packed_twin import write_twin
 from tests.recipes.tiny import VARIANTS, write_tiny
 from tests.recipes.tiny_assistant import write_assistant
 from tests.recipes.tiny_dense import FAMILIES, write_dense, write_mxfp4

@@ -1,4 +1,4 @@
-"""Hugging Face folders of the demo's models, written and read back (`fp8_twin.py` quantises them)."""
+"""Hugging Face folders of the demo's models, written and read back (`packed_twin.py` quantises them)."""
 
 from __future__ import annotations
 

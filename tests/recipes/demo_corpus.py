@@ -1,7 +1,8 @@
 """The demo's corpus: the Python standard library's own source and docstrings, made into text.
 
 Owns which files are read, how near-duplicates are dropped, the split into training and held-out
-modules, the question-and-answer pairs made from docstrings, the tokenizer, and batches of token ids.
+modules, the question-and-answer pairs made from docstrings, the tokenizer, batches of token ids, and what
+a target and its MTP layer are worth on the held-out side.
 All is a function of the running interpreter's standard library, so the same Python gives the same hash.
 """
 
@@ -11,22 +12,29 @@ import ast
 import hashlib
 import importlib
 import inspect
+import math
 import random
 import re
 import sys
 import sysconfig
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
+from tests.recipes.demo_checkpoint import load_decoder
+from tests.recipes.demo_model import TARGET, Sizes
 from tests.recipes.tiny import SPECIAL_TOKENS
 
 VOCAB_SIZE = 4096
 HELD_OUT_PERCENT = 6
+WINDOW = 512
 SKIPPED_FOLDERS = {
     *("test", "tests", "idle_test", "site-packages", "__pycache__", "_bundled", "lib-dynload"),
     *("turtledemo", "lib2to3"),
@@ -256,3 +264,49 @@ class Batches:
         """Token ids [rows, length + 1]; the first `answer_rows` rows are questions and answers."""
         made = (self._answers(length) if r < answer_rows else self._source(length) for r in range(rows))
         return torch.stack(list(made))
+
+
+def windows_of(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[Tensor]:
+    """The held-out texts' ids [1, T + 1] in windows of at most WINDOW predicted ones."""
+    end = tokenizer.token_to_id(SPECIAL_TOKENS[0])
+    for text in corpus.held_out:
+        ids = torch.tensor([end, *tokenizer.encode(text).ids])
+        for start in range(0, len(ids) - 1, WINDOW):
+            yield ids[None, start : start + WINDOW + 1]
+
+
+@torch.no_grad()
+def held_out(folder: Path, corpus: Corpus, tokenizer: Tokenizer, shape: Sizes = TARGET) -> dict[str, Any]:
+    """On held-out text: bits a byte, how often the MTP layer's first choice at each depth is the target's.
+
+    Beside it, how often the most frequent successor of the last token is, counted on the training side.
+    """
+    target = load_decoder(folder, shape).eval()
+    stream = Batches(corpus, tokenizer, 0).source
+    pairs = torch.bincount(stream[:-1] * VOCAB_SIZE + stream[1:], minlength=VOCAB_SIZE**2)
+    successor = pairs.view(VOCAB_SIZE, VOCAB_SIZE).argmax(-1)
+    nats, tokens, guessed, depths = 0.0, 0, 0.0, 4
+    agreed = torch.zeros(depths)
+    for window in windows_of(corpus, tokenizer):
+        with target.precision():
+            hidden = target(window[:, :-1])
+            logits = target.logits(hidden)[0]
+            nats += F.cross_entropy(logits, window[0, 1:], reduction="sum").item()
+            length = window.shape[1] - 1 - depths
+            if length < 1:
+                continue
+            best = logits.argmax(-1)
+            states = target.mtp_hidden(hidden[:, :length], window[:, 1 : length + depths], depths)
+            for depth, state in enumerate(states):
+                guess = target.logits(state[0]).argmax(-1)
+                agreed[depth] += (guess == best[depth + 1 : depth + 1 + length]).sum()
+            guessed += (successor[window[0, 1 : length + 1]] == best[1 : length + 1]).sum().item()
+            tokens += length
+    size = sum(len(text.encode()) for text in corpus.held_out)
+    return {
+        "bits_per_byte": round(nats / math.log(2) / size, 4),
+        "mtp_acceptance": [round(share, 4) for share in (agreed / tokens).tolist()],
+        "bigram_acceptance": round(guessed / tokens, 4),
+        "tokens": tokens,
+        "parameters": sum(p.numel() for p in target.parameters()),
+    }

@@ -121,16 +121,17 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """What every kind of attention does with its queries, keys and values [B, heads, T, dim]."""
 
-    def project(self, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of h [B, T, inputs]."""
+    def project(self, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values of h [B, T, inputs], and gates of the output where it has some."""
         raise NotImplementedError
 
     def forward(self, h: Tensor, cos: Tensor, sin: Tensor, memory: Memory | None = None) -> Tensor:
         """The attention's output; appends its keys and values to the `memory` it attends to, where given."""
-        q, *kept = self.project(h, cos, sin)
+        q, k, v, *gates = self.project(h, cos, sin)
         memory = [] if memory is None else memory
-        memory.append(kept)
-        return self.o_proj(attend_own(q, memory).transpose(1, 2).flatten(2))
+        memory.append((k, v))
+        out = attend_own(q, memory).transpose(1, 2)
+        return self.o_proj((out * gates[0].sigmoid() if gates else out).flatten(2))
 
 
 class GroupedAttention(Attention):
@@ -360,7 +361,7 @@ class CentredNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), 1 + self.weight, 1e-6)
 
 
-class GatedAttention(nn.Module):
+class GatedAttention(Attention):
     """Grouped heads, normed before a part of each is turned; gates beside the queries scale the output."""
 
     def __init__(self, shape: HybridShape) -> None:
@@ -372,21 +373,15 @@ class GatedAttention(nn.Module):
         self.o_proj = linear(s.heads * s.head_dim, s.hidden)
         self.q_norm, self.k_norm = CentredNorm(s.head_dim), CentredNorm(s.head_dim)
 
-    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, memory: Memory | None = None) -> Tensor:
-        """The attention's output; appends its keys and values to the `memory` it attends to, where given."""
+    def project(self, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """See `Attention`."""
         s, (batch, length, _) = self.shape, h.shape
         q, gate = self.q_proj(h).view(batch, length, s.heads, -1).chunk(2, dim=-1)
-        k = self.k_norm(self.k_proj(h).view(batch, length, s.kv_heads, -1)).transpose(1, 2)
-        v = self.v_proj(h).view(batch, length, s.kv_heads, -1).transpose(1, 2)
-        q = self._turn(self.q_norm(q).transpose(1, 2), cos, sin)
-        k, v = (x.repeat_interleave(s.heads // s.kv_heads, dim=1) for x in (self._turn(k, cos, sin), v))
-        memory = [] if memory is None else memory
-        memory.append((k, v))
-        return self.o_proj((attend_own(q, memory).transpose(1, 2) * gate.sigmoid()).flatten(2))
-
-    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        rope = self.shape.rope
-        return torch.cat([rotate_halves(x[..., :rope], cos, sin), x[..., rope:]], dim=-1)
+        k, v = (part(h).view(batch, length, s.kv_heads, -1) for part in (self.k_proj, self.v_proj))
+        q, k = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2)
+        q, k = (torch.cat((rotate_halves(x[..., : s.rope], cos, sin), x[..., s.rope :]), -1) for x in (q, k))
+        k, v = (x.repeat_interleave(s.heads // s.kv_heads, dim=1) for x in (k, v.transpose(1, 2)))
+        return q, k, v, gate
 
 
 class UnitLowerInverse(torch.autograd.Function):

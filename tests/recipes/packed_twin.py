@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.recipes import fp8_twin
-
-NEVER = (*fp8_twin.NEVER, "conv1d")
+BLOCKS_NEVER = ("embed_tokens", "lm_head", "mlp.gate.", "eh_proj", "shared_head")
+NEVER = (*BLOCKS_NEVER, "conv1d")
+"""What stays as it is, besides vectors."""
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)
 """AutoAWQ: the columns that the nibbles of a word hold, low first."""
@@ -115,10 +116,21 @@ def int8(weight: Tensor) -> Stored:
     return Stored(found, meant(codes, scales, zeros))
 
 
+def quantize(weight: Tensor, tall: int, wide: int, *, ue8m0: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """FP8 values, float32 scales of blocks of `tall` rows and `wide` columns, and each element's scale."""
+    rows, columns = weight.shape
+    padded = F.pad(weight.float(), (0, -columns % wide, 0, -rows % tall))
+    most = padded.unflatten(1, (-1, wide)).unflatten(0, (-1, tall)).abs().amax((1, 3))
+    scales = (most / 448.0).clamp(min=1e-12)
+    scales = scales.log2().ceil().exp2() if ue8m0 else scales
+    every = scales.repeat_interleave(tall, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
+    return (weight.float() / every).to(torch.float8_e4m3fn), scales, every
+
+
 def fp8(weight: Tensor, way: str = "channel", block: int = 32) -> Stored:
     rows, columns = weight.shape
     tall, wide = {"tensor": (rows, columns), "channel": (1, columns), "block": (block, block)}[way]
-    values, scales, every = fp8_twin.quantize(weight, tall, wide)
+    values, scales, every = quantize(weight, tall, wide)
     kept = scales.flatten() if way == "tensor" else scales
     return Stored({"weight": values, "weight_scale": kept}, values.float() * every)
 
@@ -228,8 +240,25 @@ def write_twins(source: Path, folder: Path, way: str, keep: Sequence[str] = NEVE
         stored = store(tensor) if tensor.dim() == 2 else stacked([store(each) for each in tensor])
         tensors |= {f"{name.removesuffix('weight')}{last}": each for last, each in stored.tensors.items()}
         whole[name] = stored.values
-    save_file(tensors, twin / "model.safetensors", metadata={"format": "pt"})
     save_file(whole, plain / "model.safetensors", metadata={"format": "pt"})
-    own = json.loads((twin / "config.json").read_text())
-    (twin / "config.json").write_text(json.dumps({**own, "quantization_config": config}))
-    return twin, plain
+    return _rewritten(twin, tensors, config), plain
+
+
+def write_twin(source: Path, folder: Path, *, block: int = 128, ue8m0: bool = False) -> Path:
+    """The twin of an unsharded checkpoint with block-scaled FP8 matrices, as DeepSeek-V3 is published."""
+    shutil.copytree(source, folder)
+    tensors = Tensors()
+    for name, tensor in load_file(source / "model.safetensors").items():
+        tensors[name] = tensor
+        if tensor.dim() == 2 and not any(part in name for part in BLOCKS_NEVER):
+            tensors[name], tensors[f"{name}_scale_inv"], _ = quantize(tensor, block, block, ue8m0=ue8m0)
+    how = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    how |= {"weight_block_size": [block, block]} | ({"scale_fmt": "ue8m0"} if ue8m0 else {})
+    return _rewritten(folder, tensors, how)
+
+
+def _rewritten(folder: Path, tensors: Tensors, how: dict[str, Any]) -> Path:
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    own = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**own, "quantization_config": how}))
+    return folder

@@ -31,8 +31,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.recipes import demo_model
 from tests.recipes.demo_checkpoint import load_decoder, save_checkpoint, write_sums
-from tests.recipes.demo_corpus import Batches, Corpus, build_corpus, train_tokenizer
-from tests.recipes.demo_held_out import held_out
+from tests.recipes.demo_corpus import Batches, Corpus, build_corpus, held_out, train_tokenizer
 from tests.recipes.demo_model import DRAFT, TARGETS, Decoder, Gate, Optimizers, make_optimizers, new_decoder
 
 MTP_DEPTHS = 3

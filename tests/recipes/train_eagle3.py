@@ -26,8 +26,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.recipes import demo_model as model
 from tests.recipes.demo_checkpoint import load_decoder
-from tests.recipes.demo_corpus import Batches, Corpus, build_corpus
-from tests.recipes.demo_held_out import held_out, windows_of
+from tests.recipes.demo_corpus import Batches, Corpus, build_corpus, held_out, windows_of
 from tests.recipes.demo_model import TARGET, Decoder, Memory, RMSNorm, Shape, linear
 from tests.recipes.train_demo import Recorder, begin_record, steps_of
 
@@ -228,7 +227,7 @@ def train(head: Eagle3Head, target: Decoder, batches: Batches, arguments: Any) -
 def measure(head: Eagle3Head, target: Decoder, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
     """On held-out text, how often the head's first choice at each depth is the target's.
 
-    The windows and positions are those of `demo_held_out.held_out`.
+    The windows and positions are those of `demo_corpus.held_out`.
     """
     agreed, kept, tokens = torch.zeros(MEASURED), 0, 0
     for window in windows_of(corpus, tokenizer):

@@ -23,8 +23,7 @@ from spd.runtime.load.packed_weights import unpack
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import expected_tensors
 from tests.helpers import edit_config, edit_weights, logits_of, make_engine, refused_weights
-from tests.recipes.fp8_twin import write_twin
-from tests.recipes.packed_twin import write_twins
+from tests.recipes.packed_twin import write_twin, write_twins
 
 SIZES = {"hidden": 64, "intermediate": 128, "dtype": "bfloat16"}
 

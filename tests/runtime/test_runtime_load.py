@@ -16,7 +16,7 @@ from spd.runtime import SamplingParams
 from spd.runtime.load import loader
 from spd.runtime.models.destinations import Cut
 from tests.helpers import cut_when_read, edit_config, edit_weights, make_engine, refused_weights, run_one
-from tests.recipes.fp8_twin import write_twin
+from tests.recipes.packed_twin import write_twin
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 
 

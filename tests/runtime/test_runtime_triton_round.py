@@ -13,7 +13,7 @@ from spd.runtime import SamplingParams
 from spd.runtime.plan import memory
 from tests import helpers
 from tests.helpers import INTERPRETED, Patch, Tiny, accepted, drafted, drafts, outputs, random_prompts
-from tests.recipes.fp8_twin import write_twin
+from tests.recipes.packed_twin import write_twin
 from tests.recipes.tiny import write_tiny
 from tests.recipes.tiny_assistant import write_assistant
 from tests.recipes.tiny_dense import write_dense
