@@ -20,8 +20,8 @@ from spd.formats.mtp import verifier_hash
 from spd.kernels.linear.few_bits import int4_groups
 from spd.runtime.load.packed_weights import unpack
 from tests.cli.conftest import refused
-from tests.helpers import cut_when_read
-from tests.recipes.mtp_folders import PREFIX, change_tensors, write_deepseek
+from tests.helpers import cut_when_read, edit_weights
+from tests.recipes.mtp_folders import PREFIX, write_deepseek
 from tests.recipes.packed_twin import write_twin
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
 
@@ -68,7 +68,7 @@ def test_every_tensor_is_there_rounded_or_as_it_was(spd_run: Callable, tmp_path:
         listed = json.loads((written.path / "config.json").read_text())["quantization_config"]["ignore"]
         assert not {name.removesuffix(".weight") for name in rounded} & set(listed)
     odd = next(name for name in sorted(heads) if name.endswith("up_proj.weight"))
-    change_tensors(source, **{odd: before[odd].flatten()})
+    edit_weights(source, lambda tensors: tensors.update({odd: before[odd].flatten()}))
     spd_run("quantize", source, tmp_path / "odd", "--mtp-too")
     assert torch.equal(load_file(tmp_path / "odd" / "model.safetensors")[odd], before[odd].flatten())
 
@@ -149,7 +149,7 @@ def test_only_the_shards_that_are_needed_are_read(spd_run: Callable, tmp_path: P
 
 def test_a_table_of_its_own_is_kept(spd_run: Callable, original: Path, tmp_path: Path) -> None:
     table = load_file(original / "model.safetensors")[COPIES[1]]
-    change_tensors(original, **{COPIES[1]: table + 1})
+    edit_weights(original, lambda tensors: tensors.update({COPIES[1]: table + 1}))
     facts = spd_run("convert-mtp", original, tmp_path / "head", "--json").json
     assert facts["own"] == [COPIES[1]] and facts["shared"] == [COPIES[0]]
     written = load_file(tmp_path / "head" / "model.safetensors")
@@ -164,16 +164,16 @@ def test_fp8_goes_along_with_its_scales(spd_run: Callable, original: Path, tmp_p
     config = json.loads((tmp_path / "head" / "config.json").read_text())["transformer_layer_config"]
     assert config["quantization_config"]["weight_block_size"] == [24, 24]
     scale = next(name for name in stored if name.endswith("_scale_inv"))
-    change_tensors(twin, drop=(scale,))
+    edit_weights(twin, lambda tensors: tensors.pop(scale))
     said = "tensors of the MTP head are needed: 1 missing", scale.removesuffix("_inv")
     refused(spd_run("convert-mtp", twin, tmp_path / "bare"), 4, *said)
 
 
 def test_heads_that_are_not_whole_are_refused_by_name(spd_run, original, tmp_path) -> None:
     """In part and wholly; what else is no head is told by the tests of formats."""
-    change_tensors(original, drop=(f"{PREFIX}enorm.weight",))
+    edit_weights(original, lambda tensors: tensors.pop(f"{PREFIX}enorm.weight"))
     refused(spd_run("convert-mtp", original, tmp_path / "head"), 4, "1 missing", f"{PREFIX}enorm.weight")
-    change_tensors(original, drop=(*head_of(original), *COPIES))
+    edit_weights(original, lambda tensors: [tensors.pop(n, None) for n in (*head_of(original), *COPIES)])
     ran = spd_run("convert-mtp", original, tmp_path / "head")
     refused(ran, 4, "holds no MTP layers", "config.json speaks of 1")
     assert sorted(os.listdir(tmp_path)) == ["original"]
@@ -200,7 +200,7 @@ def test_a_source_that_is_cut_short_while_it_is_read(spd_run, original, tmp_path
 
 
 def test_the_mark_of_the_verifier_is_never_that_of_a_part(original, monkeypatch) -> None:
-    change_tensors(original, **{"model.norm.weight": torch.ones(10**6)})
+    edit_weights(original, lambda tensors: tensors.update({"model.norm.weight": torch.ones(10**6)}))
     cut_when_read(monkeypatch, original / "model.safetensors")
     cut = pytest.raises(CheckpointError, match="was truncated while it was read")
     with Checkpoint.open(original) as checkpoint, cut:

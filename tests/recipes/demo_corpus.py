@@ -52,12 +52,8 @@ cProfile linecache filecmp stat errno array colorsys bz2 lzma sched http.client 
 """
 QUESTION_TYPES = (str, bytes, list, dict, set, frozenset, tuple, int, float, bytearray, complex, range)
 QUESTIONS = (
-    "What does {name} do?",
-    "what does {name} do",
-    "What is {name} for?",
-    "Explain {name}.",
-    "Describe {name} in one sentence.",
-    "What does {name} do in Python?",
+    *("What does {name} do?", "what does {name} do", "What is {name} for?", "Explain {name}."),
+    *("Describe {name} in one sentence.", "What does {name} do in Python?"),
 )
 
 

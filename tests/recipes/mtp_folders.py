@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.recipes.demo_checkpoint import config_of, to_checkpoint
@@ -53,13 +53,6 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shards: int = 1) 
         save_file(part, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-
-def change_tensors(folder: Path, drop: tuple[str, ...] = (), **added: Tensor) -> None:
-    """Rewrite a folder's one file without some tensors and with others."""
-    tensors = load_file(folder / "model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if name not in drop}
-    save_file(kept | added, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 Entry = tuple[str, str, tuple[int, ...]]

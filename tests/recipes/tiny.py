@@ -56,6 +56,7 @@ DEEPSEEK = {"architecture": "DeepseekV3ForCausalLM", "tie": False, "kv_heads": 4
 V3 = {**LATENT, **EXPERTS, "q_lora_rank": 24}
 DEEPSEEK_V2 = {**DEEPSEEK, "architecture": "DeepseekV2ForCausalLM"}
 V2 = {**V3, "topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False}
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
 GLM4 = {"architecture": "Glm4MoeForCausalLM", "attention_bias": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama2": {"architecture": LLAMA, "kv_heads": 4, "tie": False},
@@ -84,13 +85,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "glm4_moe": {
         **{**GLM4, "tie": False},
-        "extra": {
-            **EXPERTS,
-            "use_qk_norm": True,
-            "partial_rotary_factor": 0.5,
-            "n_group": 1,
-            "topk_group": 1,
-        },
+        "extra": {**EXPERTS, "use_qk_norm": True, "partial_rotary_factor": 0.5, **ONE_GROUP},
     },
     "glm4_moe_air": {
         **{**GLM4, "rope_style": "parameters"},
@@ -98,7 +93,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "glm4_moe_lite": {
         **{**DEEPSEEK, "architecture": "Glm4MoeLiteForCausalLM"},
-        "extra": {**V3, "n_group": 1, "topk_group": 1},
+        "extra": {**V3, **ONE_GROUP},
     },
     "qwen3_moe": {
         **{"architecture": QWEN3_MOE, "tie": False},

@@ -28,15 +28,11 @@ def assistant_shapes(config: Json) -> dict[str, tuple[int, ...]]:
         size = text["head_dim"] if kind == "sliding_attention" else text["global_head_dim"]
         width, at = text["num_attention_heads"] * size, f"model.layers.{number}."
         inside = {"self_attn.q_proj": (width, hidden), "self_attn.o_proj": (hidden, width)}
-        inside |= {
-            "self_attn.q_norm": (size,),
-            "mlp.gate_proj": (inner, hidden),
-            "mlp.up_proj": (inner, hidden),
-        }
-        inside |= {"mlp.down_proj": (hidden, inner)} | dict.fromkeys(NORMS, (hidden,))
-        shapes |= {f"{at}{name}.weight": shape for name, shape in inside.items()} | {
-            f"{at}layer_scalar": (1,)
-        }
+        inside |= {"self_attn.q_norm": (size,), "mlp.gate_proj": (inner, hidden)}
+        inside |= {"mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+        inside |= dict.fromkeys(NORMS, (hidden,))
+        shapes |= {f"{at}{name}.weight": shape for name, shape in inside.items()}
+        shapes[f"{at}layer_scalar"] = (1,)
     return shapes
 
 
@@ -59,15 +55,9 @@ def write_assistant(folder: Path, target: Path, *, clusters: int = 0, kept: int 
         **{"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "use_double_wide_mlp": False},
         "enable_moe_block": False,
     }
-    config = {
-        **{"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"},
-        **{
-            "backbone_hidden_size": wide,
-            "text_config": text,
-            "tie_word_embeddings": True,
-            "dtype": "float32",
-        },
-    }
+    config = {"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"}
+    config |= {"backbone_hidden_size": wide, "text_config": text}
+    config |= {"tie_word_embeddings": True, "dtype": "float32"}
     tensors = {}
     for name, shape in assistant_shapes(config).items():
         noise = drawn(f"0/{name}", shape, 1.0)
