@@ -234,7 +234,7 @@ def test_a_child_imports_what_this_process_does(tmp_path: Path, monkeypatch) -> 
     kept, paths = tmp_path / "kept", [path for path in sys.path if path != str(home)]
     kept.mkdir()
     (kept / "only_there.py").write_text("")
-    for name in ("jinja2", "json", "markupsafe", "signal", "spd"):
+    for name in ("jinja2", "json", "markupsafe", "signal", "sitecustomize", "spd"):
         (tmp_path / f"{name}.py").write_text("print('taken from the working folder')")
     monkeypatch.setenv("PYTHONPATH", f":{tmp_path}")
     for folder, searched in ((tmp_path, [str(tmp_path), "kept", str(kept)]), (home, [str(kept)])):
