@@ -51,8 +51,8 @@ def _by_layer(how: Json, layers: int, delta: str, attending: str) -> dict[str, J
 
 
 NEXT, BIG = RELEASES["Qwen3-Next-80B-A3B-Instruct"], RELEASES["Qwen3.5-122B-A10B"]
-ALL_LINEAR = {"targets": ["Linear"]}
 FLOAT4: Json = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+BOTH = {"input_activations": FLOAT4, "weights": FLOAT4, "targets": ["Linear"]}
 SPARSE = "mlp.experts mlp.shared_expert.gate_proj mlp.shared_expert.up_proj mlp.shared_expert.down_proj"
 MIXED = {
     "lm_head": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
@@ -72,12 +72,7 @@ QUANTIZED = {
             rf"{LAYER}self_attn\.k_proj": "k_scale",
             rf"{LAYER}self_attn\.v_proj": "v_scale",
         },
-        {
-            **{"quant_method": "modelopt", "quant_algo": "NVFP4"},
-            "config_groups": {
-                "group_0": dict.fromkeys(("input_activations", "weights"), FLOAT4) | ALL_LINEAR
-            },
-        },
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": {"group_0": BOTH}},
         tensors=297_728,
     ),
     # @ 1355db6a; the MTP layer's experts are stacked
