@@ -59,14 +59,14 @@ def test_names_and_sizes(opened: dict[str, Tokenizer]) -> None:
     assert opened["sentencepiece"]._strips and not tokenizer._strips
 
 
+ENDED = {"add_eos_token": True}
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
         *(({}, ([1], [])), ({"add_bos_token": True}, ([1], [])), ({"add_bos_token": False}, ([], []))),
-        *(
-            ({"add_eos_token": True}, ([1], [2])),
-            ({"add_bos_token": False, "add_eos_token": True}, ([], [2])),
-        ),
+        *((ENDED, ([1], [2])), ({"add_bos_token": False, **ENDED}, ([], [2]))),
     ],
 )
 def test_flags_overrule_the_post_processor(tmp_path: Path, config: dict, expected: tuple) -> None:
