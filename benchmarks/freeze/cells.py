@@ -27,7 +27,11 @@ ALIKE = "" if OLD_NATIVE else "--dtype float32 --kernels torch"
 SHELF = """
 import json, shutil, sys
 from pathlib import Path
-from tests.recipes import packed_twin, tiny, tiny_dense, tiny_eagle3, tiny_mtp
+from tests.recipes import tiny, tiny_dense, tiny_eagle3, tiny_mtp
+try:
+    from tests.recipes.fp8_twin import write_twin
+except ImportError:
+    from tests.recipes.packed_twin import write_twin
 out, soft = Path(sys.argv[1]), lambda layer: 1.0 if layer < 2 else 0.12
 shutil.rmtree(out)
 shelf = {name: (tiny.write_tiny(out / name, **shape), "") for name, shape in tiny.VARIANTS.items()}
@@ -43,7 +47,7 @@ for name in tiny_eagle3.LAYERS:
     shelf[f"eagle3-{name}"] = out / f"eagle3-{name}", f"eagle3 --draft-model {head}"
 demo = next(Path("spd").rglob("demo/training.json")).parent
 for source in (demo, out / "qwen3", out / "deepseek_v3"):
-    twin = packed_twin.write_twin(source, out / f"fp8-{source.name}")
+    twin = write_twin(source, out / f"fp8-{source.name}")
     shelf[twin.name] = twin, "mtp" * (source == demo)
 for name, files in (("empty", 0), ("no-weights", 2), ("cut", 3), ("unread", 3)):
     (out / "bad" / name).mkdir(parents=True)
