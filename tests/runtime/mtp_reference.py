@@ -19,6 +19,8 @@ from tests.recipes.tiny_mtp import NAMES
 
 HIDDEN_FIRST, MASK_FIRST, RECYCLE_RAW = ("mimo",), ("deepseek", "glm4", "mimo", "ernie"), ("glm4", "ernie")
 """Families whose projection reads the state first; that hide the first embedding; that skip a norm."""
+AROUND_ZERO = ("step3", "mtp")
+"""Families whose scales of norms are stored as their distance from 1; of "mtp" the hybrids."""
 LIMITS = ("swiglu_limits", "swiglu_limits_shared")
 HOW: dict[str, Any] = {"dtype": torch.float64, "attn_implementation": "eager"}
 """The library's models; those with experts, too: `experts_implementation`."""
@@ -178,7 +180,8 @@ class LibraryMtp(PlainMtp):
         write_tensors(scratch, kept)
         longer = {**self.config, "num_hidden_layers": layers + modules, "num_nextn_predict_layers": 0}
         if "layer_types" in self.config:
-            longer["layer_types"] = [*self.config["layer_types"], *["sliding_attention"] * modules]
+            kind = "full_attention" if family == "mtp" else "sliding_attention"
+            longer["layer_types"] = [*self.config["layer_types"], *[kind] * modules]
             longer["mlp_layer_types"] = ["dense", *["sparse"] * (layers - 1), *["dense"] * modules]
         if family == "step3":
             padding = {"rope_theta": 200.0, "partial_rotary_factors": 1.0, **dict.fromkeys(LIMITS, 0.0)}
@@ -187,12 +190,12 @@ class LibraryMtp(PlainMtp):
                 **{"architectures": ["Step3p7ForConditionalGeneration"], "model_type": "step3p7"},
                 **{"text_config": longer, "vision_config": STEP_VISION, "tie_word_embeddings": False},
             }
-            for name, tensor in self.tensors.items():  # scales stand around 0, also of those outside layers
-                if tensor.dim() == 1 and "norm" in name:
-                    tensor += 1
+        for name, tensor in self.tensors.items() if family in AROUND_ZERO else ():
+            if tensor.dim() == 1 and "norm" in name:  # also of those outside layers
+                tensor += 1
         write_json(scratch / "config.json", longer)
-        kind = AutoModelForImageTextToText if family == "step3" else AutoModelForCausalLM
-        model = kind.from_pretrained(scratch, **HOW, experts_implementation="eager")
+        made = AutoModelForImageTextToText if family == "step3" else AutoModelForCausalLM
+        model = made.from_pretrained(scratch, **HOW, experts_implementation="eager")
         self.model = getattr(model.eval().model, "language_model", model.model)
 
     @torch.inference_mode()
@@ -204,8 +207,9 @@ class LibraryMtp(PlainMtp):
         kind = [kinds[number]] if kinds is not None else []
         if kind == ["sliding_attention"]:
             mask += torch.full_like(mask, -torch.inf).tril(-self.model.config.sliding_window)
-        given = {"attention_mask": mask[None, None], "position_ids": rows}
-        given["position_embeddings"] = self.model.rotary_emb(x[None], rows, *kind)
+        seen = None if kind == ["linear_attention"] else mask[None, None]
+        given = {"attention_mask": seen, "position_ids": rows}
+        given["position_embeddings"] = self.model.rotary_emb(x[None], rows, *kind[self.family == "mtp" :])
         out = self.model.layers[number](x[None], **given)
         found: Tensor = out[0] if isinstance(out, tuple) else out
         return found[0] if found.dim() == 3 else found

@@ -23,8 +23,8 @@ from spd.runtime.round.rows import SlotRows
 from tests.helpers import drafted, edit_weights, make_engine, quick_engine, random_prompts, run_all, speaks_as
 from tests.recipes.tiny_eagle3 import write_tiny_eagle3
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
-from tests.runtime.eagle3_reference import PlainEagle3
-from tests.runtime.hybrid_reference import PlainHybrid
+from tests.runtime.eagle3_reference import LibraryTarget, PlainEagle3
+from tests.runtime.mtp_reference import LibraryMtp
 from tests.runtime.test_runtime_mtp import compared
 
 PROMPTS = [*random_prompts(3, 20, 256), *random_prompts(1, 75, 256, seed=1), (5,), (7, 9)]
@@ -140,14 +140,17 @@ def test_the_plan_counts_what_is_kept_of_slots(hybrid: Shelf, mtp: bool) -> None
 @pytest.mark.parametrize(
     ("k", "kernels"), [(4, "auto"), *(pytest.param(k, "torch", marks=pytest.mark.slow) for k in (1, 2))]
 )
-def test_drafts_of_its_mtp_layer_are_the_reference_s(hybrid: Shelf, k: int, kernels: str) -> None:
+def test_drafts_of_its_mtp_layer_are_the_reference_s(
+    hybrid: Shelf, tmp_path: Path, k: int, kernels: str
+) -> None:
     total = 0
     for agreeing in (True,) if k < 4 else (False, True):
         folder = hybrid(mtp=True, agreeing=agreeing)
         prompts = random_prompts(2, 20, 256)
         params = [SamplingParams(max_tokens=30, ignore_eos=True)] * 2
         runs = run_all(make_engine(folder, kernels=kernels, spec="mtp", draft_max=k), prompts, params)
-        wrong, seen, _ = compared(PlainHybrid(folder), list(zip(prompts, runs, strict=True)), most=6)
+        plain = LibraryMtp(folder, "mtp", 1, tmp_path / f"{agreeing}")
+        wrong, seen, _ = compared(plain, list(zip(prompts, runs, strict=True)), most=6)
         assert wrong == 0
         total += seen
     assert total > (6 if k < 4 else 12)
@@ -158,13 +161,13 @@ def test_drafts_of_its_mtp_layer_are_the_reference_s(hybrid: Shelf, k: int, kern
 def test_drafts_of_an_eagle3_head_are_right(hybrid: Shelf, tmp_path: Path, form: str, k: int) -> None:
     """Of a head that reads streams entering recurrent and attending layers; the text is plain decoding's."""
     target = hybrid(num_hidden_layers=7)
-    head = write_tiny_eagle3(tmp_path / "head", target, aux=(1, 4, 7))
+    head = write_tiny_eagle3(tmp_path / "head", target, aux=(1, 3, 6))
     wishes = {"dtype": "float32", "kernels": form, "ctx": 320}
     engine = make_engine(target, **wishes, spec="eagle3", draft_model=head, draft_max=k)
     prompts = PROMPTS[:: 2 if form == "native" else 4]  # torch's recurrence is slow
     params = [SamplingParams(max_tokens=24 if form == "native" else 10, ignore_eos=True)] * len(prompts)
     runs = run_all(engine, prompts, params)
-    plain = PlainEagle3(target, head, PlainHybrid(target))
+    plain = PlainEagle3(target, head, LibraryTarget(target))
     wrong, seen, _ = compared(plain, list(zip(prompts, runs, strict=True)), most=6)
     assert wrong == 0 and seen >= (12 if form == "native" else 8)
     plain_runs = run_all(make_engine(target, **wishes), prompts, params)
