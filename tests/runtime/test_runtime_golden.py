@@ -1,8 +1,10 @@
-"""Golden: every variant and family against `transformers` in float32, logits and whole generations."""
+"""Golden: every variant and family against `transformers` in float32, and families as they are published."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +15,12 @@ import torch
 
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.model_config import SUPPORTED_ARCHITECTURES, WRAPPERS
+from spd.kernels.linear.few_bits import GroupedWeight
 from spd.runtime import SamplingParams
-from tests.helpers import edit_weights, make_engine, random_prompts, read_model_config, run_one, speaks_as
+from tests import helpers
+from tests.helpers import make_engine, random_prompts, read_model_config, run_all, run_one, speaks_as
 from tests.recipes.tiny import LLAMA, VARIANTS, write_json
-from tests.recipes.tiny_dense import FAMILIES, LONG_ORIGINAL, write_dense
+from tests.recipes.tiny_dense import FAMILIES, LONG_ORIGINAL, write_dense, write_mxfp4
 from tests.runtime.test_runtime_wrappers import WRAPPED
 
 transformers = pytest.importorskip("transformers")
@@ -33,16 +37,15 @@ def as_known(folder: Path, elsewhere: Path) -> Path:
         config = {"text_config": config, "vision_config": vision, "tie_word_embeddings": False}
     if wrapper.startswith("Muse"):
         config |= {"out_hidden_size": 64, "projector_hidden_size": 16}
-        edit_weights(known, within)
+
+        def within(tensors: dict[str, torch.Tensor]) -> None:
+            for name in [*tensors]:
+                tensors[re.sub(r"^model\.", "model.language_model.", name)] = tensors.pop(name)
+
+        helpers.edit_weights(known, within)
     names = {"architectures": [wrapper], "model_type": WRAPPERS.get(wrapper, ["qwen2"])[0]}
     write_json(known / "config.json", {**config, **names})
     return known
-
-
-def within(tensors: dict[str, torch.Tensor]) -> None:
-    """Names of a text model's tensors become those inside of what sees images too."""
-    for name in [name for name in tensors if name.startswith("model.")]:
-        tensors[name.replace("model.", "model.language_model.", 1)] = tensors.pop(name)
 
 
 SEEING = {
@@ -96,19 +99,12 @@ def test_what_transformers_saves_is_read(tiny: Callable[..., Path], tmp_path: Pa
         assert all(torch.equal(found.read(name), wanted.read(name)) for name in wanted.tensors)
 
 
-HYBRIDS = {
-    *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
-    *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
-}
-"""Compared in `test_runtime_hybrid`."""
-
-
 def test_every_class_is_among_them() -> None:
-    """`transformers` does not know MiMo."""
-    saved = {options.get("architecture", LLAMA) for options in VARIANTS.values()}
-    saved |= {name for _, config, _ in FAMILIES.values() for name in config["architectures"]} | HYBRIDS
-    saved |= set(WRAPPED)
-    assert saved == set(SUPPORTED_ARCHITECTURES)
+    """But for hybrids, which `test_runtime_hybrid` compares; `transformers` does not know MiMo."""
+    saved = {options.get("architecture", LLAMA) for options in VARIANTS.values()} | set(WRAPPED)
+    saved |= {name for _, config, _ in FAMILIES.values() for name in config["architectures"]}
+    ours = {name for name in SUPPORTED_ARCHITECTURES if not name.startswith(("Qwen3_5", "Qwen3Next"))}
+    assert saved == ours and len(SUPPORTED_ARCHITECTURES) == len(ours) + 5
     assert not hasattr(transformers, "MiMoForCausalLM")
 
 
@@ -124,3 +120,42 @@ def test_an_end_token_ends_both(tiny: Callable[..., Path]) -> None:
     for wishes in ({"spec": "ngram"}, {"spec": "draft", "draft_model": stopping}):
         run = run_one(stopping, prompt, SamplingParams(max_tokens=24), draft_max=4, **wishes)
         assert run.tokens == wanted and run.finish_reason == "stop" and run.tokens[-1] == end
+
+
+def multiplied_out(tensors: dict[str, torch.Tensor]) -> None:
+    """Experts become what `transformers` makes of MXFP4."""
+    convert = importlib.import_module("transformers.integrations.mxfp4").convert_moe_packed_tensors
+    for name in [name for name in tensors if name.endswith("_blocks")]:
+        whole, pair = name.removesuffix("_blocks"), (tensors.pop(name), tensors.pop(name[:-6] + "scales"))
+        tensors[whole] = convert(*pair, dtype=torch.float32).contiguous()
+
+
+def test_gpt_oss_as_published(tmp_path: Path) -> None:
+    """Experts in MXFP4 stay packed, and speak as `transformers` does with what it makes of them."""
+    folder, wide = write_mxfp4(tmp_path / "published", max_positions=2048), tmp_path / "wide"
+    shutil.copytree(folder, wide)
+    helpers.edit_weights(wide, multiplied_out)
+    helpers.edit_config(wide, lambda config: config.pop("quantization_config"))
+    reference = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval()
+    prompt, engine = random_prompts(1, 70, 256, seed=4)[0], make_engine(folder)
+    experts = engine._device.runner.model.layers[0].mlp.experts
+    assert isinstance(experts.weights.gate_up, GroupedWeight) and engine.plan.shape.form.words == "e2m1"
+    run = speaks_as(reference, engine, prompt, 24)
+    engine = make_engine(folder, spec="draft", draft_model=folder, draft_max=3)
+    (drafted,) = run_all(engine, [prompt], [SamplingParams(max_tokens=24, ignore_eos=True)])
+    assert drafted.tokens == run.tokens and drafted.metrics.draft_n_accepted > 8
+
+
+def test_interrupted_texts_are_the_same_under_windows(tmp_path: Path) -> None:
+    """Too few pages for all: a request that waits is replayed, window and all."""
+    shape: dict[str, Any] = {"residual_gain": helpers.Damped(loud=2), "seed": 3, "max_positions": 1024}
+    target = write_dense(tmp_path / "target", "gemma3", **shape)
+    prompts = [random_prompts(1, 490 + n, 256, seed=n)[0] for n in range(4)]
+    params = [SamplingParams(max_tokens=60, temperature=0.7, seed=i, ignore_eos=True) for i in range(4)]
+    alone = run_all(make_engine(target, kernels="auto", ctx=1024), prompts, params)
+    draft = {"draft_model": write_dense(tmp_path / "draft", "gemma3", layers=2, **shape)}
+    for spec, model in (("ngram", {}), ("draft", draft)):
+        wishes = {"spec": spec, "draft_max": 3, "slots": 4, "lag": 1, "ctx": 1024, "cache_pages": 40, **model}
+        runs = run_all(make_engine(target, kernels="auto", **wishes), prompts, params)
+        assert [run.output for run in runs] == [run.output for run in alone]
+        assert sum(run.metrics.preemptions for run in runs) > 0

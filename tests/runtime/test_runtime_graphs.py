@@ -228,7 +228,7 @@ def keep_one_a_reading(engine: Any) -> None:
 FAULTS: dict[str, Callable[[Any], object]] = {
     "passing": lambda engine: vars(engine._device.state).update(length=engine._device.state.length.clone()),
     "has moved": lambda engine: engine._device.sampler.seed.set_(engine._device.sampler.seed.clone()),
-    r"\('commit', .*": lambda engine: vars(engine._device.state).update(max_len=200),
+    r"\[\[200,": lambda engine: vars(engine._device.state).update(max_len=200),
     "more tensors last": keep_one_a_reading,
 }
 """By what is said."""

@@ -135,11 +135,6 @@ def test_experts_packed_without_number_are_refused(tmp_path: Path, monkeypatch: 
         Checkpoint.open(tmp_path)
 
 
-def test_vision_tensors_are_named_as_unused(hybrid: Shelf, caplog: pytest.LogCaptureFixture) -> None:
-    make_engine(hybrid(wrapped=True), kernels="torch")
-    assert "1 tensors of" in caplog.text and "model.visual.patch_embed.proj.weight" in caplog.text
-
-
 @pytest.mark.parametrize("mtp", [False, True])
 def test_the_plan_counts_what_is_kept_of_slots(hybrid: Shelf, mtp: bool) -> None:
     engine = make_engine(hybrid(mtp=mtp), slots=3, spec="mtp" if mtp else "off", draft_max=4 if mtp else None)
