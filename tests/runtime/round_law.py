@@ -232,17 +232,6 @@ class Enumeration:
         return masses
 
 
-def law_error(case: Case, draft_law: str) -> float:
-    """Greatest difference between the rounds' law, continued by the target, and the target's own."""
-    table = case.table()
-    enumeration = Enumeration(case, table)
-    conditional = DRAFT_LAWS[draft_law](len(table))
-    with torch.inference_mode():
-        for number in range(len(case.ks)):
-            enumeration.run(number, conditional)
-    return difference(case, table, enumeration.masses())
-
-
 def difference(case: Case, table: Tensor, masses: dict[Text, float]) -> float:
     """The greatest between the law of committed texts, continued by the target, and the target's own."""
     target = Law(table, case.params, case.horizon)
@@ -257,8 +246,13 @@ def difference(case: Case, table: Tensor, masses: dict[Text, float]) -> float:
 
 def check_law(case: Case, *draft_laws: str) -> None:
     """Assert the law under the named drafters (all of them by default)."""
+    table = case.table()
     for draft_law in draft_laws or DRAFT_LAWS:
-        error = law_error(case, draft_law)
+        enumeration, conditional = Enumeration(case, table), DRAFT_LAWS[draft_law](len(table))
+        with torch.inference_mode():
+            for number in range(len(case.ks)):
+                enumeration.run(number, conditional)
+        error = difference(case, table, enumeration.masses())
         assert error < LIMIT_OF_ERROR, f"{draft_law}: the law differs by {error:.3g}"
 
 

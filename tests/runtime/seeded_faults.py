@@ -94,6 +94,11 @@ def around(owner: Any, name: str, change: Callable[..., Any]) -> Mutation:
     return apply
 
 
+def instead(owner: Any, name: str) -> Callable[[Callable[..., Any]], Mutation]:
+    """`around`, as a decorator."""
+    return lambda change: around(owner, name, change)
+
+
 def together(*mutations: Mutation) -> Mutation:
     def apply(patch: Patch) -> None:
         for mutation in mutations:
@@ -162,12 +167,10 @@ def stops_are_finite(a: Arguments) -> dict[str, object]:
     return {"finite": a.finite | (a.sampled.unsqueeze(-1) == a.stop_ids.unsqueeze(1)).any(dim=-1)}
 
 
-def decided_by_the_last(decide: Any, sampled: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+@instead(round_commit, "_decide")
+def stops_in_last_row_only(decide: Any, sampled: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
     hidden = torch.cat((torch.full_like(sampled[:, :-1], -2), sampled[:, -1:]), dim=1)
     return decide(hidden, *rest)
-
-
-stops_in_last_row_only = around(round_commit, "_decide", decided_by_the_last)
 
 
 def read_a_column_late(row: list[int]) -> Emission:
@@ -203,13 +206,11 @@ def kept_whatever_they_are(window: Any, a: Arguments) -> Any:
     return placed(window, a, torch.ones_like(window.valid))
 
 
-def later_rows_one_off(kv_slots: Any, table: Tensor, positions: Tensor, *rest: Any) -> Tensor:
+@instead(round_window, "kv_slots")
+def kv_one_off(kv_slots: Any, table: Tensor, positions: Tensor, *rest: Any) -> Tensor:
     """Rows after a window's first, beyond every prompt: plain decoding has none."""
     later = (torch.arange(positions.shape[1]) > 0) & (positions >= 16)
     return kv_slots(table, positions + later.long(), *rest)
-
-
-kv_one_off = around(round_window, "kv_slots", later_rows_one_off)
 
 
 def first_row_only(**step: Any) -> Mutation:
@@ -227,12 +228,10 @@ def noise(key: Callable[[Tensor], Tensor]) -> Mutation:
     return around(sampling, "draw_rows", lambda draw, processed, at, *rest: draw(processed, key(at), *rest))
 
 
-def admitted_by_slot(admit: Any, sampler: Sampler, slot: int, *given: Any) -> None:
+@instead(Sampler, "admit")
+def seed_of_slot(admit: Any, sampler: Sampler, slot: int, *given: Any) -> None:
     admit(sampler, slot, *given)
     sampler.seed[slot] = slot
-
-
-seed_of_slot = around(Sampler, "admit", admitted_by_slot)
 
 
 def counts(rows: Callable[[Tensor, Tensor], Tensor]) -> Mutation:
@@ -269,12 +268,10 @@ draft_noise_off = around(
 )
 
 
-def cold(draw: Any, sampler: Sampler, *args: Any) -> Tensor:
+@instead(Sampler, "draw_draft")
+def draft_without_temperature(draw: Any, sampler: Sampler, *args: Any) -> Tensor:
     with mock.patch.dict(sampler.numbers, temperature=sampler.numbers["temperature"].sign()):
         return draw(sampler, *args)
-
-
-draft_without_temperature = around(Sampler, "draw_draft", cold)
 
 
 def drafts_one_column_late(window: Any, a: Arguments) -> Any:
@@ -301,29 +298,23 @@ def catch_up(change: Callable[[int], int | None]) -> Mutation:
     return around(DraftModelProposer, "catch_up", changed)
 
 
-def launched_alone(launch: Any, queue: RoundQueue, *args: Any) -> Any:
+@instead(RoundQueue, "launch")
+def pauses_are_not_counted(launch: Any, queue: RoundQueue, *args: Any) -> Any:
     queue.behind = 0
     return launch(queue, *args)
 
 
-pauses_are_not_counted = around(RoundQueue, "launch", launched_alone)
-
-
-def launched_late(launch: Any, queue: RoundQueue, k: int, *args: Any) -> Any:
+@instead(RoundQueue, "launch")
+def pauses_begin_late(launch: Any, queue: RoundQueue, k: int, *args: Any) -> Any:
     behind, ticket = queue.behind, launch(queue, k, *args)
     if k and not behind:
         queue.behind = 0
     return ticket
 
 
-pauses_begin_late = around(RoundQueue, "launch", launched_late)
-
-
-def of_those_present(read: Any, engine: Engine) -> None:
+@instead(Engine, "_read_oldest")
+def occupants_look_alike(read: Any, engine: Engine) -> None:
     slots, oldest = engine._scheduler.slots, engine._scheduler.in_flight[0]
     present = [slots[sequence.slot] or sequence for sequence in oldest.sequences]
     engine._scheduler.in_flight[0] = oldest._replace(sequences=present)
     read(engine)
-
-
-occupants_look_alike = around(Engine, "_read_oldest", of_those_present)
