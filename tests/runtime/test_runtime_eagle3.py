@@ -135,7 +135,6 @@ def test_a_copy_of_the_target_s_embeddings_is_not_kept_twice(pair: Pair, tmp_pat
 
 OTHER_KIND = "weight: this kind of EAGLE-3 head is not supported"
 OTHER_IDS = torch.arange(320).flip(0) - torch.arange(320)
-OTHER_IDS = torch.arange(320).flip(0) - torch.arange(320)
 DAMAGE: list[tuple[Callable[[Parts], object], str]] = [
     (lambda t: t["d2t"][5:7].copy_(torch.tensor([2**62 + 1, -(2**62)])), "d2t"),
     (lambda t: t["d2t"][1].copy_(t["d2t"][0] - 1), "different token ids below 320"),

@@ -135,13 +135,6 @@ def test_experts_packed_without_number_are_refused(tmp_path: Path, monkeypatch: 
         Checkpoint.open(tmp_path)
 
 
-@pytest.mark.parametrize("mtp", [False, True])
-def test_the_plan_counts_what_is_kept_of_slots(hybrid: Shelf, mtp: bool) -> None:
-    engine = make_engine(hybrid(mtp=mtp), slots=3, spec="mtp" if mtp else "off", draft_max=4 if mtp else None)
-    kept = [pool for layer in engine._device.runner.cache.layers for pool in layer.pools]
-    assert sum(pool.nbytes for pool in kept) == engine.plan.need.cache + engine.plan.need.states
-
-
 @pytest.mark.parametrize(
     ("k", "kernels"), [(4, "auto"), *(pytest.param(k, "torch", marks=pytest.mark.slow) for k in (1, 2))]
 )

@@ -25,8 +25,6 @@ from spd.runtime.models.weights import expected_tensors
 from tests.helpers import edit_config, edit_weights, logits_of, make_engine, refused_weights
 from tests.recipes.packed_twin import write_twin, write_twins
 
-SIZES = {"hidden": 64, "intermediate": 128, "dtype": "bfloat16"}
-
 
 def random(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
@@ -101,7 +99,8 @@ def test_the_plan_says_how_weights_are_kept(tiny: Callable[..., Path]) -> None:
 
 
 def test_weights_that_are_quantized_already(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    fp8, (gptq, _) = write_twin(tiny(), tmp_path / "fp8"), write_twins(tiny(**SIZES), tmp_path, "gptq")
+    plain = tiny(hidden=64, intermediate=128, dtype="bfloat16")
+    fp8, (gptq, _) = write_twin(tiny(), tmp_path / "fp8"), write_twins(plain, tmp_path, "gptq")
     for twin, word in itertools.product((fp8, gptq), ("int8", "int4")):
         with pytest.raises(IncompatibleError, match=f"--quantize {word}, but the weights"):
             make_plan(EngineConfig(model=twin, device="cpu", quantize=word))
@@ -163,8 +162,6 @@ def test_fp8_where_it_is_not_expected(twin: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"quant_method": "exl3"}, "exl3"),
-        ({"quant_method": "compressed-tensors"}, "config_groups"),
         ({"weight_block_size": None}, "fp8"),
         *(({"weight_block_size": size}, "weight_block_size") for size in ([128], [0, 128], [128.0, 128])),
         ({"fmt": "e5m2"}, "e5m2"),
