@@ -21,10 +21,11 @@ from spd.runtime import Request, SamplingParams
 from spd.runtime.engine.engine import arm
 from spd.runtime.engine.grammar import KEPT, MAX_BYTES, Grammar, GrammarCompiler
 from spd.runtime.engine.request import GrammarText, ThinkingBudget
+from spd.runtime.engine.sequence import NEVER_BEGAN
 from spd.runtime.round.limits import mask_width
 from spd.runtime.round.round_queue import RoundQueue
 from spd.runtime.round.sampling_params import SamplerClass
-from tests.helpers import make_engine, quick_engine, random_prompts, run_requests
+from tests.helpers import quick_engine, random_prompts, run_requests
 from tests.runtime.round_law import LIMIT_OF_ERROR, difference
 from tests.runtime.rule_law import RULES, RuleCase, RuleEnumeration
 from tests.runtime.target_law import number_of
@@ -78,17 +79,25 @@ NGRAM = {"spec": "ngram", "ngram_min": 1, "draft_max": 4}
 ITSELF = {"spec": "draft+ngram", "draft_max": 4, "ngram_min": 2}
 
 
-@pytest.mark.parametrize(
-    ("temperature", "wishes", "lags"), [(0.0, ITSELF, (0, 1)), (1.0, ITSELF, (2,)), (1.0, NGRAM, (0, 2))]
-)
-def test_texts_match(target: Path, temperature: float, wishes: dict[str, Any], lags: tuple[int, ...]) -> None:
-    asked = requests(temperature)
-    plain = run_requests(quick_engine(target), asked)
+CASES: list[tuple[float, dict[str, Any], tuple[int, ...]]] = [
+    *((0.0, ITSELF, (0, 1)), (1.0, ITSELF, (2,)), (1.0, NGRAM, (0, 2))),
+    *((1.0, {"spec": "draft", "draft_max": 3, "verify": rule}, (2,)) for rule in RULES),
+]
+
+
+@pytest.mark.parametrize(("temperature", "wishes", "lags"), CASES)
+def test_texts_match(
+    target: Path, tiny: Callable[..., Path], temperature: float, wishes: dict[str, Any], lags: tuple[int, ...]
+) -> None:
+    """They are plain ones; under rules that test a draft's probability, those of each request alone."""
+    asked, ruled = requests(temperature), "verify" in wishes
+    model = tiny("qwen3", layers=1, seed=4) if ruled else target
+    wishes = wishes if wishes is NGRAM else {**wishes, "draft_model": model}
+    plain = run_requests(quick_engine(target, **(wishes if ruled else {})), asked)
     for kind, run in zip(TEXTS, plain, strict=False):
         assert run.finish_reason in ("stop", "length")
         assert run.finish_reason == "length" or fits(kind, run.text), run.text
     assert sum(run.finish_reason == "stop" for run in plain) >= 2
-    wishes = {**wishes, "draft_model": target} if wishes is ITSELF else wishes
     made = [run_requests(quick_engine(target, slots=4, lag=lag, **wishes), asked) for lag in lags]
     for runs in made:
         assert [run.output for run in runs] == [run.output for run in plain]
@@ -166,18 +175,6 @@ def thinking(target: Path) -> tuple[list[int], int, int]:
     return seen, at, seen[at]
 
 
-def lengths_of_masks(engine: Any) -> list[int]:
-    """The lengths at which a slot gets masks, noted from now on."""
-    allow, lengths = engine._device.allow, list[int]()
-
-    def noted(slot: int, *rest: Any) -> None:
-        lengths.append(int(engine._device.state.length[slot]))
-        allow(slot, *rest)
-
-    engine._device.allow = noted
-    return lengths
-
-
 def test_a_grammar_begins_behind_the_end_of_thinking(target: Path) -> None:
     """Also where that token is a draft in an accepted run; rounds before it wait for no masks."""
     seen, at, end = thinking(target)
@@ -187,7 +184,10 @@ def test_a_grammar_begins_behind_the_end_of_thinking(target: Path) -> None:
     runs = []
     for wishes in ({}, drafts | {"lag": 2}, drafts, {"lag": 1}):
         engine = quick_engine(target, **wishes)
-        lengths = lengths_of_masks(engine)
+        allow, state, lengths = engine._device.allow, engine._device.state, list[int]()
+        engine._device.allow = lambda slot, *rest, allow=allow, state=state, lengths=lengths: (  # type: ignore
+            lengths.append(int(state.length[slot])) or allow(slot, *rest)
+        )
         runs += run_requests(engine, [request])
         assert min(lengths) == len(PROMPTS[1]) + at + 1, "a round waited for its masks"
     assert all(run.output == runs[0].output for run in runs) and runs[1].drafts == runs[2].drafts
@@ -196,34 +196,26 @@ def test_a_grammar_begins_behind_the_end_of_thinking(target: Path) -> None:
     assert runs[1].drafted[at] and runs[1].drafted[at - 1], "the end was no draft inside an accepted run"
 
 
-def test_a_text_that_ends_while_thinking_is_an_error(target: Path) -> None:
-    seen, at, end = thinking(target)
-    params = SamplingParams(max_tokens=60, stop_token_ids=(seen[at - 1],))
-    request = Request("t", PROMPTS[1], params, grammar=GrammarText("regex", "a", after=end))
-    done = quick_engine(target).generate([request])[0]
-    assert done.finish_reason == "error" and "before its thinking ended" in str(done.error)
-    may_begin = GrammarText("regex", "a", after=end, optional=True)
-    (done,) = quick_engine(target).generate([Request("t", PROMPTS[1], params, grammar=may_begin)])
-    assert (done.finish_reason, done.error) == ("stop", None)
-
-
 def test_an_end_before_the_grammar_s_is_said(target: Path) -> None:
-    """By -n, by a stop string and by a stop id; not where the text may be complete."""
-    digits = tuple(range(48, 58))
+    """By -n, by a stop string and by a stop id; not where the text may be complete. And while thinking."""
+    digits, (seen, at, end) = tuple(range(48, 58)), thinking(target)
     early = "the text ended before the regex was complete"
-    cases: list[tuple[str, dict[str, Any], tuple[str, str | None]]] = [
-        ("[0-9]{9}", {"max_tokens": 2}, ("length", early)),
-        ("[0-9]+", {"max_tokens": 2}, ("length", None)),
-        ("[0-9]{4}", {"max_tokens": 9}, ("stop", None)),
-        ("a[0-9]{4}", {"stop": ("a",)}, ("stop", early)),
-        ("a[0-9]{4}", {"stop_token_ids": digits}, ("stop", early)),
+    late, last = GrammarText("regex", "a", after=end), {"max_tokens": 60, "stop_token_ids": (seen[at - 1],)}
+    cases: list[tuple[GrammarText, dict[str, Any], tuple[str, str | None]]] = [
+        (GrammarText("regex", "[0-9]{9}"), {"max_tokens": 2}, ("length", early)),
+        (GrammarText("regex", "[0-9]+"), {"max_tokens": 2}, ("length", None)),
+        (GrammarText("regex", "[0-9]{4}"), {"max_tokens": 9}, ("stop", None)),
+        (GrammarText("regex", "a[0-9]{4}"), {"stop": ("a",)}, ("stop", early)),
+        (GrammarText("regex", "a[0-9]{4}"), {"stop_token_ids": digits}, ("stop", early)),
+        (late, last, ("error", NEVER_BEGAN)),
+        (replace(late, optional=True), last, ("stop", None)),
     ]
     for spec in ({"lag": 2}, NGRAM):
         engine = quick_engine(target, **spec)
-        for pattern, wishes, ended in cases:
-            grammar = GrammarText("regex", pattern)
-            (done,) = engine.generate([Request("a", PROMPTS[0], SamplingParams(**wishes), grammar=grammar)])
-            assert (done.finish_reason, done.error) == ended, pattern
+        for grammar, wishes, ended in cases:
+            prompt = PROMPTS[grammar.after is not None]
+            (done,) = engine.generate([Request("a", prompt, SamplingParams(**wishes), grammar=grammar)])
+            assert (done.finish_reason, done.error) == ended, grammar
 
 
 def test_a_dead_end_is_an_error_and_no_token(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,17 +418,3 @@ def test_drafts_cut_away_unseen_are_a_bias(rule: str, monkeypatch: pytest.Monkey
     """What the coupled rule does with a draft that a mask forbids is wrong here, and is seen."""
     monkeypatch.setitem(globals(), "arm", lambda *given, honest=arm: honest(*given[:3], "coupled"))
     assert law_error(RuleCase((2,), seed=4, rule=rule)) > 1e-3
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_texts_match_whatever_the_lag_and_the_neighbours(tiny: Callable[..., Path], rule: str) -> None:
-    """A slot that waits for masks keeps what its drafts were drawn from, while others draft."""
-    target, drafter = tiny("qwen3", layers=2, seed=3), tiny("qwen3", layers=1, seed=4)
-    wishes: dict[str, Any] = {"spec": "draft", "draft_model": drafter, "draft_max": 3, "verify": rule}
-    asked = requests(1.0, 40)
-    alone = run_requests(make_engine(target, **wishes), asked)
-    for run, request in zip(alone[:3], asked, strict=False):
-        assert run.finish_reason == "length" or fits(request.id, run.text)
-    assert sum(run.metrics.draft_n_accepted for run in alone[:3]) > 0
-    together = run_requests(make_engine(target, slots=4, lag=2, **wishes), asked)
-    assert [run.output for run in together] == [run.output for run in alone]
