@@ -31,13 +31,11 @@ from spd.runtime.round.sampling_params import SamplerClass
 from spd.runtime.round.state import RING_DEPTH, RoundState, narrowed
 from tests import helpers
 from tests.helpers import INTERPRETED, Damped, Run, make_engine, random_prompts, run_all, run_requests
-from tests.recipes.tiny_eagle3 import write_tiny_pair
-from tests.recipes.tiny_mtp import write_tiny_mtp
+from tests.pairs import Pairs
 from tests.runtime.graph_stand_in import StandIn, Tape, tensors_in
 from tests.runtime.host_watch import HostWatch
 
 Watched, Shelf = Callable[..., tuple[Engine, StandIn]], Callable[..., Path]
-Pairs = dict[str, tuple[Path, dict[str, Any]]]
 
 
 def two_slots(model: Path, **wishes: Any) -> Engine:
@@ -72,28 +70,11 @@ def no_host_reads(monkeypatch: pytest.MonkeyPatch) -> HostWatch:
 damped = Damped(loud=1)
 
 
-@pytest.fixture(scope="module")
-def target(tiny: Shelf) -> Path:
-    return tiny("qwen3", residual_gain=damped, seed=5)
-
-
-@pytest.fixture(scope="module")
-def speculated(target: Path, tiny: Shelf, tmp_path_factory: pytest.TempPathFactory) -> Pairs:
-    """Targets, and what drafts for them; none has experts, for torch's ask the host."""
-    draft, folder = tiny("qwen3", layers=1, residual_gain=damped, seed=5), tmp_path_factory.mktemp("heads")
-    shape: dict[str, Any] = {"layers": 2, "vocab": 256, "tokenizer": False, "seed": 5}
-    headed = write_tiny_mtp(folder / "mtp", family="mimo", kind="copy", **shape)
-    options: dict[str, Any] = {"aux": (1, 2), "draft_vocab": 200, "target_options": shape}
-    head = write_tiny_pair(folder / "eagle3", folder / "head", kind="copy", **options)
-    return {
-        "off": (target, {"spec": "off"}),
-        "ngram": (target, {"spec": "ngram", "ngram_min": 1}),
-        "draft": (target, {"spec": "draft", "draft_model": draft}),
-        "block": (target, {"spec": "draft", "draft_model": draft, "verify": "block"}),
-        "draft+ngram": (target, {"spec": "draft+ngram", "draft_model": draft, "ngram_min": 2}),
-        "mtp": (headed, {"spec": "mtp"}),
-        "eagle3": (folder / "eagle3", {"spec": "eagle3", "draft_model": head}),
-    }
+def asked(pairs: Pairs, method: str, k: int = 2) -> tuple[Path, dict[str, Any]]:
+    """A target, and wishes for k drafts of a method; `block` is a draft model's under that rule."""
+    pair = pairs.get(method.replace("block", "draft"))
+    more = {"verify": "block"} if method.startswith("block") else {}
+    return pair.model, pair.speculation | more | ({} if method == "off" else {"draft_max": k})
 
 
 PROMPTS = [*random_prompts(4, 12, 256), *random_prompts(3, 70, 256, seed=1)]
@@ -126,17 +107,16 @@ def story(runs: list[Run]) -> list[tuple[object, object, object]]:
     return [(run.output, run.drafts, [record.sampled for record in run.rounds]) for run in runs]
 
 
-QUICK = {"off": 0, "ngram": 3, "draft": 1, "draft+ngram": 3, "mtp": 1}
-OTHERS = {"ngram": 1, "draft": 3, "draft+ngram": 1, "mtp": 3, "eagle3": 3}
+QUICK = {"off": 0, "ngram": 3, "draft": 1, "draft+ngram": 3, "one": 1}
+OTHERS = {"ngram": 1, "draft": 3, "draft+ngram": 1, "one": 3, "eagle": 3}
 CASES = [*QUICK.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS.items())]
 
 
 @pytest.mark.covers(1)
 @pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize(("method", "k"), CASES)
-def test_replays_are_eager_rounds(speculated: Pairs, watched: Watched, method: str, k: int, lag: int) -> None:
-    target, speculation = speculated[method]
-    wishes = {**speculation, **({"draft_max": k} if k else {})}
+def test_replays_are_eager_rounds(pairs: Pairs, watched: Watched, method: str, k: int, lag: int) -> None:
+    target, wishes = asked(pairs, method, k)
     eager = story(run_batch(two_slots(target, **wishes)))
     assert [tokens for tokens, _, _ in eager] == plain(target)
     engine, captured = watched(target, lag=lag, **wishes)
@@ -153,13 +133,13 @@ def test_replays_are_eager_rounds(speculated: Pairs, watched: Watched, method: s
 
 
 @pytest.mark.covers(count=1)
-@pytest.mark.parametrize("method", ["mtp", "ngram", "draft", "eagle3"])
-def test_lengths_that_change(speculated: Pairs, watched: Watched, method: str) -> None:
+@pytest.mark.parametrize("method", ["one", "ngram", "draft", "eagle"])
+def test_lengths_that_change(pairs: Pairs, watched: Watched, method: str) -> None:
     """Each pair of lengths is a program of its own; drafts are brought up between them."""
-    pattern, (target, speculation) = [3, 0, 1, 1, 0, 0, 3, 2, 0], speculated[method]
+    pattern, (target, wishes) = [3, 0, 1, 1, 0, 0, 3, 2, 0], asked(pairs, method, 3)
     told = []
     for lag, make in ((0, two_slots), (0, watched), (2, watched)):
-        made: Any = make(target, **speculation, draft_max=3, lag=lag)
+        made: Any = make(target, **wishes, lag=lag)
         engine, captured = made if make is watched else (made, None)
         engine._draft_length.choose = itertools.cycle(pattern).__next__
         told.append(run_batch(engine, 2))
@@ -185,11 +165,11 @@ def snapshot(engine: Engine) -> dict[str, Tensor]:
     return {path: tensor.clone() for path, tensor in tensors_in(engine._device)}
 
 
-@pytest.mark.parametrize("method", ["ngram", "block", "mtp"])
-def test_preparing_a_shape_changes_nothing(speculated: Pairs, watched: Watched, method: str) -> None:
+@pytest.mark.parametrize("method", ["ngram", "block", "one"])
+def test_preparing_a_shape_changes_nothing(pairs: Pairs, watched: Watched, method: str) -> None:
     """Silent slots write to the page that swallows, and to the ring's row that the next round writes."""
-    k, (target, wishes) = 3, speculated[method]
-    engine, captured = watched(target, lag=2, **wishes, draft_max=k)
+    k, (target, wishes) = 3, asked(pairs, method, 3)
+    engine, captured = watched(target, lag=2, **wishes)
     step_into(engine, 5)
     assert len(engine._scheduler.in_flight) == 2
     before, views = snapshot(engine), captured.views
@@ -235,8 +215,8 @@ FAULTS: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("words", FAULTS)
-def test_planted_faults_are_seen(target: Path, watched: Watched, words: str) -> None:
-    engine, captured = watched(target, lag=1)
+def test_planted_faults_are_seen(pairs: Pairs, watched: Watched, words: str) -> None:
+    engine, captured = watched(pairs.get("off").model, lag=1)
     step_into(engine, 5)
     assert captured.counted > 0
     FAULTS[words](engine)
@@ -279,9 +259,10 @@ STATE_READS: dict[str, Callable[[RoundState], object]] = {
 
 
 @pytest.mark.parametrize("what", STATE_READS)
-def test_what_a_round_asks_is_seen(target: Path, what: str) -> None:
+def test_what_a_round_asks_is_seen(pairs: Pairs, what: str) -> None:
     """The watch over all rounds here notices what is asked in the middle of one, be it eager or captured."""
-    engine = two_slots(target, spec="ngram", ngram_min=1, draft_max=2)
+    target, wishes = asked(pairs, "ngram")
+    engine = two_slots(target, **wishes)
     honest, state = engine._device.round._commit, engine._device.state
     engine._device.round._commit = lambda *args: STATE_READS[what](state) or honest(*args)  # type: ignore
     with pytest.raises(AssertionError, match=rf"waits for the device: ([A-Za-z.]+\.)?{re.escape(what)}[. ]"):
@@ -305,28 +286,14 @@ GREEDY, NOISY = SamplingParams(max_tokens=12, ignore_eos=True), SamplingParams(t
 PENALTIES = SamplingParams(max_tokens=10, repetition_penalty=1.3, logit_bias=((7, 2.0),), temperature=0.7)
 
 
-@pytest.fixture(scope="module")
-def headed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ahead") / "headed"
-    return write_tiny_mtp(folder, kind="copy", layers=2, tie=False)
-
-
-def wishes_of(method: str, headed: Path, k: int = 2) -> dict[str, Any]:
-    """Wishes for a method that drafts so many tokens; `block` is a draft model's under that rule."""
-    if method == "off":
-        return {"spec": "off"}
-    model: dict[str, Any] = {"draft_model": headed, "verify": "block"} if method.startswith("block") else {}
-    return {"spec": method.replace("block", "draft"), "draft_max": k, "ngram_min": 1, **model}
-
-
-def pairs(shapes: Sequence[RoundShape], slots: int) -> set[tuple[int, int]]:
+def lengths_of(shapes: Sequence[RoundShape], slots: int) -> set[tuple[int, int]]:
     return {(shape.k, shape.next_k) for shape in shapes if shape.slots == slots}
 
 
 @pytest.mark.parametrize(("adaptive", "k"), [(False, 3), (True, 3), (False, 0), (True, 1)])
-def test_few_shapes_are_captured_in_order(headed: Path, watched: Watched, adaptive: bool, k: int) -> None:
-    wishes = wishes_of("mtp" if k else "off", headed, k)
-    engine, captured = watched(headed, slots=5, adaptive=adaptive, **wishes)
+def test_few_shapes_are_captured_in_order(pairs: Pairs, watched: Watched, adaptive: bool, k: int) -> None:
+    target, wishes = asked(pairs, "one" if k else "off", k)
+    engine, captured = watched(target, slots=5, adaptive=adaptive, **wishes)
     fixed, few, more = {(0, k), (k, k)}, {0, k}, {0, k - 1, k}
     alone, together = ({*itertools.product(each, each)} if adaptive else fixed for each in (more, few))
     count = 2 * (len(alone) + len(together))
@@ -335,12 +302,13 @@ def test_few_shapes_are_captured_in_order(headed: Path, watched: Watched, adapti
     assert list(captured.captured) == order == sorted(order, key=lambda s: -s.slots * (s.k + 1))
     assert {shape.needs for shape in order} == {SamplerClass(), SamplerClass(noise=True)}
     assert {shape.slots for shape in order} == {1, 5} and {shape.num_logprobs for shape in order} == {None}
-    assert (pairs(order, 1), pairs(order, 5)) == (alone, together)
+    assert (lengths_of(order, 1), lengths_of(order, 5)) == (alone, together)
     assert engine.capture_ahead([GREEDY, NOISY]) == 0 == captured.rounds, "all are there"
 
 
-def test_how_many_and_for_whom_can_be_told(headed: Path, watched: Watched) -> None:
-    engine, captured = watched(headed, slots=5, **wishes_of("mtp", headed, 2))
+def test_how_many_and_for_whom_can_be_told(pairs: Pairs, watched: Watched) -> None:
+    target, wishes = asked(pairs, "one")
+    engine, captured = watched(target, slots=5, **wishes)
     assert engine.capture_ahead([GREEDY], together=2) == 2
     assert {shape.slots for shape in captured.order} == {5}
     wanted = SamplingParams(logprobs=1, temperature=1.0)
@@ -351,14 +319,13 @@ def test_how_many_and_for_whom_can_be_told(headed: Path, watched: Watched) -> No
     assert engine.capture_ahead([GREEDY]) == 0, "while anything runs"
 
 
-@pytest.mark.parametrize("method", ["off", "ngram", "block", "mtp"])
-def test_first_requests_capture_nothing(headed: Path, watched: Watched, method: str) -> None:
+@pytest.mark.parametrize("method", ["off", "ngram", "block", "one"])
+def test_first_requests_capture_nothing(pairs: Pairs, watched: Watched, method: str) -> None:
     """As many requests as there are slots at once, and one alone; with everything that a sampler keeps."""
-    wishes = wishes_of(method, headed)
-    prompts = random_prompts(2, 20, 256)
+    (target, wishes), prompts = asked(pairs, method), random_prompts(2, 20, 256)
     for params, lag in ((GREEDY, 0), (PENALTIES, 2)):
-        eager = make_engine(headed, slots=2, **wishes)
-        engine, captured = watched(headed, slots=2, lag=lag, **wishes)
+        eager = make_engine(target, slots=2, **wishes)
+        engine, captured = watched(target, slots=2, lag=lag, **wishes)
         count = engine.capture_ahead([params])
         told, found = (
             story(run_all(one, prompts, [params] * 2) + run_all(one, prompts[:1], [params]))
@@ -397,11 +364,11 @@ def failing_after(count: int) -> Callable[[Any], Any]:
     return capture
 
 
-def test_where_memory_runs_out_rounds_are_captured_when_they_are_run(headed: Path) -> None:
+def test_where_memory_runs_out_rounds_are_captured_when_they_are_run(pairs: Pairs) -> None:
     """All are let go: those that are needed find the room that the others took."""
-    prompts, wishes = random_prompts(2, 9, 256), wishes_of("ngram", headed, 2)
-    plain = [run.output for run in run_all(make_engine(headed, slots=2), prompts, [GREEDY] * 2)]
-    engine = make_engine(headed, slots=2, **wishes)
+    prompts, (target, wishes) = random_prompts(2, 9, 256), asked(pairs, "ngram")
+    plain = [run.output for run in run_all(make_engine(target, slots=2), prompts, [GREEDY] * 2)]
+    engine = make_engine(target, slots=2, **wishes)
     state, queue = engine._device.state, engine._device
     queue.captured = captured = CapturedRounds(queue.round, failing_after(2))
     captured.pool = object()
@@ -445,11 +412,12 @@ def requests() -> list[Request]:
 
 @pytest.mark.covers(1)
 @pytest.mark.parametrize("lag", [0, 2])
-@pytest.mark.parametrize("method", ["off", "ngram", "mtp", "mtp+ngram", "block+ngram"])
-def test_texts_are_those_of_whole_rounds(headed: Path, watched: Watched, method: str, lag: int) -> None:
-    wishes = {**wishes_of(method, headed), "slots": SLOTS}
-    whole = run_requests(make_engine(headed, **wishes), requests())
-    engine, captured = watched(headed, lag=lag, **wishes)
+@pytest.mark.parametrize("method", ["off", "ngram", "one", "one+ngram", "block+ngram"])
+def test_texts_are_those_of_whole_rounds(pairs: Pairs, watched: Watched, method: str, lag: int) -> None:
+    target, wishes = asked(pairs, method)
+    wishes |= {"slots": SLOTS}
+    whole = run_requests(make_engine(target, **wishes), requests())
+    engine, captured = watched(target, lag=lag, **wishes)
     runs = run_requests(engine, requests())
     assert story(runs) == story(whole)
     if not lag:  # what is read later finds, without a GPU's copies, those of a later round
@@ -459,10 +427,11 @@ def test_texts_are_those_of_whole_rounds(headed: Path, watched: Watched, method:
     assert captured.replays > len(captured.captured)
 
 
-@pytest.mark.parametrize("method", ["mtp+ngram", "block+ngram"])
-def test_a_part_is_made_of_the_same_memory_and_of_nothing_wider(headed: Path, method: str) -> None:
+@pytest.mark.parametrize("method", ["one+ngram", "block+ngram"])
+def test_a_part_is_made_of_the_same_memory_and_of_nothing_wider(pairs: Pairs, method: str) -> None:
     """A proposer that keeps another tensor by slots, and does not narrow it, is found here."""
-    engine = make_engine(headed, **wishes_of(method, headed), slots=SLOTS)
+    target, wishes = asked(pairs, method)
+    engine = make_engine(target, **wishes, slots=SLOTS)
     run_requests(engine, requests())  # what is made at first use is there
     whole, part = engine._device.round, narrowed(engine._device.round, 4)
     kept, held = ({path: t for path, t in tensors_in(each) if t.numel()} for each in (whole, part))
