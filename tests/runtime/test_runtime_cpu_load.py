@@ -18,9 +18,6 @@ from spd.runtime.round.cpu_load import FollowedThreads, OtherLoad, busy_seconds
 
 pytestmark = pytest.mark.usefixtures("every_trial")
 
-PROMPT = tuple(range(300, 340))
-STEP = 1.5 * cpu_load.WINDOW
-
 
 def test_busy_seconds(tmp_path: Path) -> None:
     """Of the wanted CPUs only; what has a low priority gives way and does not count, stolen time does."""
@@ -49,7 +46,7 @@ def test_threads_give_way(counts: tuple[int, ...], cpus: int, loads: list[Any], 
     threads = FollowedThreads(counts, lambda _: None, OtherLoad(lambda _: busy, lambda: 0.0, lambda: at))
     threads._load.cpus, found = tuple(range(cpus)), []
     for each in loads:
-        passed, load = each if isinstance(each, tuple) else (STEP, each)
+        passed, load = each if isinstance(each, tuple) else (1.5 * cpu_load.WINDOW, each)
         at, busy = at + passed, busy + passed * load
         threads.follow()
         found.append(threads.count)
@@ -78,10 +75,8 @@ def test_a_changing_number_changes_no_text(monkeypatch: pytest.MonkeyPatch, thre
             patch.setattr(FollowedThreads, "follow", follow if changing else lambda self: None)
             engine = Engine(EngineConfig(model=demo_folder(), spec=spec, **wishes))
             assert engine._device.threads._counts == (1, 2)
-            requests = [
-                Request(str(i), PROMPT[i:], SamplingParams(max_tokens=16, temperature=0.9 * (i % 2), seed=i))
-                for i in range(8)
-            ]
+            params = [SamplingParams(max_tokens=16, temperature=0.9 * (i % 2), seed=i) for i in range(8)]
+            requests = [Request(f"{i}", tuple(range(300 + i, 340)), params[i]) for i in range(8)]
             texts.append([r.token_ids for r in (*engine.generate(requests), *engine.generate(requests[:1]))])
         assert not changing or next(turns) > 2
     assert texts[0] == texts[1]

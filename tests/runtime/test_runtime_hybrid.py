@@ -18,13 +18,10 @@ from spd.formats.folder import ModelFolder
 from spd.kernels.native.build import obstacle
 from spd.runtime import Engine, Event, Request, SamplingParams
 from spd.runtime.engine import scheduler
-from spd.runtime.engine.page_table import Checkpoints
 from spd.runtime.plan import memory
 from spd.runtime.plan import plan as plans
 from spd.runtime.plan.memory import checkpoint_bytes
-from spd.runtime.proposers.head import HeadProposer
-from spd.runtime.round.kv_cache import KvCache, StateStore
-from spd.runtime.round.model_runner import ModelRunner
+from spd.runtime.round.kv_cache import StateStore
 from tests import helpers
 from tests.helpers import Run, assert_same, make_engine, next_turn, random_prompts, run_all, run_requests
 from tests.page_checks import check_pages
@@ -245,7 +242,7 @@ def hits(pairs: Pairs, form: str, method: str, temperature: float, *lengths: int
 def test_a_hit_is_a_miss(pairs: Pairs, form: str, method: str) -> None:
     if (form, method) == ("native", "mtp"):
         hits(pairs, form, method, 0.0, *LENGTHS, lag=2, draft_max=4)
-    few = LENGTHS[1:3] if form == "native" else LENGTHS[1:2]
+    few = LENGTHS[:3] if form == "native" else LENGTHS[1:2]
     hits(pairs, form, method, 1.0, *few, lag=1, draft_max=3)
 
 
@@ -423,36 +420,3 @@ def test_a_copy_that_broke_off_is_never_found(pairs: Pairs, monkeypatch: pytest.
         check_pages(engine._scheduler)
         runs = [run_all(engine, prompt, [params])[0] for _ in range(2)]
         assert [run.metrics.cached_tokens for run in runs] == [0, 79] and runs[0].output == runs[1].output
-
-
-def without(patch: pytest.MonkeyPatch, dropped: Callable[[torch.Tensor], bool]) -> None:
-    """Some of what a checkpoint holds is not in it."""
-    parts = KvCache.parts
-    patch.setattr(KvCache, "parts", lambda *given: (p for p in parts(*given) if not dropped(p)))
-
-
-def one_token_off(self: Checkpoints, text: Any, end: int, keep: Any = Checkpoints.keep) -> Any:
-    """Kept under the position before: a token is applied twice."""
-    return keep(self, text, end - 1 if end % 64 > 1 else end)
-
-
-def never_settled(runner: ModelRunner, slot: int, end: int) -> None:
-    """The rows that a last round accepted are not in the state that is kept."""
-    runner.cache.applied[slot].fill_(end)
-
-
-FAULTS = {
-    "a former owner's states": lambda patch: patch.setattr(StateStore, "load", lambda *given: None),
-    "never settled": lambda patch: patch.setattr(ModelRunner, "settle", never_settled),
-    "no states": lambda patch: without(patch, lambda part: part.dim() == 3 and part.shape[0] == 6),
-    "no inputs of convolutions": lambda patch: without(patch, lambda part: part.dim() == 1),
-    "no captured states": lambda patch: patch.setattr(HeadProposer, "page_parts", lambda *given: []),
-    "one token off": lambda patch: patch.setattr(Checkpoints, "keep", one_token_off),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(pairs: Pairs, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    FAULTS[fault](monkeypatch)
-    with pytest.raises((AssertionError, RuntimeError, IndexError, KeyError)):
-        hits(pairs, COMPILED, "mtp", 1.0, *LENGTHS[::2], draft_max=3, lag=1)

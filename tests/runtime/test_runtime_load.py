@@ -45,14 +45,10 @@ def test_a_tokenizer_wider_than_the_embedding_is_refused(copied: Path) -> None:
 
 def test_padded_rows_of_the_vocabulary_are_never_sampled(copied: Path) -> None:
     """80 rows beyond the tokenizer's 320: their logits are made the largest, and still no text has them."""
-
-    def pad(weights: dict[str, torch.Tensor]) -> None:
-        for name, gain in (("model.embed_tokens.weight", 1), ("lm_head.weight", 50)):
-            weights[name] = torch.cat((weights[name], weights[name][:80] * gain))
-
+    gains = {"model.embed_tokens.weight": 1, "lm_head.weight": 50}
     sampled = [SamplingParams(temperature=t, max_tokens=20, ignore_eos=True) for t in (0.0, 0.7, 1.5)]
     before = [run_one(copied, (7, 8, 9), params) for params in sampled]
-    edit_weights(copied, pad)
+    edit_weights(copied, lambda w: w.update({n: torch.cat((w[n], w[n][:80] * g)) for n, g in gains.items()}))
     edit_config(copied, lambda config: config.update(vocab_size=400))
     after = [run_one(copied, (7, 8, 9), params) for params in sampled]
     assert all(max(run.tokens) < 320 for run in after)
@@ -78,13 +74,9 @@ def test_faults_of_blocks_in_one_message(copied: Path) -> None:
         *("layers.2.mlp.shared_experts.gate_proj.weight", "layers.0.self_attn.kv_a_layernorm.weight"),
         "layers.1.self_attn.q_b_proj.weight",
     ]
-
-    def spoil(weights: dict[str, torch.Tensor]) -> None:
-        for name in gone:
-            del weights[f"model.{name}"]
-        weights["model.layers.1.self_attn.kv_b_proj.weight"] = torch.zeros(64, 31)
-
-    said = refused_weights(copied, spoil)
+    edit_weights(copied, lambda weights: [weights.pop(f"model.{name}") for name in gone])
+    odd = {"model.layers.1.self_attn.kv_b_proj.weight": torch.zeros(64, 31)}
+    said = refused_weights(copied, lambda weights: weights.update(odd))
     assert "5 missing, 1 of another shape" in said
     assert all(name in said for name in gone) and "shape is [64, 31], expected [128, 32]" in said
 
