@@ -92,9 +92,6 @@ class Law:
                 self.extend(law, (*text, v), mass * probability)
 
 
-DraftLaw = Callable[[int], Tensor]  # contexts -> [contexts, sampled, draft]
-
-
 EQUAL = torch.eye(VOCAB, dtype=torch.float64)
 NEVER = (1 - EQUAL) / (VOCAB - 1)
 
@@ -105,16 +102,11 @@ def random_drafts(contexts: int) -> Tensor:
     return table / table.sum(-1, keepdim=True)
 
 
-def _one_hot(contexts: int) -> Tensor:
-    choice = torch.randint(VOCAB, (contexts, 1), generator=torch.Generator().manual_seed(10))
-    return EQUAL[choice].expand(-1, VOCAB, -1)
-
-
-DRAFT_LAWS: dict[str, DraftLaw] = {
+DRAFT_LAWS: dict[str, Callable[[int], Tensor]] = {  # contexts -> [contexts, sampled, draft]
     "equal": lambda contexts: EQUAL.expand(contexts, -1, -1),
     "never": lambda contexts: NEVER.expand(contexts, -1, -1),
     "random": random_drafts,
-    "one-hot": _one_hot,
+    "one-hot": lambda contexts: EQUAL[random_drafts(contexts)[:, 0].argmax(-1, True)].expand(-1, VOCAB, -1),
     # Equal where the sample is token 0, else never: acceptance as biased as it can be.
     "only-zeros-match": lambda contexts: torch.cat((EQUAL[:1], NEVER[1:])).expand(contexts, -1, -1),
 }

@@ -161,10 +161,6 @@ def step_into(engine: Engine, steps: int) -> None:
         engine.step()
 
 
-def snapshot(engine: Engine) -> dict[str, Tensor]:
-    return {path: tensor.clone() for path, tensor in tensors_in(engine._device)}
-
-
 @pytest.mark.parametrize("method", ["ngram", "block", "one"])
 def test_preparing_a_shape_changes_nothing(pairs: Pairs, watched: Watched, method: str) -> None:
     """Silent slots write to the page that swallows, and to the ring's row that the next round writes."""
@@ -172,7 +168,8 @@ def test_preparing_a_shape_changes_nothing(pairs: Pairs, watched: Watched, metho
     engine, captured = watched(target, lag=2, **wishes)
     step_into(engine, 5)
     assert len(engine._scheduler.in_flight) == 2
-    before, views = snapshot(engine), captured.views
+    before = {path: tensor.clone() for path, tensor in tensors_in(engine._device)}
+    views = captured.views
     row = int(engine._device.state.counter) % RING_DEPTH
     unread = [(row - 1) % RING_DEPTH, (row - 2) % RING_DEPTH]
     captured._capture = lambda program: (lambda: None, None)  # as a real capture, it runs nothing
@@ -181,7 +178,7 @@ def test_preparing_a_shape_changes_nothing(pairs: Pairs, watched: Watched, metho
         assert shape not in captured.captured
         CapturedRounds.capture(captured, shape, views)
     assert int(engine._device.state.active.sum()) == 2
-    for path, tensor in snapshot(engine).items():
+    for path, tensor in tensors_in(engine._device):
         if path.startswith("parts.rows["):
             continue  # the ring and the times again, row by row
         kept, old = tensor, before[path]
