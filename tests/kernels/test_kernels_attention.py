@@ -108,6 +108,8 @@ class Cache:
 def make_cache(
     form: Form, dtype: torch.dtype, slots: int, length: int, groups: int, kv_heads: int, size: int, page: int
 ) -> Cache:
+    if form.native and size % 8:
+        pytest.skip("heads of the C kernels are multiples of 8")
     torch.manual_seed(1)
     keys, values = (torch.randn(slots, length, kv_heads, size).to(form.device, dtype) for _ in range(2))
     heads = AttentionHeads(groups * kv_heads, kv_heads, size)
@@ -117,6 +119,8 @@ def make_cache(
 def make_latents(
     form: Form, dtype: torch.dtype, slots: int, length: int, heads: int = 5, rank: int = 24, turned: int = 8
 ) -> Cache:
+    if form.native and (rank + turned) % 8:
+        pytest.skip("heads of the C kernels are multiples of 8")
     torch.manual_seed(8)
     kept = torch.randn(slots, length, 1, rank + turned).to(form.device, dtype)
     page = 64 if form.native else 32
@@ -228,8 +232,6 @@ HEAD_SIZES = [
     ("form", "groups", "kv_heads", "size", "page"), thinned(HEAD_SIZES, (0, 2, 7)), indirect=["form"]
 )
 def test_windows_by_their_definition(form: Form, groups: int, kv_heads: int, size: int, page: int) -> None:
-    if form.native and size % 8:
-        pytest.skip("heads of the C kernels are multiples of 8")
     for dtype in form.types(groups):
         check(form, make_cache(form, dtype, 6, 256, groups, kv_heads, size, page), WINDOWS, 5)
 
@@ -241,17 +243,21 @@ def test_windows_by_their_definition(form: Form, groups: int, kv_heads: int, siz
 def test_layers_that_slide_and_cap(form: Form, kind: dict[str, Any]) -> None:
     """Windows that end in a tile, at its edge, chunks back, and before the first position; three tiles too.
 
-    Blocks that a prompt has left behind hold NaN.
+    Blocks that windows and prompts have left behind hold NaN.
     """
     dtype, sliding = form.dtypes[len(str(kind)) % len(form.dtypes)], kind.get("sliding")
-    cache = make_cache(form, dtype, 4, 256, 3, 1, 16, 32).like(**kind)
+
+    def forget(cache: Cache, block: int, *starts: int) -> Cache:
+        for slot, start in enumerate(starts if form.name == "triton" and sliding else ()):
+            for whole in (cache.keys, cache.values):
+                whole[slot, : max(0, start + 1 - sliding) // block * block] = NAN
+        return cache
+
+    cache = forget(make_cache(form, dtype, 4, 256, 3, 1, 16, 32).like(**kind), 32, 30, 0, 124, 250)
     check(form, cache, [Window(30, 4), Window(0, 5), Window(124, 5), Window(250, 5)], 5)
     for rows, start in ((7, 190), (70, 0)) if form.name == "triton" else ((150, 70), (7, 190), (70, 0)):
         cache = make_cache(form, dtype, 1, start + rows, 2, 1, 16, 64).like(**kind)
-        if form.name == "triton" and sliding:
-            for whole in (cache.keys, cache.values):
-                whole[:, : max(0, start + 1 - sliding) // 64 * 64] = NAN
-        check_prompt(form, cache, start, rows)
+        check_prompt(form, forget(cache, 64, start), start, rows)
 
 
 PROMPTS = [
@@ -267,8 +273,6 @@ PROMPTS = [
 def test_prompt_chunks_by_their_definition(
     form: Form, rows: int, start: int, heads: tuple[int, int], size: int, page: int
 ) -> None:
-    if form.native and size % 8:
-        pytest.skip("heads of the C kernels are multiples of 8")
     for dtype in form.types(rows):
         cache = make_cache(form, dtype, 1, start + rows, heads[0] // heads[1], heads[1], size, page)
         check_prompt(form, cache, start, rows)
@@ -281,8 +285,6 @@ LATENTS = [(5, 24, 8), (4, 128, 32), (16, 512, 64), (3, 33, 6)]
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(("heads", "rank", "turned"), LATENTS)
 def test_latents_by_their_definition(form: Form, heads: int, rank: int, turned: int) -> None:
-    if form.native and (rank + turned) % 8:
-        pytest.skip("heads of the C kernels are multiples of 8")
     if form.name == "triton" and rank > 100:
         pytest.skip("the interpreter is slow")
     for dtype in form.types(heads):
@@ -308,27 +310,29 @@ def case_of(form: Form, dtype: torch.dtype, slots: int, length: int, kind: dict[
     return make_cache(form, dtype, slots, length, 3, 1, 16, 32).like(**kind)
 
 
+ALONE = [
+    *thinned([(*row, (1, 2, 5, 9)) for row in ROWS], (), "triton", *COMPILED),
+    *thinned([(*row, (2, 5)) for row in ROWS[1::3]], (0, 1, 2), "triton"),
+    *thinned([(118, {}, (20,))], (0,), "triton", *COMPILED),
+    *thinned([(68, {}, (33, 70))], (), *COMPILED),
+]
+"""Windows of few rows, and of more rows than a tile, of which the first see fewer keys than the last."""
+
+
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize(
-    ("form", "start", "kind", "whole"),
-    [
-        *thinned([(*row, True) for row in ROWS], (), "triton", *COMPILED),
-        *thinned([(*row, False) for row in ROWS[1::3]], (0, 1, 2), "triton"),
-    ],
-    indirect=["form"],
-    ids=str,
-)
+@pytest.mark.parametrize(("form", "start", "kind", "widths"), ALONE, indirect=["form"], ids=str)
 def test_a_row_alone_is_the_row_among_others(
-    form: Form, start: int, kind: dict[str, Any], whole: bool
+    form: Form, start: int, kind: dict[str, Any], widths: tuple[int, ...]
 ) -> None:
     """Windows of every width, padded or not, in any slot, beside any others, over any pages."""
-    for dtype in form.dtypes if whole else form.types(start):
-        cache = case_of(form, dtype, 3, 208, kind)
-        widths = (1, 2, 5, 9) if whole else (2, 5)
-        query, noise = random_query(cache, max(widths)), random_query(cache, 3, 10)
-        alone = [
-            attend(form, cache, [Window(start + i, 1)], query[i][None, None])[0, 0] for i in range(len(query))
-        ]
+    for dtype in form.dtypes if len(widths) > 2 else form.types(start):
+        cache, most = case_of(form, dtype, 3, 208, kind), max(widths)
+        query, noise = random_query(cache, most), random_query(cache, 3, most + 1)
+        alone = {
+            i: attend(form, cache, [Window(start + i, 1)], query[i][None, None])[0, 0]
+            for i in range(most)
+            if i < 5 or i % 4 == 0 or i == most - 1
+        }
         for width in widths:
             others = [Window(200, 1), Window(0, 0)] if width % 2 else [Window(5, width), Window(90, 2)]
             place = width % 3
@@ -337,10 +341,10 @@ def test_a_row_alone_is_the_row_among_others(
             rows = noise[:, : width + width % 2].clone()
             rows[place, :width] = query[:width]
             among = attend(form, cache, windows, rows, slots, seed=width, spare=width)
-            for i in range(width):
+            for i in (i for i in alone if i < width):
                 assert torch.equal(among[place, i], alone[i]), (dtype, width, i)
         if form.native:  # whose prompts run the same program
-            assert torch.equal(prefill(form, cache, start, query), torch.stack(alone))
+            assert torch.equal(prefill(form, cache, start, query)[[*alone]], torch.stack([*alone.values()]))
 
 
 @alike
@@ -356,27 +360,6 @@ def test_a_row_of_a_prompt_alone_is_the_row_in_its_chunk(form: Form, kind: dict[
             alone = prefill(form, cache, 60 + row, query[row : row + 1], end=130)
             assert torch.equal(alone[0], whole[row]), row
             assert torch.equal(prefill(form, cache, 60, query[: row + 1], end=130)[row], whole[row]), row
-
-
-@alike
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("count", [20, 70])
-def test_more_rows_than_a_tile(form: Form, count: int) -> None:
-    """A prompt's tail: rows of several tiles, of which the first see fewer keys than the last."""
-    if count > 20 and form.name == "triton":
-        pytest.skip("the interpreter is slow")
-    for dtype in form.types(count):
-        cache, start = make_cache(form, dtype, 1, 140, 4, 1, 16, 64), 138 - count
-        query = random_query(cache, 1, count)
-        whole = attend(form, cache, [Window(start, count)], query)
-        for first in (0, 15, 16, 19, count - 1):
-            part = attend(form, cache, [Window(start + first, 1)], query[:, first : first + 1])
-            assert torch.equal(part[:, 0], whole[:, first])
-        for width in (5, 33) if form.native else ():
-            for first in range(0, count - width + 1, width):
-                part = attend(form, cache, [Window(start + first, width)], query[:, first : first + width])
-                assert torch.equal(part[0], whole[0, first : first + width]), (width, first)
-        check(form, cache, [Window(start, count)], count)
 
 
 @every_form
@@ -396,47 +379,24 @@ def test_one_key_takes_all_the_weight(form: Form) -> None:
 
 
 @triton
-@pytest.mark.usefixtures("small")
-def test_what_a_window_has_left_behind_is_not_read(form: Form) -> None:
-    """Whole blocks of keys before every row's window hold NaN, and their chunks are not listed."""
-    cache = make_cache(form, torch.float32, 2, 256, 2, 1, 16, 32).like(40)
-    windows = [Window(230, 4), Window(100, 3)]
-    query = random_query(cache, 2, 4)
-    before = attend(form, cache, windows, query)
-    for slot, window in enumerate(windows):
-        for whole in (cache.keys, cache.values):
-            whole[slot, : (window.start - 39) // 16 * 16] = NAN
-    assert torch.equal(attend(form, cache, windows, query)[0], before[0])
-    positions = torch.tensor([[230, 231, 232, 233], [100, 101, 102, 250]], device=form.device)
-    valid = torch.tensor([[True] * 4, [True, True, True, False]], device=form.device)
-    # 191 to 233 lie in the large chunks from 128 and from 192 on, 61 to 102 in the small ones from 32 on.
-    chunks = planned(form, positions, valid, cache.heads, 32).lists[40]
-    assert listed(chunks) == [(0, 4), (0, 5), (1, 1), (1, 2), (1, 3)]
-
-
-def planned(form: Form, positions: Tensor, valid: Tensor, heads: AttentionHeads, page: int) -> Any:
-    table = torch.zeros(len(positions), 5120 // page, dtype=torch.long, device=form.device)
-    return twin.plan_attention(Windows(positions, valid, table, (), ()), heads, page, torch.float32)
-
-
-def listed(chunks: Any) -> list[tuple[int, int]]:
-    """(slot, chunk) of each item of a list."""
-    return [divmod(item, 1 << 16) for item in chunks.items[: int(chunks.count)].tolist()]
-
-
-@triton
 def test_key_chunks_are_fixed_by_position(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every chunk up to the last valid position once, large ones first, and nothing of an inactive slot."""
+    """Every chunk that a row sees, up to the last valid one, once, large ones first; of no inactive slot."""
     monkeypatch.setattr(twin, "PLANNED_CHUNKS", 8)
-    ends = [0, 1, 128, 129, 4096, 4097, 4608, 4609]
+    ends, counts = [0, 1, 128, 129, 4096, 4097, 4608, 4609], [0, 1, 1, 2, 32, 33, 33, 34]
     positions = torch.tensor([[max(end - 2, 0), max(end - 1, 0), 4700] for end in ends], device=form.device)
     valid = torch.tensor([[end > 1, end > 0, False] for end in ends], device=form.device)
-    plan = planned(form, positions, valid, AttentionHeads(2, 1, 16), 64)
-    counts, chunks = [0, 1, 1, 2, 32, 33, 33, 34], plan.lists[None]
-    assert plan.max_chunks == 34 and chunks.last.tolist() == [end - 1 for end in ends]
-    items = listed(chunks)
-    assert sorted(items) == [(s, c) for s, count in enumerate(counts) for c in range(count)]
-    assert all(chunk >= 32 for _, chunk in items[:4]) and all(chunk < 32 for _, chunk in items[4:])
+    table = torch.zeros(len(ends), 80, dtype=torch.long, device=form.device)
+    windows, heads = Windows(positions, valid, table, (), ()), AttentionHeads(2, 1, 16, sliding=(None, 300))
+    plan = twin.plan_attention(windows, heads, 64, torch.float32)
+    assert plan.max_chunks == 34 and set(plan.lists) == {None, 300}
+    for sliding, chunks in plan.lists.items():
+        assert chunks.last.tolist() == [end - 1 for end in ends]
+        items = [divmod(item, 1 << 16) for item in chunks.items[: int(chunks.count)].tolist()]
+        first = [max(0, end - 1 - (sliding or end)) for end in ends]
+        begin = [at // 128 if at < 4096 else 32 + (at - 4096) // 512 for at in first]
+        assert sorted(items) == [(s, c) for s, count in enumerate(counts) for c in range(begin[s], count)]
+        large = sum(chunk >= 32 for _, chunk in items)
+        assert large == 4 and all(chunk >= 32 for _, chunk in items[:large])
 
 
 @triton
