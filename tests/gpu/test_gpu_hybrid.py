@@ -13,34 +13,26 @@ from spd.runtime import Request, SamplingParams
 from tests.gpu import gpu_helpers as lane
 from tests.gpu.test_gpu_rounds import check_case, spoke
 from tests.helpers import Run, outputs, random_prompts, run_requests
-from tests.kernels.test_kernels_recurrent import Prompt, Shape, check_chunks, check_passes, check_windows
+from tests.kernels import test_kernels_recurrent as recurrent
+from tests.kernels.forms import Form
+from tests.kernels.test_kernels_recurrent import Shape
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
 
 PUBLISHED = [Shape(48, 16, 128, 128), Shape(32, 16, 128, 128)]
 """Of Qwen3.5's 27B and 35B-A3B."""
-SHAPES = pytest.mark.parametrize("shape", [*PUBLISHED, Shape(3, 1, 24, 40)], ids=str)
 
 
-@SHAPES
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_rows_are_single_steps_however_passes_cut_them(shape: Shape, dtype: torch.dtype) -> None:
-    check_windows(load_kernels("triton"), dtype, shape, 60, lane.DEVICE)
-    check_passes(load_kernels("triton"), dtype, shape, lane.DEVICE)
-
-
-@SHAPES
-@pytest.mark.parametrize("regime", ["usual", "slow", "mixed"])
-def test_chunks_are_the_recurrence_up_to_rounding(shape: Shape, regime: str) -> None:
-    check_chunks(shape, 600, regime, "triton", lane.DEVICE)
-
-
-@SHAPES
-def test_how_many_chunks_a_call_holds_changes_no_bit(shape: Shape) -> None:
-    prompt = Prompt.of(shape, 512, form="triton", device=lane.DEVICE)
-    whole, state = prompt.run("delta_chunks")
-    for cuts in ((256,), (64, 128, 448)):
-        made, final = prompt.run("delta_chunks", *cuts, slot=0)
-        assert torch.equal(made, whole) and torch.equal(final, state), cuts
+@pytest.mark.parametrize("shape", [*PUBLISHED, Shape(3, 1, 24, 40)], ids=str)
+def test_rows_and_chunks_however_passes_cut_them(shape: Shape) -> None:
+    """Windows and passes are single steps, and whole chunks the recurrence, up to rounding."""
+    types = (torch.bfloat16, torch.float16, torch.float32)
+    form = Form("triton", load_kernels("triton"), lane.DEVICE, types)
+    for dtype in types:
+        recurrent.check_windows(form, dtype, shape, 60)
+        recurrent.check_passes(form, dtype, shape)
+    for regime in ("usual", "slow", "mixed"):
+        recurrent.check_chunks(form, shape, 600, regime)
+    recurrent.test_how_many_chunks_a_call_holds_changes_no_bit(shape, form)
 
 
 WISHES: dict[str, Any] = {"dtype": "bfloat16", "ctx": 1024}

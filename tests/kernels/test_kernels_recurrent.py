@@ -7,15 +7,13 @@ Outputs, states and what the rings keep of committed tokens must be the same bit
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from spd.kernels.dispatch import load_kernels
-from spd.kernels.native.library import NativeLibrary
 from spd.kernels.recurrent.delta_rule import CHUNK, DeltaMemory, Rule
 from spd.kernels.recurrent.short_conv import Segments
 from tests.kernels.forms import COMPILED, Form, thinned
@@ -55,10 +53,8 @@ SHAPES += [Shape(4, 2, 24, 16, corrects=False), Shape(3, 1, 5, 7, taps=3, correc
 class Layer:
     """What a layer keeps of some slots, and a pass over it in one form of the kernels."""
 
-    def __init__(
-        self, shape: Shape, ops: Any, dtype: torch.dtype, slots: int, bias: bool = False, device: str = "cpu"
-    ) -> None:
-        s = self.shape = shape
+    def __init__(self, shape: Shape, form: Form, dtype: torch.dtype, slots: int, bias: bool = False) -> None:
+        s, device = shape, form.device
         generator = torch.Generator().manual_seed(7)
 
         def draw(*sizes: int) -> Tensor:
@@ -67,7 +63,7 @@ class Layer:
         def nothing(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.full((slots, *sizes), float("nan"), dtype=dtype, device=device)
 
-        self.kernels, self.dtype, self.device = ops, dtype, device
+        self.shape, self.kernels, self.dtype, self.device = shape, form.ops, dtype, device
         self.weight, self.norm = draw(s.taps, s.channels), draw(s.size)
         if not s.corrects:
             self.norm = draw(s.key_heads, s.heads // s.key_heads * s.size)
@@ -116,11 +112,9 @@ def walked(layer: Layer, x: Tensor, slot: int = 0) -> tuple[Tensor, list[Tensor]
     return torch.cat(outputs), states
 
 
-def check_windows(
-    kernels: Any, dtype: torch.dtype, shape: Shape, length: int = 40, device: str = "cpu"
-) -> None:
+def check_windows(form: Form, dtype: torch.dtype, shape: Shape, length: int) -> None:
     """Windows of 1 to 9 rows, some of which are rejected, against single steps."""
-    single, layer = (Layer(shape, kernels, dtype, 2, device=device) for _ in range(2))
+    single, layer = (Layer(shape, form, dtype, 2) for _ in range(2))
     x = layer.inputs(length)
     wanted, states = walked(single, x)
     chance, position, seen = random.Random(3), 0, []
@@ -138,9 +132,9 @@ def check_windows(
     assert layer.memory.state[0].isnan().all(), "no run named this slot"
 
 
-def check_passes(kernels: Any, dtype: torch.dtype, shape: Shape, device: str = "cpu") -> None:
+def check_passes(form: Form, dtype: torch.dtype, shape: Shape) -> None:
     """One pass: a prompt that is kept, another's window, a run without rows; rows between them are zeros."""
-    layer, single = (Layer(shape, kernels, dtype, 4, bias=True, device=device) for _ in range(2))
+    layer, single = (Layer(shape, form, dtype, 4, bias=True) for _ in range(2))
     first, second = layer.inputs(33, seed=1), layer.inputs(17, seed=2)
     wanted, states = walked(single, first)
     others, _ = walked(single, second, 3)
@@ -161,9 +155,8 @@ PASSED += [("triton", Shape(2, 1, 8, 40, depth=20)), ("triton", Shape(2, 2, 5, 7
 
 @pytest.mark.parametrize(("form", "shape"), PASSED, indirect=["form"], ids=str)
 def test_passes_are_single_steps(form: Form, shape: Shape) -> None:
-    given = form.ops, form.dtypes[0], shape
-    check_windows(*given, 12 if form.name == "triton" else 40, form.device)
-    check_passes(*given, form.device)
+    check_windows(form, form.dtypes[0], shape, 12 if form.name == "triton" else 40)
+    check_passes(form, form.dtypes[0], shape)
 
 
 def naive(x: Tensor, layer: Layer) -> Tensor:
@@ -202,7 +195,7 @@ def test_forms_are_the_published_recurrence(shape: Shape, form: Form) -> None:
         pytest.skip("the interpreter is slow")
     allowed = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-8}
     for dtype in form.dtypes[:1] if form.name == "torch" else form.types(shape.heads):
-        layer = Layer(shape, form.ops, dtype, 1, device=form.device)
+        layer = Layer(shape, form, dtype, 1)
         x = layer.inputs(33)
         made = torch.cat([layer.run(x[:20], (0, 0, 20, 0, 18)), layer.run(x[20:], (0, 0, 13, 20, 20))])
         wanted = naive(x, layer)
@@ -211,7 +204,7 @@ def test_forms_are_the_published_recurrence(shape: Shape, form: Form) -> None:
 
 def test_a_convolution_may_stand_alone(form: Form) -> None:
     """Without its silu, as LFM2's; a row of no run is zeros."""
-    layer = Layer(Shape(1, 1, 5, 7, taps=3, depth=20), form.ops, form.dtypes[0], 1, True, form.device)
+    layer = Layer(Shape(1, 1, 5, 7, taps=3, depth=20), form, form.dtypes[0], 1, True)
     x, rows = layer.inputs(9)[:, : layer.shape.channels], layer.rows((0, 1, 8, 0, 0))
     made = form.ops.short_conv(x, layer.weight, layer.bias, layer.ring, rows, silu=False)
     before = torch.cat((x.new_zeros(2, x.shape[1]), x[1:])).double()
@@ -219,55 +212,21 @@ def test_a_convolution_may_stand_alone(form: Form) -> None:
     assert (made[1:] - wanted).abs().max() < 1e-5 and not made[0].any()
 
 
-def test_threads_change_no_bit(native: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", COMPILED, indirect=True)
+def test_threads_change_no_bit(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, made = Shape(6, 2, 64, 64), []
     for threads in (1, 2, 3):
-        monkeypatch.setattr(native, "threads", threads)
-        layer = Layer(shape, native, native.dtype, 2)
+        monkeypatch.setattr(form.ops, "threads", threads)
+        layer = Layer(shape, form, form.dtypes[0], 2)
         x = layer.inputs(80)
         made.append(layer.run(x, (0, 0, 50, 0, 50), (1, 50, 30, 0, 20)))
     assert torch.equal(made[0], made[1]) and torch.equal(made[0], made[2])
 
 
-@pytest.mark.parametrize("k", [0, 4])
-def test_a_round_reads_and_writes_each_state_once(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Triton's interpreter, element by element; the state of a slot that begins is not read."""
-    if torch.cuda.is_available():
-        pytest.skip("needs the interpreter")
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    shape = Shape(2, 1, 5, 40, depth=20)  # in two blocks of columns, of which one is not full
-    layer = Layer(shape, load_kernels("triton"), torch.float32, 4)
-    state = layer.memory.state
-    seen = {kind: torch.zeros(state.numel()) for kind in ("load", "store")}
-
-    def watch(kind: str) -> None:
-        original = getattr(InterpreterBuilder, f"create_masked_{kind}")
-
-        def watched(self: Any, pointers: Any, *rest: Any) -> Any:
-            mask = rest[0 if kind == "load" else 1].data
-            places = torch.from_numpy((pointers.data[mask].astype("int64") - state.data_ptr()) // 4)
-            places = places[(places >= 0) & (places < state.numel())]
-            seen[kind].index_add_(0, places, torch.ones(len(places)))
-            return original(self, pointers, *rest)
-
-        monkeypatch.setattr(InterpreterBuilder, f"create_masked_{kind}", watched)
-
-    prompt = layer.inputs(12)
-    layer.run(prompt, (0, 0, 12, 0, 11 - k // 2))  # half of the drafts of the round before were accepted
-    x = layer.inputs(2 * (k + 1))
-    for kind in seen:
-        watch(kind)
-    layer.run(x, (0, 0, k + 1, 12, 12), (1, k + 1, 0, 3, 3), (2, k + 1, k + 1, 0, 0))
-    reads, writes = (seen[kind].view(4, -1) for kind in ("load", "store"))
-    assert (reads[0] == 1).all() and not reads[1:].any()
-    assert (writes[[0, 2]] == 1).all() and not writes[[1, 3]].any()
-
-
 # -- whole chunks of a prompt ----------------------------------------------------------------------
 
 CHUNKED = [Shape(2, 1, 128, 64), Shape(3, 1, 24, 40), Shape(2, 2, 5, 7), Shape(4, 2, 24, 16, corrects=False)]
-FORMS = pytest.mark.parametrize("form", ["torch", "triton"])
+FORMS = pytest.mark.parametrize("form", ["torch", "triton"], indirect=True)
 
 
 @dataclass
@@ -279,15 +238,13 @@ class Prompt:
     gates: Tensor
 
     @classmethod
-    def of(
-        cls, shape: Shape, rows: int, regime: str = "usual", form: str = "torch", device: str = "cpu"
-    ) -> Prompt:
+    def of(cls, shape: Shape, rows: int, form: Form, regime: str = "usual") -> Prompt:
         """usual: as projections say; slow: next to no decay and keys much alike, so that a row's correction
         rests on all before it; mixed: some rows forget nearly everything.
         """
-        layer = Layer(shape, load_kernels(form), torch.float32, 3, device=device)
-        x, mixed = layer.inputs(rows), torch.randn(rows, shape.channels, generator=torch.Generator())
-        mixed = mixed.to(device)
+        layer, device = Layer(shape, form, torch.float32, 3), form.device
+        x = layer.inputs(rows)
+        mixed = torch.randn(rows, shape.channels, generator=torch.Generator()).to(device)
         gates = x[:, -shape.gates :].clone()
         keys = mixed[:, shape.key_heads * shape.width : 2 * shape.key_heads * shape.width]
         if regime == "slow":
@@ -313,10 +270,11 @@ class Prompt:
         return torch.cat(made), layer.memory.state[slot].clone()
 
 
-def check_chunks(shape: Shape, count: int, regime: str, form: str, device: str) -> None:
+def check_chunks(form: Form, shape: Shape, count: int, regime: str) -> None:
     """Whole chunks first, against a step a token; the NaN that lies in the state at first is not read."""
-    read, state = Prompt.of(shape, count, regime, form, device).run("delta_chunks", count // CHUNK * CHUNK)
-    wanted, final = Prompt.of(shape, count, regime, device=device).run("delta_rule")
+    read, state = Prompt.of(shape, count, form, regime).run("delta_chunks", count // CHUNK * CHUNK)
+    plain = replace(form, ops=load_kernels("torch"))
+    wanted, final = Prompt.of(shape, count, plain, regime).run("delta_rule")
     assert (read - wanted).abs().max() < 1e-4 * wanted.abs().max()
     assert (state - final).abs().max() < 1e-4 * final.abs().max()
 
@@ -325,21 +283,20 @@ def check_chunks(shape: Shape, count: int, regime: str, form: str, device: str) 
 @FORMS
 @pytest.mark.parametrize("regime", ["usual", "slow", "mixed"])
 @pytest.mark.parametrize("shape", CHUNKED, ids=str)
-def test_chunks_are_the_recurrence_up_to_rounding(shape: Shape, regime: str, form: str, device: str) -> None:
-    check_chunks(shape, 330 if form == "torch" else CHUNK + 9, regime, form, device)
+def test_chunks_are_the_recurrence_up_to_rounding(shape: Shape, regime: str, form: Form) -> None:
+    check_chunks(form, shape, 330 if form.name == "torch" else CHUNK + 9, regime)
 
 
 @FORMS
 @pytest.mark.parametrize("shape", CHUNKED[1:], ids=str)
-def test_how_many_chunks_a_call_holds_changes_no_bit(shape: Shape, form: str, device: str) -> None:
+def test_how_many_chunks_a_call_holds_changes_no_bit(shape: Shape, form: Form) -> None:
     """Nor what stands beside them; a run without rows changes nothing, and rows of no run are zeros."""
-    prompt = Prompt.of(shape, 3 * CHUNK - 5, form=form, device=device)
+    prompt = Prompt.of(shape, 3 * CHUNK - 5, form)
     whole, state = prompt.run("delta_chunks")
     for cuts in ((CHUNK,), (2 * CHUNK,), (CHUNK, 2 * CHUNK)):
         made, final = prompt.run("delta_chunks", *cuts, slot=0)
         assert torch.equal(made, whole) and torch.equal(final, state)
-    other = Prompt.of(shape, CHUNK + 3, "slow", form, device)
-    layer = Prompt.of(shape, 1, form=form, device=device).layer
+    other, layer = Prompt.of(shape, CHUNK + 3, form, "slow"), Prompt.of(shape, 1, form).layer
     wanted, behind = other.run("delta_chunks")
     count = len(other.mixed)
     runs = (2, 1, count, 0, count), (1, count + 1, 0, 7, 7), (0, count + 2, 40, 0, 40)
