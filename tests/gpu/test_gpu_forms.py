@@ -36,9 +36,7 @@ class Form:
 
     def check(self, method: str, k: int) -> None:
         """One text and one story of acceptance, captured and eager, at every lag."""
-        runs = check_case(self.folder, self.work, self.plain, self.wishes(method, k))
-        spoke(runs)
-        assert sum(run.metrics.draft_n for run in runs) > 0
+        spoke(check_case(self.folder, self.work, self.plain, self.wishes(method, k)))
 
 
 def form_wishes(weights: str) -> dict[str, Any]:
@@ -92,25 +90,3 @@ def test_in_a_batch(forms: dict[str, Form], weights: str, method: str) -> None:
     count = len(form.work)
     for copy in (1, 2):
         assert story(runs[:count]) == story(runs[copy * count : (copy + 1) * count])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("slots", [1, 16])
-@pytest.mark.parametrize("weights", ["bfloat16", "fp8"])
-def test_a_hundred_thousand_tokens(forms: dict[str, Form], weights: str, slots: int) -> None:
-    """With and without speculation by the MTP layer: not one differs."""
-    prompts, each, count = demo_prompts(), 400, 250
-    many: Work = [
-        (
-            prompts[i % len(prompts)],
-            SamplingParams(max_tokens=each, temperature=(0.0, 0.7, 1.0)[i % 3], seed=i, ignore_eos=True),
-        )
-        for i in range(count)
-    ]
-    told = []
-    for method in ({"spec": "off"}, {"spec": "mtp", "draft_max": 3}):
-        wishes = {"slots": slots, "ctx": 2048, **form_wishes(weights), **method}
-        with gpu_engine(forms[weights].folder, **wishes) as engine:
-            told.append(outputs(run_work(engine, many)))
-    differing = sum(a != b for off, on in zip(*told, strict=True) for a, b in zip(off[0], on[0], strict=True))
-    assert sum(len(tokens) for tokens, _, _ in told[0]) >= 100_000 and differing == 0

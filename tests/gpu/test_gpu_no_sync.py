@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spd.formats.demo import demo_folder
 from spd.runtime import Engine, Request, SamplingParams
-from spd.runtime.round import model_runner, transfer
+from spd.runtime.round import transfer
 from tests.gpu.gpu_helpers import Work, demo_prompts, gpu_engine, method_wishes, run_work, story
 from tests.helpers import outputs, replace_transfers
 
@@ -70,65 +70,14 @@ def test_steady_rounds_wait_for_nothing(method: str, graphs: bool, logprobs: int
         assert len(engine._scheduler.running()[0].pages) > pages, "no pages were taken meanwhile"
 
 
-def test_one_that_waits_is_seen() -> None:
-    with gpu_engine(demo_folder(), dtype="bfloat16", slots=2, graphs=False, lag=1) as engine:
-        start(engine)
-        state, honest = engine._device.state, engine._device.runner.forward
-
-        def asking(*args: Any) -> Any:
-            state.length.max().item()
-            return honest(*args)
-
-        with waiting_is_an_error():
-            engine.step()
-            engine._device.runner.forward = asking  # type: ignore[method-assign]
-            with pytest.raises(RuntimeError, match="synchroniz"):
-                engine.step()
-
-
 LONG = 60_000_000
 """Cycles that the device sleeps before a transfer: some 30 ms, in which the host runs far ahead."""
 
 
-class OneBuffer:
-    """A way to the device through a single pinned buffer, which never waits for what is in flight."""
-
-    def __init__(self) -> None:
-        self.buffer = torch.zeros(4096, dtype=torch.long).pin_memory()
-
-    def __call__(self, values: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
-        torch.cuda._sleep(LONG)
-        part = self.buffer[: len(values)]
-        part.copy_(torch.tensor(values, dtype=dtype))
-        return part.to(device, non_blocking=True)
-
-
 def late(values: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
-    """The real way, behind as long a sleep."""
+    """The way to the device behind a long sleep."""
     torch.cuda._sleep(LONG)
     return transfer.to_device(values, dtype, device)
-
-
-def test_a_reused_buffer_is_seen_and_the_real_way_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Page tables only: their wrong values are still pages, so that no kernel leaves its memory."""
-    prompts = [prompt[:60] for prompt in demo_prompts()]
-    work: Work = [
-        (prompts[i % 5], SamplingParams(max_tokens=24, temperature=0.5 * (i % 2), seed=i, ignore_eos=True))
-        for i in range(4)
-    ]
-    wishes = {"dtype": "bfloat16", "slots": 4, **method_wishes("draft", 4)}
-    with gpu_engine(demo_folder(), **wishes) as engine:
-        run_work(engine, work, 1)  # all is compiled and captured: the host has no other reason to be slow
-        reference = run_work(engine, work, 1)
-        monkeypatch.setattr(model_runner, "to_device", late)
-        delayed = run_work(engine, work, 1)
-        assert outputs(delayed) == outputs(reference) and story(delayed) == story(reference)
-        monkeypatch.setattr(model_runner, "to_device", OneBuffer())
-        wrong = run_work(engine, work, 1)
-        assert outputs(wrong) != outputs(reference) or story(wrong) != story(reference)
-    with gpu_engine(demo_folder(), **wishes) as engine:
-        monkeypatch.undo()
-        assert outputs(run_work(engine, work, 1)) == outputs(reference)
 
 
 def test_every_small_value_behind_a_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
