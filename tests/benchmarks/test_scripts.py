@@ -1,4 +1,4 @@
-"""Scripts in small: an agent's replay, the soak, the count of changed tokens, the comparison of two trees."""
+"""Scripts in small: an agent's replay, the soak, counts of changed tokens, the comparison of two trees."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import agent_replay, equality, soak
+from benchmarks import agent_replay, equality, serve_equality, soak
 from benchmarks.freeze import __main__ as freeze
 from benchmarks.freeze.cells import Run
+from spd.cli.commands.serve import ServeOptions
 from spd.cli.options import GenerateOptions
 from spd.runtime import Engine, Request
 from spd.runtime.round.limits import CHUNK
@@ -60,6 +61,19 @@ def test_faults_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     faults = " ".join(soak.faults_of(asked))
     for words in ("instead of 'another'", "no server is found", "memory_mib grew by"):
         assert words in faults
+
+
+@pytest.mark.usefixtures("keep_threads")
+def test_a_server_says_what_generate_says() -> None:
+    """While others leave; a text that is another one is counted."""
+    chats = serve_equality.make_chats(4, 3, 0.8, 24)
+    right = serve_equality.generated("demo", chats, 1)
+    options = ServeOptions(
+        model="demo", ctx=serve_equality.CTX, concurrency=4, threads=1, adaptive=False, spec="mtp"
+    )
+    wrong = [(right[0][0] + ".", right[0][1]), *right[1:]]
+    found = serve_equality.run_cell(options, chats, wrong)
+    assert (found["tokens"], found["differ"], found["still_open"]) == (96, 24, 0)
 
 
 CELL = ["--requests", "6", "--tokens", "8", "--only", "bfloat16/ngram/k2", "-m", "demo"]
