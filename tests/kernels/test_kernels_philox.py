@@ -1,10 +1,22 @@
-"""Noise: the published Philox vectors, the counter layout, the uniform's clamp, the draw's law."""
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Noise: published vectors, counters and ends; Triton's are the same integers, and its draws are ordered."""
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 
-from spd.kernels.sampling.philox import STREAM_TARGET, gumbel, philox, random_bits, uniform
+from spd.kernels.sampling import philox
+
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+
+from benchmarks.gpu_suite import noise_triton  # noqa: E402
+from spd.kernels.sampling import philox_triton  # noqa: E402
+from spd.kernels.sampling.philox_triton import draw_rank, rank_is_finite, rank_token  # noqa: E402
 
 PUBLISHED = [
     # (counter, key, output) of philox4x32-10 in Random123's known-answer file.
@@ -18,33 +30,68 @@ PUBLISHED = [
 ]
 
 
-def words_of(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(map(int, philox(tuple(map(torch.tensor, counter)), tuple(map(torch.tensor, key)))))  # type: ignore[arg-type]
-
-
-def test_published_vectors() -> None:
-    assert all(words_of(counter, key) == words for counter, key, words in PUBLISHED)
+def words_of(*given: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(int, philox.philox(*(tuple(map(torch.tensor, words)) for words in given))))  # type: ignore[arg-type]
 
 
 def test_counter_is_group_position_stream_and_lane() -> None:
+    assert all(words_of(counter, key) == words for counter, key, words in PUBLISHED)
     seed, position = (0x12345678 << 32) | 0x9ABCDEF0, 77
-    bits = random_bits(torch.tensor(seed), torch.tensor(position), 3, 10)
+    bits = philox.random_bits(torch.tensor(seed), torch.tensor(position), 3, 10)
     for token in range(10):
         words = words_of((token >> 2, position, 3, 0), (seed & 0xFFFFFFFF, seed >> 32))
         assert int(bits[token]) == words[token & 3]
 
 
-def test_rows_do_not_depend_on_their_neighbours() -> None:
-    seeds, positions = torch.tensor([[5, 5, 9]]), torch.tensor([[1, 2, 1]])
-    together = gumbel(seeds, positions, STREAM_TARGET, 1001)
-    for i in range(3):
-        alone = gumbel(seeds[:, i : i + 1], positions[:, i : i + 1], STREAM_TARGET, 1001)
-        assert torch.equal(together[:, i : i + 1], alone)
-        assert i == 0 or not torch.equal(together[0, 0], together[0, i])
-    assert not torch.equal(together, gumbel(seeds, positions, STREAM_TARGET + 1, 1001))
+@pytest.mark.parametrize("stream", [philox.STREAM_TARGET, 3])
+@pytest.mark.parametrize("vocab", [1, 3, 17, 1000, 5003])
+def test_bits_are_the_same_integers_and_noise_is_the_same_to_a_last_bit(
+    vocab: int, stream: int, device: str
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    seed = torch.randint(-(2**63), 2**63 - 1, (2, 3), generator=generator).to(device)
+    given = (seed, torch.randint(2**33, (2, 3), generator=generator).to(device), stream, vocab)
+    assert torch.equal(noise_triton.random_bits(*given), philox.random_bits(*given))
+    torch.testing.assert_close(noise_triton.gumbel(*given), philox.gumbel(*given), rtol=3e-7, atol=3e-7)
 
 
-def test_uniform_is_clamped_at_both_ends() -> None:
-    ends = uniform(torch.tensor([0, 0xFFFFFFFF]))
-    assert ends.tolist() == [2.0**-33, 1 - 2.0**-24]
-    assert torch.isfinite(-torch.log(-torch.log(ends))).all()
+@triton.jit
+def ends_kernel(bits, out):
+    at = tl.arange(0, 2)
+    tl.store(out + at, philox_triton.gumbel_of(tl.load(bits + at).to(tl.uint32)))
+
+
+def test_uniforms_are_clamped_at_both_ends(device: str) -> None:
+    found = torch.empty(2, device=device)
+    ends_kernel[(1,)](torch.tensor([0, 0xFFFFFFFF], device=device), found)
+    ends = torch.tensor([2.0**-33, 1 - 2.0**-24], dtype=torch.float64)
+    assert torch.equal(philox.uniform(torch.tensor([0, 0xFFFFFFFF])).double(), ends)
+    expected = -(-ends.log()).log()
+    torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-6, atol=0)
+
+
+@triton.jit
+def rank_kernel(score, ids, rank, token, finite, size, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    inside = at < size
+    ranks = draw_rank(tl.load(score + at, mask=inside), tl.load(ids + at, mask=inside))
+    tl.store(rank + at, ranks, mask=inside)
+    tl.store(token + at, rank_token(ranks), mask=inside)
+    tl.store(finite + at, rank_is_finite(ranks), mask=inside)
+
+
+def test_ranks_order_scores_then_ids(device: str) -> None:
+    """From the least drawn to the first drawn; equal scores come with falling ids."""
+    ordered = [
+        *[(-math.inf, 7), (-math.inf, 0), (-3e38, 1), (-1.0, 3), (-1.0, 2), (-1e-45, 0), (0.0, 9), (-0.0, 8)],
+        *[(0.0, 4), (1e-45, 5), (2.5, 262143), (2.5, 6), (3e38, 2**31 - 1), (math.inf, 3), (math.nan, 5)],
+        (math.nan, 1),
+    ]
+    score = torch.tensor([s for s, _ in ordered], device=device)
+    score.view(torch.int32)[-2] = -(2**22)  # a NaN with its sign bit set
+    ids = torch.tensor([i for _, i in ordered], dtype=torch.int32, device=device)
+    rank, token = (torch.empty(len(ordered), dtype=torch.int64, device=device) for _ in range(2))
+    finite = torch.zeros(len(ordered), dtype=torch.bool, device=device)
+    rank_kernel[(1,)](score, ids, rank, token, finite, len(ordered), SIZE=16)
+    assert (rank.diff() > 0).all() and (rank > philox_triton.NO_RANK.value).all()
+    assert torch.equal(token, ids.long()) and torch.equal(finite, score.isfinite())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spd.kernels.attention.rotary_store import RotatedRows
 from spd.kernels.dispatch import load_kernels
-from tests.kernels.forms import EVERY, Form, assert_rounded, near, normal, turning_tables
+from tests.kernels.forms import Form, assert_rounded, near, normal, turning_tables
 
 PAGES, PAGE, TABLE, UNTOUCHED = 5, 64, 40, 7.0
 EPSILON = 0.05
@@ -144,14 +144,3 @@ def test_against_its_definition(
             alone, place = inputs.of(slice(i, i + 1)).run(form), int(inputs.turning.kv_slots[i])
             assert torch.equal(alone[0][0], found[0][i])
             assert all(torch.equal(alone[p][place], found[p][place]) for p in range(1, len(found)))
-
-
-@pytest.mark.parametrize("form", EVERY[:2], indirect=True)
-def test_rows_without_a_place_share_one(form: Form) -> None:
-    """Rows that must not be kept write one slot, whichever wins, and nothing but their slot is touched."""
-    inputs = make(form, 6, (4, 2), 16)
-    inputs.turning.kv_slots[2:] = 3
-    touched, right = inputs.turning.kv_slots, inputs.run(None)
-    for pool, wanted in zip(inputs.run(form)[1:], right[1:], strict=True):
-        assert set((pool != UNTOUCHED).any(1).nonzero().flatten().tolist()) == set(touched.tolist())
-        assert (pool[touched[:2]] - wanted[touched[:2]]).abs().max() < 1e-5
