@@ -78,6 +78,20 @@ def test_laws_at_their_edges(rule: str, device: str) -> None:
         assert (rows.gather(1, tokens.gather(1, count[:, None])) > 0).all()
 
 
+def test_a_blocks_residual_is_scaled(device: str) -> None:
+    """After one draft of joint ratio 1/2, half the row exceeds the drafter's at token 1 only."""
+    slots = 12
+    target = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [1.0, 0.0, 0.0]], device=device)
+    laws = torch.tensor([[1.0, 0.0, 0.0], [0.3, 0.1, 0.6]], device=device)
+    seed = torch.arange(slots, device=device)
+    wide = [law.expand(slots, *law.shape).contiguous() for law in (target, laws)]
+    draft, places = torch.tensor([[0, 2]], device=device), torch.arange(3, device=device)
+    given = (draft.expand(slots, 2), torch.full_like(seed, 2), seed, places.expand(slots, 3))
+    tokens, accepted = decided("block", *wide, *given)
+    assert 2 <= int((accepted == 1).sum()) < slots
+    assert (tokens[accepted == 1, 1] == 1).all()
+
+
 @rules
 def test_a_slot_is_the_same_alone_and_among_others(rule: str, device: str) -> None:
     arguments = random_arguments(4, 3, 1003, 21, False, device)
