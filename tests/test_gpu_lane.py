@@ -9,11 +9,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from spd.formats.demo import demo_folder
 from spd.runtime import Engine
 from spd.runtime.round.graphs import CapturedRounds, RoundShape
 from spd.runtime.round.rows import SlotView
-from tests.gpu import gpu_helpers, test_gpu_ahead, test_gpu_forms, test_gpu_rounds, test_gpu_texts
+from tests.gpu import gpu_helpers, test_gpu_ahead, test_gpu_rounds, test_gpu_texts
 from tests.helpers import Patch, make_engine
 
 
@@ -44,14 +43,17 @@ def rehearsal(monkeypatch: Patch) -> None:
     monkeypatch.setattr(gpu_helpers, "make_engine", engine_on_cpu)
 
 
-def test_rounds_are_rehearsed(rehearsal: None) -> None:
-    prompts = gpu_helpers.demo_prompts()
-    stop = gpu_helpers.likely_stop(demo_folder(), prompts[2], dtype="bfloat16")
-    work = gpu_helpers.every_kind(prompts[:2], stop, max_tokens=7)[:2]
-    with gpu_helpers.gpu_engine(demo_folder(), dtype="bfloat16", graphs=False) as engine:
-        plain = gpu_helpers.run_work(engine, work, 0)
-    test_gpu_rounds.test_alone(work, plain, "draft", 4)
-    test_gpu_rounds.test_lengths_that_change(work, plain)
+def test_rounds_are_rehearsed(rehearsal: None, tmp_path: Path, monkeypatch: Patch) -> None:
+    def short(prompts: Sequence[tuple[int, ...]], stop: int, most: int) -> gpu_helpers.Work:
+        return every_kind(prompts[:2], stop, most // 4)[:2]
+
+    every_kind = gpu_helpers.every_kind
+    monkeypatch.setattr(gpu_helpers, "every_kind", short)
+    for name, method, k in (("bfloat16", "draft", 4), ("hybrid", "mtp", 3), ("float32", "off", 0)):
+        models = {name: test_gpu_rounds.make_model(name, tmp_path)}
+        test_gpu_rounds.test_alone(models, name, method, k)
+        if name == "bfloat16":
+            test_gpu_rounds.test_lengths_that_change(models)
 
 
 def test_captures_ahead_are_rehearsed(rehearsal: None) -> None:
@@ -59,11 +61,5 @@ def test_captures_ahead_are_rehearsed(rehearsal: None) -> None:
     test_gpu_ahead.test_what_adaptive_lengths_try_first_is_captured()
 
 
-def test_forms_are_rehearsed(rehearsal: None, tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(test_gpu_forms, "demo_prompts", lambda: gpu_helpers.demo_prompts()[:1])
-    form = test_gpu_forms.make_form("bfloat16", tmp_path)
-    short = [(prompt, dataclasses.replace(params, max_tokens=4)) for prompt, params in form.work[:1]]
-    with gpu_helpers.gpu_engine(form.folder, graphs=False, **form.wishes("off", 0)) as engine:
-        runs = gpu_helpers.run_work(engine, short, 0)
-    dataclasses.replace(form, work=short, plain=runs).check("mtp", 3)
+def test_a_model_that_drafts_for_itself_is_rehearsed(rehearsal: None) -> None:
     test_gpu_texts.test_a_model_that_drafts_for_itself_is_always_right("bfloat16", 4, 4)

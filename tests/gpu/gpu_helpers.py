@@ -15,6 +15,7 @@ from spd.formats.demo import demo_draft_folder, demo_eagle3_folder, demo_folder
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime import Engine, SamplingParams
 from tests.helpers import Run, make_engine, run_all
+from tests.recipes.tiny_hybrid import write_tiny_hybrid
 
 DEVICE = "cuda"
 TEXT = Path(__file__).read_text(encoding="utf-8")
@@ -80,6 +81,12 @@ def story(runs: Sequence[Run]) -> list[dict[str, Any]]:
     ]
 
 
+def write_hybrid(folder: Path, **more: Any) -> Path:
+    """A tiny model with recurrent layers."""
+    sizes = {"max_position_embeddings": 1024, "dtype": "bfloat16", **more}
+    return write_tiny_hybrid(folder, agreeing=True, **sizes)
+
+
 def plain_runs(model: Path, work: Work, **wishes: Any) -> list[Run]:
     """Every request eager, in step, one at a time, nothing speculated."""
     with gpu_engine(model, graphs=False, **wishes) as engine:
@@ -92,9 +99,9 @@ def likely_stop(model: Path, prompt: tuple[int, ...], **wishes: Any) -> int:
         return run_work(engine, [(prompt, SamplingParams(max_tokens=12, ignore_eos=True))])[0].tokens[8]
 
 
-def method_wishes(method: str, k: int, draft: Path | None = None, shortest: int = 2) -> dict[str, Any]:
+def method_wishes(method: str, k: int, draft: Path | None = None) -> dict[str, Any]:
     """Wishes for a method with k drafts; the demo's own draft model unless another is given."""
     models = {"draft": draft or demo_draft_folder(), "eagle3": demo_eagle3_folder()}
     found = {"spec": method, "draft_model": models.get(method), "draft_max": None if method == "off" else k}
-    found["ngram_min"] = shortest if "ngram" in method else None
+    found["ngram_min"] = 1 if "ngram" in method else None
     return {name: value for name, value in found.items() if value is not None}

@@ -11,12 +11,10 @@ import torch
 from spd.kernels.dispatch import load_kernels
 from spd.runtime import Request, SamplingParams
 from tests.gpu import gpu_helpers as lane
-from tests.gpu.test_gpu_rounds import check_case, spoke
-from tests.helpers import Run, outputs, random_prompts, run_requests
+from tests.helpers import next_turn, outputs, random_prompts, run_requests
 from tests.kernels import test_kernels_recurrent as recurrent
 from tests.kernels.forms import Form
 from tests.kernels.test_kernels_recurrent import Shape
-from tests.recipes.tiny_hybrid import write_tiny_hybrid
 
 PUBLISHED = [Shape(48, 16, 128, 128), Shape(32, 16, 128, 128)]
 """Of Qwen3.5's 27B and 35B-A3B."""
@@ -40,52 +38,13 @@ WISHES: dict[str, Any] = {"dtype": "bfloat16", "ctx": 1024}
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {"max_position_embeddings": 1024, "dtype": "bfloat16"}
-    return write_tiny_hybrid(tmp_path_factory.mktemp("hybrid"), mtp=True, agreeing=True, **sizes)
+    return lane.write_hybrid(tmp_path_factory.mktemp("hybrid"), mtp=True)
 
 
-@pytest.fixture(scope="module")
-def work(hybrid: Path) -> lane.Work:
-    """Prompts of no whole chunk, of one and of two."""
-    prompts = [random_prompts(1, n, 256, seed=n)[0] for n in (5, 75, 300, 600)]
-    return lane.every_kind(prompts, lane.likely_stop(hybrid, prompts[1], **WISHES))
-
-
-@pytest.fixture(scope="module")
-def plain(hybrid: Path, work: lane.Work) -> list[Run]:
-    return lane.plain_runs(hybrid, work, **WISHES)
-
-
-METHODS = ("mtp", "ngram", "mtp+ngram")
-
-
-@pytest.mark.parametrize("k", [1, 4, 8])
-@pytest.mark.parametrize("method", METHODS)
-def test_captured_and_eager_are_the_same_at_every_lag(
-    hybrid: Path, work: lane.Work, plain: list[Run], method: str, k: int
-) -> None:
-    runs = check_case(hybrid, work, plain, {**WISHES, **lane.method_wishes(method, k, shortest=1)})
-    if "mtp" in method:
-        spoke(runs)
-
-
-@pytest.mark.parametrize("method", ["off", *METHODS, "draft"])
-def test_in_a_batch(hybrid: Path, tmp_path: Path, work: lane.Work, plain: list[Run], method: str) -> None:
-    """Sixteen slots: every request twice, beside all the others; also by a recurrent draft model."""
-    draft = None
-    if method == "draft":
-        sizes = {"num_hidden_layers": 2, "full_attention_interval": 2, "max_position_embeddings": 1024}
-        draft = write_tiny_hybrid(tmp_path, agreeing=True, dtype="bfloat16", **sizes)
-    asked = lane.method_wishes(method, 4, draft, shortest=1)
-    runs = check_case(hybrid, work * 2, plain * 2, {**WISHES, **asked, "slots": 16})
-    half = len(work)
-    assert lane.story(runs[:half]) == lane.story(runs[half:])
-
-
-def test_pages_that_run_short(hybrid: Path, work: lane.Work) -> None:
+def test_pages_that_run_short(hybrid: Path) -> None:
     """A request that gives way is written again by the programs that wrote it."""
     params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.8, seed=1)
-    long: lane.Work = [(prompt, params) for prompt, _ in work[:4]]
+    long = [(random_prompts(1, n, 256, seed=n)[0], params) for n in (5, 75, 300, 600)]
     told = []
     for wishes in ({}, {"slots": 4, "cache_pages": 18, "spec": "mtp", "draft_max": 4}):
         with lane.gpu_engine(hybrid, **WISHES, **wishes) as engine:
@@ -106,8 +65,7 @@ def test_a_next_turn_goes_on_from_a_checkpoint(hybrid: Path, spec: str, lag: int
             with lane.gpu_engine(hybrid, **wishes) as engine:
                 prompt = random_prompts(1, length, 256, seed=length)[0]
                 first = run_requests(engine, [Request("first", prompt, params)])[0]
-                spans = (("prompt", length), ("generated", 20), ("prompt", 3))
-                turn = Request("next", (*prompt, *first.tokens, 7, 8, 9), params, spans)
+                turn = next_turn(prompt, first.tokens, params)
                 later = run_requests(engine, [turn, Request("again", prompt, params)])
                 cached = [run.metrics.cached_tokens for run in later]
                 assert cached == ([length + 19, length - 1] if sharing else [0, 0])

@@ -1,124 +1,143 @@
-"""Captured and eager, 0 to 2 rounds behind, alone and in a batch: one text, and one story of acceptance."""
+"""Captured and eager, 0 to 2 rounds behind, alone and in a batch: one text, and one story of acceptance.
+
+Of the demo, DeepSeek-V3-shaped with an MTP layer, in every form of weights, and of a tiny hybrid.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from spd.formats.demo import demo_folder
-from spd.runtime import SamplingParams
+from spd.formats.demo import demo_draft_folder, demo_folder
+from spd.runtime import Engine, SamplingParams
 from tests.gpu import gpu_helpers as lane
-from tests.helpers import Damped, Run, outputs, random_prompts
+from tests.helpers import Damped, Run, accepted, drafted, outputs, random_prompts
+from tests.recipes.packed_twin import write_twin
+from tests.recipes.tiny import VARIANTS, write_tiny
 
-CASES = [("off", 0), *((method, k) for method in ("ngram", "draft") for k in (1, 4))]
-
-
-def same_logprobs(runs: list[Run], others: list[Run]) -> None:
-    for run, other in zip(runs, others, strict=True):
-        assert run.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+LOOKED_UP = {"hybrid": ("ngram", "draft"), "float32": ("ngram",)}
+"""Methods that need not be right and wrong in the little that a tiny model says."""
 
 
-def check_case(
-    model: Path, work: lane.Work, plain: list[Run], wishes: dict[str, Any], eager: tuple[int, ...] = (0, 2)
-) -> list[Run]:
-    """Eager and captured runs, in step and behind, against the plain text and against each other.
+@dataclass(frozen=True)
+class Model:
+    """A model in a form of its weights, some work, and what plain decoding makes of it.
 
-    Eager ones take many times as long, so they leave out the lag between unless they are asked for it.
+    Plain is eager, in step, one at a time, nothing speculated.
     """
-    told: list[dict[str, Any]] | None = None
-    for graphs, lags in ((False, eager), (True, (0, 1, 2))):
-        with lane.gpu_engine(model, graphs=graphs, **wishes) as engine:
-            assert engine.plan.shape.kernels == "triton" and engine.plan.shape.graphs is graphs
-            for lag in lags:
-                runs = lane.run_work(engine, work, lag)
-                assert outputs(runs) == outputs(plain), (graphs, lag)
-                same_logprobs(runs, plain)
-                told = told or lane.story(runs)
-                assert lane.story(runs) == told, (graphs, lag)
-            if graphs:
+
+    name: str
+    folder: Path
+    draft: Path
+    wishes: dict[str, Any]
+    work: lane.Work
+    plain: list[Run]
+
+    def engine(self, method: str, k: int, **more: Any) -> AbstractContextManager[Engine]:
+        """One that speculates so, or not at all."""
+        asked = lane.method_wishes(method, k, self.draft)
+        return lane.gpu_engine(self.folder, **self.wishes, **asked, **more)
+
+    def check(self, method: str, k: int, times: int = 1, **more: Any) -> list[Run]:
+        """Eager and captured runs, in step and behind, against the plain text and against each other.
+
+        Eager ones take many times as long, so alone they leave out the lag between.
+        """
+        told: list[dict[str, Any]] | None = None
+        for graphs in (False, True):
+            with self.engine(method, k, graphs=graphs, **more) as engine:
+                assert engine.plan.shape.kernels == "triton" and engine.plan.shape.graphs is graphs
+                for lag in (0, 1, 2) if graphs or times > 1 else (0, 2):
+                    runs = lane.run_work(engine, self.work * times, lag)
+                    assert outputs(runs) == outputs(self.plain * times), (graphs, lag)
+                    for run, other in zip(runs, self.plain * times, strict=True):
+                        assert run.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+                    told = told or lane.story(runs)
+                    assert lane.story(runs) == told, (graphs, lag)
                 captured = engine._device.captured
-                assert captured is not None and captured.captured
-    return runs
+                assert not graphs or (captured is not None and captured.captured)
+        if k and method not in LOOKED_UP.get(self.name, ()):
+            assert 0 < accepted(runs) < drafted(runs), "the comparison saw nothing"
+        return runs
 
 
-def spoke(runs: list[Run]) -> None:
-    """Something was accepted and something rejected, or the comparison saw nothing."""
-    drafted, accepted = (
-        sum(getattr(run.metrics, n) for run in runs) for n in ("draft_n", "draft_n_accepted")
-    )
-    assert 0 < accepted < drafted
+def make_model(name: str, place: Path) -> Model:
+    """The demo as it is stored, rounded to int8, or its twin in FP8 blocks; a tiny model of another kind."""
+    wishes: dict[str, Any] = {"dtype": "bfloat16", "quantize": "int8" if name == "int8" else "none"}
+    folder, draft, prompts = demo_folder(), demo_draft_folder(), lane.demo_prompts()
+    if name == "fp8":
+        folder = write_twin(folder, place / "twin")
+    elif name == "hybrid":  # prompts of no whole chunk, of one and of two
+        folder = lane.write_hybrid(place / name, mtp=True)
+        draft = lane.write_hybrid(place / "draft", num_hidden_layers=2, full_attention_interval=2)
+        prompts = [random_prompts(1, n, 256, seed=n)[0] for n in (5, 75, 300, 600)]
+    elif name == "float32":
+        wishes |= {"dtype": "float32", "ctx": 256}
+        tiny = {**VARIANTS["qwen3"], "residual_gain": Damped(loud=2), "seed": 3}
+        folder, draft = (write_tiny(place / f"{n} layers", **{**tiny, "layers": n}) for n in (4, 2))
+        prompts = [*random_prompts(2, 20, 256), *random_prompts(2, 75, 256, seed=1)]
+    work = lane.every_kind(prompts, lane.likely_stop(folder, prompts[2], **wishes), 40)
+    with lane.gpu_engine(folder, graphs=False, **wishes) as engine:
+        weights = {"fp8": "e4m3", "int8": "int8"}.get(name, wishes["dtype"])
+        assert engine.plan.weights == weights, engine.plan.weights_reason
+        return Model(name, folder, draft, wishes, work, lane.run_work(engine, work, 0))
+
+
+EVERY = ("ngram", "draft", "mtp", "eagle3", "mtp+ngram")
+METHODS = {"bfloat16": EVERY[:4], "int8": EVERY, "fp8": EVERY, "float32": EVERY[:2]}
+METHODS["hybrid"] = ("mtp", "ngram", "mtp+ngram")
+ALONE = [
+    ("bfloat16", "off", 0),
+    *((name, method, k) for name, methods in METHODS.items() for method in methods for k in (1, 4)),
+    *(("hybrid", method, 8) for method in METHODS["hybrid"]),
+]
+TOGETHER = [(name, "off", 0) for name in METHODS] + [("hybrid", "draft", 4)]
+TOGETHER += [(name, method, 4) for name, methods in METHODS.items() for method in methods]
 
 
 @pytest.fixture(scope="module")
-def demo_work() -> lane.Work:
-    prompts = lane.demo_prompts()
-    return lane.every_kind(prompts, lane.likely_stop(demo_folder(), prompts[2], dtype="bfloat16"))
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
+    place = tmp_path_factory.mktemp("models")
+    return {name: make_model(name, place) for name in METHODS}
 
 
-@pytest.fixture(scope="module")
-def demo_plain(demo_work: lane.Work) -> list[Run]:
-    return lane.plain_runs(demo_folder(), demo_work, dtype="bfloat16")
+def test_the_work_sees_something(models: dict[str, Model]) -> None:
+    plain = models["bfloat16"].plain
+    assert {run.finish_reason for run in plain} >= {"stop", "length"}
+    assert len({tuple(run.tokens) for run in plain}) == len(plain)
+    assert len({str(outputs(models[name].plain)) for name in ("bfloat16", "int8", "fp8")}) == 3
 
 
-def test_the_work_sees_something(demo_plain: list[Run]) -> None:
-    assert {run.finish_reason for run in demo_plain} >= {"stop", "length"}
-    assert len({tuple(run.tokens) for run in demo_plain}) == len(demo_plain)
+@pytest.mark.parametrize(("name", "method", "k"), ALONE)
+def test_alone(models: dict[str, Model], name: str, method: str, k: int) -> None:
+    models[name].check(method, k)
 
 
-@pytest.mark.parametrize(("method", "k"), CASES)
-def test_alone(demo_work: lane.Work, demo_plain: list[Run], method: str, k: int) -> None:
-    wishes = {"dtype": "bfloat16", **lane.method_wishes(method, k)}
-    runs = check_case(demo_folder(), demo_work, demo_plain, wishes)
-    if k:
-        spoke(runs)
-
-
-@pytest.mark.parametrize(("method", "k"), [("off", 0), ("ngram", 4), ("draft", 4)])
-def test_in_a_batch(demo_work: lane.Work, demo_plain: list[Run], method: str, k: int) -> None:
+@pytest.mark.parametrize(("name", "method", "k"), TOGETHER)
+def test_in_a_batch(models: dict[str, Model], name: str, method: str, k: int) -> None:
     """Sixteen slots: every request twice, beside all the others; acceptance as alone."""
-    wishes = {"dtype": "bfloat16", **lane.method_wishes(method, k)}
-    wide = {**wishes, "slots": 16}
-    runs = check_case(demo_folder(), demo_work * 2, demo_plain * 2, wide, eager=(0, 1, 2))
-    half = len(demo_work)
-    with lane.gpu_engine(demo_folder(), **wishes) as engine:
-        alone = lane.story(lane.run_work(engine, demo_work, 1))
+    model = models[name]
+    runs, half = model.check(method, k, times=2, slots=16), len(model.work)
+    with model.engine(method, k) as engine:
+        alone = lane.story(lane.run_work(engine, model.work, 1))
     assert lane.story(runs[:half]) == lane.story(runs[half:]) == alone
-    if k:
-        spoke(runs)
 
 
-def test_lengths_that_change(demo_work: lane.Work, demo_plain: list[Run]) -> None:
+def test_lengths_that_change(models: dict[str, Model]) -> None:
     """Graphs of several lengths in turn, and drafts brought up outside of them."""
-    told = []
+    told, model = [], models["bfloat16"]
     for graphs, lag in ((False, 0), (True, 0), (True, 2)):
-        wishes = {"dtype": "bfloat16", "graphs": graphs, **lane.method_wishes("draft", 4)}
-        with lane.gpu_engine(demo_folder(), **wishes) as engine:
+        with model.engine("draft", 4, graphs=graphs) as engine:
             lengths = iter([4, 0, 1, 1, 0, 0, 4, 2, 0] * 100)
             engine._draft_length.choose = lambda lengths=lengths: next(lengths)  # type: ignore[method-assign]
-            runs = lane.run_work(engine, demo_work[:2], lag)
-        assert outputs(runs) == outputs(demo_plain[:2]), (graphs, lag)
+            runs = lane.run_work(engine, model.work[:2], lag)
+        assert outputs(runs) == outputs(model.plain[:2]), (graphs, lag)
         told.append(lane.story(runs))
     assert told[0] == told[1]
-
-
-damped = Damped(loud=2)
-
-
-def test_float32(tiny: Callable[..., Path]) -> None:
-    target = tiny("qwen3", layers=4, residual_gain=damped, seed=3)
-    draft = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
-    prompts = [*random_prompts(2, 20, 256), *random_prompts(2, 75, 256, seed=1)]
-    wishes: dict[str, Any] = {"dtype": "float32", "ctx": 256}
-    work = lane.every_kind(prompts, lane.likely_stop(target, prompts[2], **wishes))
-    plain = lane.plain_runs(target, work, **wishes)
-    for slots, method, k in ((1, "draft", 4), (16, "draft", 4), (1, "ngram", 1)):
-        case = {**wishes, "slots": slots, **lane.method_wishes(method, k, draft)}
-        runs = check_case(target, work, plain, case)
-        if method == "draft":
-            spoke(runs)
 
 
 def test_a_shared_prefix() -> None:
