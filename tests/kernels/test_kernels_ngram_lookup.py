@@ -83,7 +83,7 @@ def expected(text: Sequence[int] | None, k: int, sizes: tuple[int, int], over: b
 
 def random_text(rng: random.Random, most: int = WIDTH - 20) -> list[int]:
     """Tokens of a small alphabet, often with a piece of the past at the end."""
-    text = [rng.randrange(1, rng.choice((2, 3, 4, 20))) for _ in range(rng.randint(1, most))]
+    text = [rng.randrange(rng.choice((1, 2, 3, 20))) for _ in range(rng.randint(1, most))]
     if rng.random() < 0.5:
         start = rng.randrange(len(text))
         text = (text + text[start : start + rng.randint(1, 40)])[:most]
@@ -99,30 +99,9 @@ def test_drafts_equal_a_plain_search(op: Any, device: str, seed: int) -> None:
         shortest, over = rng.randint(1, 4), rng.random() < 0.5
         sizes = (shortest, min(64, shortest + rng.choice((0, 1, 4, 5, 8, 60))))
         wanted = [expected(text, k, sizes, over) for text in texts]
-        found = look_up(op, device, texts, k, sizes, rng.randrange(3), rng.randrange(20), over=over)
+        width = rng.choice((WIDTH, max([4, *(len(text) for text in texts if text)])))
+        found = look_up(op, device, texts, k, sizes, rng.randrange(3), rng.randrange(20), width, over)
         assert found == wanted
-
-
-LONGEST = [1, 2, 3, 7, 7, 9, *range(20, 60), 3, 8, 1, 2, 3]
-EXAMPLES: list[tuple[list[int], int, tuple[int, int], list[int]]] = [
-    # text, k, sizes of a match, drafts
-    *((LONGEST, 2, (1, 3), [7, 7]), (LONGEST, 2, (1, 1), [8, 1])),  # the longest before a later one
-    *(([1, 2, 5, *between, 1, 2, 6, 1, 2], 3, (2, 4), [6, 1, 2]) for between in ((), range(20, 60))),
-    *(([4] * count, 8, (1, 64), [4] * 8) for count in (3, 100)),  # a period goes on
-    ([1, 2, 1, 2], 7, (1, 8), [1, 2, 1, 2, 1, 2, 1]),
-    *(([5, 9, 5], 2, (1, 8), [9, 5]), ([0, 9, 0, 0], 2, (2, 8), [])),  # nothing is before the first token
-    *(([0, 0, 9, 0, 0], 2, (2, 8), [9, 0]), ([0, 3, 1, 0], 2, (2, 8), [])),
-    *(([1, 2, 9, 1, 2], 4, (2, 8), [9, 1, 2, 9]), ([1, 2, 9, 1, 2], 4, (3, 8), [])),  # too short a match
-    *(([5], 4, (1, 8), []), ([5, 5], 1, (1, 1), [5])),
-]
-
-
-def test_examples(op: Any, device: str) -> None:
-    """Of equal matches the latest counts, and what is drafted is never what stands behind the text."""
-    for text, k, sizes, drafts in EXAMPLES:
-        for junk, width in ((7, WIDTH), (1, len(text))):
-            ((found, count, _),) = look_up(op, device, [text], k, sizes, junk, 9, width)
-            assert found[:count] == drafts and not any(found[count:]), (text, k, sizes)
 
 
 def test_a_long_row_walks_all_its_blocks(device: str) -> None:
