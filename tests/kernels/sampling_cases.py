@@ -60,17 +60,11 @@ class Case:
     def arguments(self, steps: Steps) -> tuple[Any, ...]:
         return self.logits, self.draft, self.positions, self.with_steps(steps)
 
-    def only(self, slots: list[int], rows: slice = slice(None)) -> Case:
-        """Some slots, and of k = 0 windows some rows, in an order of their own."""
+    def only(self, slots: list[int]) -> Case:
+        """Some slots in an order of their own."""
         tensors = each(self.tensors, lambda tensor: tensor[slots])
-        assert tensors.mask is not None
-        return Case(
-            self.logits[slots][:, rows].contiguous(),
-            self.draft[slots],
-            self.positions[slots][:, rows],
-            replace(tensors, mask=tensors.mask[:, rows].contiguous()),
-            self.usable_vocab,
-        )
+        rows = (self.logits[slots], self.draft[slots], self.positions[slots])
+        return Case(*rows, tensors, self.usable_vocab)
 
 
 def random_case(slots: int, k: int, vocab: int, seed: int, device: str, coarse: bool = False) -> Case:
