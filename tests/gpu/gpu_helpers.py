@@ -17,7 +17,6 @@ from spd.runtime import Engine, SamplingParams
 from tests.helpers import Run, make_engine, run_all
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
 
-DEVICE = "cuda"
 TEXT = Path(__file__).read_text(encoding="utf-8")
 Work = list[tuple[tuple[int, ...], SamplingParams]]
 
@@ -25,7 +24,7 @@ Work = list[tuple[tuple[int, ...], SamplingParams]]
 @contextmanager
 def gpu_engine(model: Path, **wishes: Any) -> Iterator[Engine]:
     """An engine on the device, whose memory is given back."""
-    engine = make_engine(model, **{"device": DEVICE, "ctx": 1024, "prefix_sharing": False, **wishes})
+    engine = make_engine(model, **{"device": "cuda", "ctx": 1024, "prefix_sharing": False, **wishes})
     try:
         yield engine
     finally:
@@ -85,12 +84,6 @@ def write_hybrid(folder: Path, **more: Any) -> Path:
     """A tiny model with recurrent layers."""
     sizes = {"max_position_embeddings": 1024, "dtype": "bfloat16", **more}
     return write_tiny_hybrid(folder, agreeing=True, **sizes)
-
-
-def plain_runs(model: Path, work: Work, **wishes: Any) -> list[Run]:
-    """Every request eager, in step, one at a time, nothing speculated."""
-    with gpu_engine(model, graphs=False, **wishes) as engine:
-        return run_work(engine, work, 0)
 
 
 def likely_stop(model: Path, prompt: tuple[int, ...], **wishes: Any) -> int:

@@ -24,7 +24,7 @@ PUBLISHED = [Shape(48, 16, 128, 128), Shape(32, 16, 128, 128)]
 def test_rows_and_chunks_however_passes_cut_them(shape: Shape) -> None:
     """Windows and passes are single steps, and whole chunks the recurrence, up to rounding."""
     types = (torch.bfloat16, torch.float16, torch.float32)
-    form = Form("triton", load_kernels("triton"), lane.DEVICE, types)
+    form = Form("triton", load_kernels("triton"), "cuda", types)
     for dtype in types:
         recurrent.check_windows(form, dtype, shape, 60)
         recurrent.check_passes(form, dtype, shape)

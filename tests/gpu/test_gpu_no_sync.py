@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spd.formats.demo import demo_folder
-from spd.runtime import Engine, Request, SamplingParams
+from spd.runtime import Request, SamplingParams
 from spd.runtime.round import transfer
 from tests.gpu.gpu_helpers import Work, demo_prompts, gpu_engine, method_wishes, run_work, story
 from tests.helpers import outputs, replace_transfers
@@ -21,33 +20,12 @@ START = 440
 """Tokens of a prompt that takes its second block of 512 positions while watched, whatever is accepted."""
 
 
-@contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    """Whatever makes the host wait for the device raises; an event's `synchronize` is not counted."""
-    torch.cuda.synchronize()
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
-def start(engine: Engine, **more: Any) -> None:
-    """Requests of unlike needs in every slot, the first one about to need another block of pages."""
-    prompts = demo_prompts()
-    kinds: list[dict[str, Any]] = [
-        {},
-        {"temperature": 0.8, "top_p": 0.9},
-        {"repetition_penalty": 1.2, "logit_bias": ((9, 1.0),)},
-        {"temperature": 0.7, "min_tokens": 5},
-    ]
-    for i in range(engine.plan.shape.slots):
-        prompt = (prompts[3] * 2)[: START + i] if i % 2 == 0 else prompts[1]
-        params = SamplingParams(**{"max_tokens": 400, "ignore_eos": True, "seed": i, **kinds[i % 4], **more})
-        engine.add(Request(f"r{i}", prompt, params))
-    for _ in range(WARM):
-        engine.step()
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"repetition_penalty": 1.2, "logit_bias": ((9, 1.0),)},
+    {"temperature": 0.7, "min_tokens": 5},
+]
 
 
 @pytest.mark.parametrize(
@@ -58,14 +36,26 @@ def start(engine: Engine, **more: Any) -> None:
     ],
 )
 def test_steady_rounds_wait_for_nothing(method: str, graphs: bool, logprobs: int | None, lag: int) -> None:
+    """Whatever makes the host wait for the device raises; an event's `synchronize` is not counted.
+
+    Requests of unlike needs are in every slot, the first one about to need another block of pages.
+    """
     wishes = {"dtype": "bfloat16", "slots": 4, "graphs": graphs, "lag": lag, **method_wishes(method, 3)}
     with gpu_engine(demo_folder(), **wishes) as engine:
-        start(engine, logprobs=logprobs)
+        prompts = demo_prompts()
+        for i, kind in enumerate(KINDS):
+            prompt = prompts[1] if i % 2 else (prompts[3] * 2)[: START + i]
+            params = SamplingParams(max_tokens=400, ignore_eos=True, seed=i, logprobs=logprobs, **kind)
+            engine.add(Request(f"r{i}", prompt, params))
+        for _ in range(WARM):
+            engine.step()
         pages = len(engine._scheduler.running()[0].pages)
-        tokens = 0
-        with waiting_is_an_error():
-            for _ in range(WATCHED):
-                tokens += sum(len(event.token_ids) for event in engine.step())
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            tokens = sum(len(event.token_ids) for _ in range(WATCHED) for event in engine.step())
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
         assert tokens >= WATCHED, "nothing was generated"
         assert len(engine._scheduler.running()[0].pages) > pages, "no pages were taken meanwhile"
 
