@@ -16,7 +16,7 @@ from spd.kernels.attention.paged_attention import AttentionHeads, Scores, Window
 from spd.kernels.launch import Device, power_of_two
 from tests.helpers import few_programs
 from tests.kernels.compile_ahead import DEVICES
-from tests.kernels.forms import COMPILED, EVERY, ROUNDED, Form, thinned
+from tests.kernels.forms import COMPILED, ROUNDED, Form, thinned
 
 twin = pytest.importorskip("spd.kernels.attention.paged_attention_triton")
 
@@ -205,7 +205,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     few_programs(monkeypatch, 2)
 
 
-every_form = pytest.mark.parametrize("form", EVERY, indirect=True)
 alike = pytest.mark.parametrize("form", ["triton", *COMPILED], indirect=True)
 """Of forms whose rows have the same bits whatever stands beside them."""
 triton = pytest.mark.parametrize("form", ["triton"], indirect=True)
@@ -281,7 +280,6 @@ def test_prompt_chunks_by_their_definition(
 LATENTS = [(5, 24, 8), (4, 128, 32), (16, 512, 64), (3, 33, 6)]
 
 
-@every_form
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(("heads", "rank", "turned"), LATENTS)
 def test_latents_by_their_definition(form: Form, heads: int, rank: int, turned: int) -> None:
@@ -362,7 +360,6 @@ def test_a_row_of_a_prompt_alone_is_the_row_in_its_chunk(form: Form, kind: dict[
             assert torch.equal(prefill(form, cache, 60, query[: row + 1], end=130)[row], whole[row]), row
 
 
-@every_form
 def test_one_key_takes_all_the_weight(form: Form) -> None:
     """A score far above the rest in an early chunk: later chunks weigh nothing, and nothing overflows."""
     cache = make_cache(form, form.dtypes[0], 1, 300, 1, 1, 16, 64)
