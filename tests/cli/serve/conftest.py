@@ -38,9 +38,7 @@ class Served:
     port: int
     server: Server
 
-    def send(
-        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
-    ) -> tuple[int, Any]:
+    def send(self, method: str, path: str, body: Any = None, headers: Any = None) -> tuple[int, Any]:
         """Status and JSON, or text where it is none."""
         data = body if isinstance(body, bytes | str | None) else json.dumps(body)
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
@@ -81,9 +79,8 @@ class Served:
 
     def named_events(self, path: str, **body: Any) -> list[dict[str, Any]]:
         """The events of a stream of another API, each of which is named as it says itself."""
-        lines = [
-            event.split("\n") for event in self.ask(path, {**body, "stream": True}).split("\n\n") if event
-        ]
+        told = self.ask(path, {**body, "stream": True}).split("\n\n")
+        lines = [event.split("\n") for event in told if event]
         events = [json.loads(data.removeprefix("data: ")) for _, data in lines]
         assert [name.removeprefix("event: ") for name, _ in lines] == [event["type"] for event in events]
         return events

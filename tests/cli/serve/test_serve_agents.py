@@ -32,8 +32,8 @@ PLAIN = {"max_tokens": 24, "temperature": 0, "messages": MESSAGES}
 def messages(**fields: Any) -> dict[str, Any]:
     """A body of Messages."""
     tools = [{"name": "read", "input_schema": TOOL, "cache_control": {"type": "ephemeral"}}]
-    asked = {"max_tokens": 32000, "messages": MESSAGES, "tools": tools, "thinking": {"type": "adaptive"}}
-    return {**asked, **fields}
+    told = {"max_tokens": 32000, "messages": MESSAGES, "tools": tools, "thinking": {"type": "adaptive"}}
+    return {**told, **fields}
 
 
 def response(**fields: Any) -> dict[str, Any]:
@@ -44,14 +44,10 @@ def response(**fields: Any) -> dict[str, Any]:
 
 def calm(path: str, **fields: Any) -> dict[str, Any]:
     """A body of either, or of chat completions, that asks for no thinking."""
-    if "chat" in path:
-        tools = [function({"name": "read", "parameters": TOOL})]
-        return {"messages": MESSAGES, "tools": tools, **fields}
-    return (
-        messages(thinking={"type": "disabled"}, **fields)
-        if "mess" in path
-        else response(reasoning={}, **fields)
-    )
+    if "resp" in path:
+        return response(reasoning={}, **fields)
+    chat = {"messages": MESSAGES, "tools": [function({"name": "read", "parameters": TOOL})], **fields}
+    return chat if "chat" in path else messages(thinking={"type": "disabled"}, **fields)
 
 
 def say(*blocks: Any, role: str = "user") -> dict[str, Any]:
@@ -140,12 +136,14 @@ def test_a_response_tells_a_reply(served: Served) -> None:
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
 def test_how_a_reply_ends(served: Served, path: str) -> None:
     """A limit, a plain end, and a call that a limit cut, which is text; a fault in the API's form."""
-    names = ("end_turn", "max_tokens") if "mess" in path else ("completed", "incomplete")
-    for text, reason, name in (("Well", "stop", names[0]), (SAID[:50], "length", names[1])):
-        with scripted(served, text, reason=reason):
-            whole = served.ask(path, calm(path))
-            content = whole["content"] if "mess" in path else whole["output"][0]["content"]
-            assert (whole.get("stop_reason") or whole["status"], content[0]["text"]) == (name, text)
+    name = "max_tokens" if "mess" in path else "incomplete"
+    with scripted(served, SAID[:50], reason="length"):
+        whole = served.ask(path, calm(path))
+    content = whole["content"] if "mess" in path else whole["output"][0]["content"]
+    assert (whole.get("stop_reason") or whole["status"], content[0]["text"]) == (name, SAID[:50])
+    with scripted(served, "Well"):
+        whole = served.ask(path, calm(path))
+    assert (whole.get("stop_reason") or whole["status"]) == ("end_turn" if "mess" in path else "completed")
     with scripted(served, "Well", reason="error"):
         last = served.named_events(path, **calm(path))[-1]
     assert last["type"] == ("error" if "mess" in path else "response.failed")
@@ -210,11 +208,7 @@ def test_what_agents_send_is_one_conversation(served: Served) -> None:
             say(thought, "Yes.", use(id="c1", input=CALL, caller={}), role="assistant"),
             say(result([{"type": "text", "text": "A"}], tool_use_id="c1"), "Go on."),
         ],
-        **{
-            "metadata": {"user_id": "u"},
-            "context_management": {"edits": []},
-            "output_config": {"effort": "high"},
-        },
+        **{"metadata": {"user_id": "u"}, "context_management": {"edits": []}, "output_config": {}},
     )
     codex = response(
         instructions="Be exact.",
@@ -377,24 +371,6 @@ def test_models_that_think_in_channels_or_want_texts(served, signs, said, render
     assert rendered in script.prompts[0]
 
 
-@pytest.mark.parametrize("thinks", [False, True])
-def test_strict_calls_that_may_come(served: Served, thinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A grammar that a text without a call never meets: the text is the same, and need not think first."""
-    tools = [{"type": "function", "name": "read", "parameters": TOOL, "strict": True}]
-    body = response(tools=tools, temperature=0, max_output_tokens=20)
-    body["reasoning"] = {"effort": "high" if thinks else "none"}
-    told = []
-    for held in (True, False):
-        with scripted(served):
-            served.service.thread = served.service.thread.real
-            ((request, inside),) = served.service.prepare(read_response(body, served.service))
-            whole = served.ask("/v1/responses", body)
-        assert (request.grammar is not None) is held and inside is thinks
-        told.append([(item["type"], item["content"][0]["text"]) for item in whole["output"]])
-        monkeypatch.setattr(Tools, "grammar", None)
-    assert told[0] == told[1] and told[0][0][0] == ("reasoning" if thinks else "message")
-
-
 def test_calls_that_may_come_are_held_where_a_grammar_can(served, monkeypatch) -> None:
     """Behind the mark's token; what no grammar can hold is not refused unless it is to be strict."""
     tokenizer = served.service.settings.vocabulary.need_tokenizer()
@@ -403,14 +379,8 @@ def test_calls_that_may_come_are_held_where_a_grammar_can(served, monkeypatch) -
     other = {**TOOL, "properties": {"path": {"$ref": "file:///etc"}}}
     turns = {"oneOf": [{"type": "string", "enum": ["all"]}, {"type": "string", "pattern": "^[1-9][0-9]*$"}]}
     loose = {**TOOL, "properties": {"path": {"type": "string"}, "turns": turns}}
-    cases = (
-        (TOOL, False, True),
-        (loose, False, True),
-        (loose, True, None),
-        (other, False, False),
-        (other, True, None),
-    )
-    for schema, strict, held in cases:
+    cases = [(TOOL, True, True), (loose, False, True), (loose, True, None), (other, False, False)]
+    for schema, strict, held in (*cases, (other, True, None)):
         tools = [{"type": "function", "name": "read", "parameters": schema, "strict": strict}]
         with scripted(served):
             wish = read_response(response(tools=tools), served.service)
@@ -446,15 +416,14 @@ CALLED = {"type": "function_call", "call_id": "c", "name": "f"}
 HOSTILE: dict[str, list[dict[str, Any]]] = {
     "messages": [
         *({"max_tokens": most} for most in (None, "many", 0)),
-        *({"messages": turns} for turns in (None, [], "Hi", [3], [{"role": "wizard", "content": "x"}])),
-        *({"messages": [{"role": "user", **more}]} for more in ({}, {"content": 3}, {"content": "\ud800"})),
-        {"messages": [{"role": "user", "content": "word " * 9000}]},
-        {"messages": [USER, {"role": "assistant", "content": "Well"}]},
-        *({"messages": [say({"type": kind})]} for kind in ("document", ["text"])),
-        {"messages": [say({"type": "image", "source": {"type": "url", "url": "file:///etc/passwd"}})]},
-        {"messages": [say({"type": "text", "text": {"a": 1}})]},
-        {"messages": [say(result([{"type": "audio"}]))]},
-        *({"messages": [say(block)]} for block in ({"type": "tool_result", "content": "x"}, use())),
+        *({"messages": turns} for turns in (None, [], "Hi", [3], [USER, {**USER, "role": "assistant"}])),
+        *({"messages": [{**USER, **more}]} for more in ({"role": "wizard"}, {"content": 3})),
+        *({"messages": [{**USER, "content": said}]} for said in ("\ud800", "word " * 9000)),
+        *(
+            {"messages": [say({"type": kind, "text": {}})]}
+            for kind in ("document", ["text"], "image", "text")
+        ),
+        *({"messages": [say(one)]} for one in (result([{"type": "audio"}]), {"type": "tool_result"}, use())),
         *({"messages": asked(use(**more))} for more in ({"input": "rm -rf /"}, {"name": "a b"})),
         {"messages": asked(use(input={"a": "x" * 200_000}))},
         *({"tools": [{"name": "f", **more}]} for more in ({}, {"input_schema": {"type": "string"}})),
@@ -462,19 +431,16 @@ HOSTILE: dict[str, list[dict[str, Any]]] = {
         {"tools": [{"type": "bash_20250124", "name": "bash"}]},
         {"tools": 2 * [{"name": "f", "input_schema": TOOL}]},
         *({"tool_choice": choice} for choice in ({"type": "tool", "name": "g"}, "any")),
-        {"thinking": {"type": "enabled", "budget_tokens": -1}},
-        *({"system": [{"type": "image"}]}, {"mcp_servers": [{"url": "http://10.0.0.1"}]}),
-        *({"model": "claude-opus-9"}, {"stop_sequences": ["x" * 10_000]}),
+        *({"thinking": {"type": "enabled", "budget_tokens": -1}}, {"stop_sequences": ["x" * 10_000]}),
+        *({"system": [{"type": "image"}]}, {"mcp_servers": [{"url": "http://10.0.0.1"}]}, {"model": "other"}),
     ],
     "responses": [
         *({"input": value} for value in (None, 3, [])),
         *({"previous_response_id": "resp_1"}, {"background": True}, {"reasoning": "high"}),
         *({"input": [{"type": kind, "id": "x"}]} for kind in ("item_reference", "computer_call")),
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-        {"input": [{**CALLED, "arguments": {}}]},
-        {"input": [{"type": "function_call_output", "call_id": "c", "output": 3}]},
-        {"tools": [{"type": "function"}]},
-        {"tools": [{"type": "namespace", "tools": [{"type": "function", "name": 3}]}]},
+        *({"input": [{**CALLED, "arguments": {}}]}, {"input": [{**CALLED, "type": "function_call_output"}]}),
+        *({"tools": [{"type": "function"}]}, {"tools": [{"type": "namespace", "tools": [{"name": 3}]}]}),
         *({"tool_choice": {"type": kind, "name": "g"}} for kind in ("function", [])),
         {"text": {"format": {"type": "json_schema"}}, "tools": []},
     ],
@@ -483,6 +449,12 @@ HOSTILE: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("path", HOSTILE)
 def test_hostile_conversations(served: Served, path: str) -> None:
+    """Not so calls that stay unanswered, a schema that is none and loose, arguments that are cut."""
+    loose = [{"name": "f", "input_schema": {"type": "object", "properties": 3}}]
+    with scripted(served, *["Well"] * 3):
+        served.ask("/v1/messages", messages(messages=asked(use()) * 2))
+        served.ask("/v1/messages", messages(tools=loose))
+        served.ask("/v1/responses", response(input=[{**CALLED, "arguments": "{"}]))
     for fields in HOSTILE[path]:
         with scripted(served, "Well"):
             body = messages(**fields) if path == "messages" else response(**fields)
@@ -498,22 +470,11 @@ def test_hostile_conversations(served: Served, path: str) -> None:
         assert error["message"] and len(error["message"]) < 2000 and served.service.open == 0
 
 
-def test_odd_conversations_that_are_answered(served: Served) -> None:
-    """Calls that stay unanswered, a schema that is none and loose, arguments that are cut."""
-    tools = [{"name": "f", "input_schema": {"type": "object", "properties": 3}}]
-    with scripted(served, *["Well"] * 3):
-        served.ask("/v1/messages", messages(messages=asked(use()) * 2))
-        served.ask("/v1/messages", messages(tools=tools))
-        served.ask("/v1/responses", response(input=[{**CALLED, "arguments": "{"}]))
-
-
 def test_a_stream_says_that_it_goes_on(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """While nothing comes, and a client that leaves then is noticed."""
     monkeypatch.setattr(http, "PING_SECONDS", 0.0005)
     events = served.named_events("/v1/messages", **PLAIN)
     assert [event["type"] for event in events].count("ping") > 2
-    text = "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta")
-    assert text == served.say(max_tokens=24)
     events = served.named_events("/v1/responses", **response(tools=[], temperature=0, max_output_tokens=24))
     assert [event["type"] for event in events].count("response.in_progress") > 2
     assert [event["sequence_number"] for event in events] == list(range(len(events)))

@@ -11,10 +11,7 @@ from typing import Any
 import pytest
 
 from spd.cli.serve import wishes
-from spd.cli.serve.forms import CALL_BEGIN as BEGIN
-from spd.cli.serve.forms import CALL_END as END
-from spd.cli.serve.forms import FORMS, MARKS, QUOTE, SECTION, CallParser, Form, Tools, call_form
-from spd.cli.serve.forms import SEPARATOR as SEP
+from spd.cli.serve.forms import FORMS, MARKS, QUOTE, CallParser, Form, Tools, call_form
 from spd.formats.folder import ModelFolder
 from spd.runtime.engine.grammar import GrammarCompiler
 from spd.runtime.engine.request import GrammarText
@@ -43,22 +40,10 @@ KEYS = '<arg_key>city</arg_key>\n<arg_value>Pa"ris}{ \\</arg_value>\n'
 KEYS += "<arg_key>days</arg_key><arg_value>3</arg_value>"
 LINES = "<parameter=a>\n\nx\n\n</parameter>\n"
 LINES_GLM = "now\n<arg_key>a</arg_key>\n<arg_value>\nx\n</arg_value>\n"
-JSON, OLD = "```json\n", f"{BEGIN}function{SEP}"
 KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 KIMI_CALL, KIMI_ARGUMENTS = "<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>"
 LFM, LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
 PYTHON = "get_weather(city='Pa\"ris}{ \\\\', days=3)"
-INVOKED = (
-    '<invoke name="get_weather">\n<parameter name="city">Pa"ris}{ \\</parameter>\n'
-    '<parameter name="days">3</parameter>\n</invoke>\n'
-)
-INVOKED_NOW = '<invoke name="now">\n</invoke>\n'
-ATEM, ATEM_NOW = (
-    f"<atem:function_calls>\n{text.replace('invoke', 'atem:invoke').replace('param', 'atem:param')}"
-    "</atem:function_calls>"
-    for text in (INVOKED, INVOKED_NOW)
-)
-COMMAND = f'{{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {ARGS}}}'
 COMMAND_NOW = '{"tool_call_id": "1", "tool_name": "now", "parameters": {}}'
 COMMENTARY = "<|channel|>commentary to=functions."
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
@@ -102,11 +87,8 @@ CASES: dict[str, str | tuple[str, list[Call]] | tuple[str, list[Call], str]] = {
     "Qwen3: without arguments": (tag("<function=now>\n</function>"), now()),
     "Qwen3: without an end": (tag(f"<function=get_weather>\n{CITY}{DAYS}"), ONE),
     "Qwen3: cut": f"<tool_call>\n<function=get_weather>\n{CITY}".rstrip(),
-    "Seed": (f"<seed:tool_call><function=get_weather>{CITY}{DAYS}</function></seed:tool_call>", ONE),
     "GLM": (tag(f"get_weather\n{KEYS}") + tag("now"), BOTH),
     "GLM: newlines of a value's own": (tag(LINES_GLM), now(a="\nx\n")),
-    "MiniMax": (f"A<minimax:tool_call>\n{INVOKED}{INVOKED_NOW}</minimax:tool_call>", BOTH, "A"),
-    "Llama": (LLAMA, ONE),
     "Llama: tagged, two": (f"<|python_tag|>{LLAMA}; {LLAMA_NOW}", BOTH),
     "Llama: JSON that is no call": '{"name": "Ada", "age": 3}',
     "Llama: text": "<b>It is {now}.</b>",
@@ -119,30 +101,7 @@ CASES: dict[str, str | tuple[str, list[Call]] | tuple[str, list[Call], str]] = {
         now(a=[True, None], b={"c": True}),
     ),
     "LFM2: no call": f"{LFM}[{{1}}]{LFM_END} x",
-    "Granite": (f"<|tool_call|>[{OBJECT}, {NOW}]", BOTH),
-    "Nemotron": (f"Hm.<TOOLCALL>[{OBJECT}, {NOW}]</TOOLCALL>", BOTH, "Hm."),
-    "Command": (f"<|START_ACTION|>[\n    {COMMAND},\n    {COMMAND_NOW}\n]<|END_ACTION|>", BOTH),
-    "Mistral before": (f"Hm. [TOOL_CALLS] [{OBJECT}, {NOW}]", BOTH, "Hm."),
     "Mistral": (f"[TOOL_CALLS]get_weather[CALL_ID]abc[ARGS]{ARGS}[TOOL_CALLS]now{{}}", BOTH),
-    "DeepSeek V3.1": (
-        f"So:{SECTION[0]}{BEGIN}get_weather{SEP}{ARGS}{END}{BEGIN}now{SEP}{{}}{END}{SECTION[1]}",
-        BOTH,
-        "So:",
-    ),
-    "DeepSeek V3": (
-        f"{SECTION[0]}{OLD}get_weather\n{JSON}{ARGS}\n```{END}\n{OLD}now\n{JSON}{{}}\n```{END}{SECTION[1]}",
-        BOTH,
-    ),
-    "Kimi": (
-        f"{KIMI[0]}{KIMI_CALL}get_weather:0{KIMI_ARGUMENTS}{ARGS}<|tool_call_end|>"
-        f"{KIMI_CALL}now:1{KIMI_ARGUMENTS}{{}}<|tool_call_end|>{KIMI[1]}",
-        BOTH,
-    ),
-    "Gemma": (
-        "A" + gemma(f'get_weather{{city:{QUOTE}Pa"ris}}{{ \\{QUOTE},days:3}}') + gemma("now{}"),
-        BOTH,
-        "A",
-    ),
     "Gemma: nested": (
         gemma(f"now{{a:[{{b:null,c:{QUOTE}x:y{QUOTE}}},true]}}"),
         now(a=[{"b": None, "c": "x:y"}, True]),
@@ -151,29 +110,42 @@ CASES: dict[str, str | tuple[str, list[Call]] | tuple[str, list[Call], str]] = {
     "Gemma: broken": gemma("now{a:b c}"),
     "gpt-oss": (f"{THOUGHT}{COMMENTARY}get_weather <|constrain|>json<|message|>{ARGS}<|call|>", ONE),
     "gpt-oss: name first": (
-        f"<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>{ARGS}",
-        ONE,
+        f"<|start|>assistant to=functions.now{COMMENTARY[:20]} json<|message|>{{}}",
+        now(),
     ),
     "gpt-oss: two objects": (f"{COMMENTARY}now<|message|>{{}} {{}}", now(), " {}"),
     "gpt-oss: text": (f"{THOUGHT}<|channel|>final<|message|>Sunny < 3<|return|>", [], "Sunny < 3"),
     "gpt-oss: no JSON": f"{COMMENTARY}now<|message|>{{a",
     "gpt-oss: without channels": '{"a": 3}',
-    "Muse": (
-        f" to=self<|message|>Hm.<|eom|><|start|>assistant to=get_weather<|message|>{ATEM}<|eom|>"
-        f"<|start|>assistant to=now<|message|>{ATEM_NOW}<|eot|>",
-        BOTH,
-    ),
     "Muse: text": (" to=user<|message|>Sunny < 3<|eot|>", [], "Sunny < 3"),
-    "Muse: broken": (f" to=now<|message|>{ATEM[:60]}", [], ATEM[:60]),
+    "Muse: broken": (" to=now<|message|><atem:function_calls>\n<atem", [], "<atem:function_calls>\n<atem"),
     "GigaChat": (f"So.<|function_call|>{OBJECT}", ONE, "So."),
 }
 """A form and what is odd, with a reply, its calls and its text; a reply alone is all text."""
 
 
+def call_text(form: Form, *, required: bool = False) -> str:
+    """A call in a form's own marks, which hold it together as a grammar does, for the weather in Paris."""
+    said, pairs = ARGS, form.pairs
+    if pairs is not None:
+        city = json.dumps(PARIS["city"]) if pairs.quote is None else pairs.quote + PARIS["city"] + pairs.quote
+        written = (pairs.text.replace("KEY", key).replace("VALUE", "{}") for key in PARIS)
+        said = pairs.comma.join(written).replace("{}", city, 1).replace("{}", "3", 1)
+    call = form.call.replace("NAME", "get_weather").replace("#", "0")
+    opening = "" if form.is_bare and required else form.opening
+    text = opening + (f"[{call}]" if form.is_array else call) + form.closing
+    if form.channels is not None:
+        text = form.channels.call.replace("NAME", "get_weather") + text
+    return text.replace("ARGUMENTS", said)
+
+
+CASES |= {form: (call_text(FORMS[form]), ONE) for form in FORMS}
+
+
 def case_of(name: str) -> tuple[str, str, str, list[Call]]:
     """Form, reply, text and calls."""
     case, begin = CASES[name], name.partition(":")[0]
-    form = min((form for form in FORMS if form.startswith(begin)), key=len)
+    form = begin if begin in FORMS else min((form for form in FORMS if form.startswith(begin)), key=len)
     reply, calls, content = (case, [], case) if isinstance(case, str) else (*case, "")[:3]
     return form, reply, content, calls
 
@@ -228,23 +200,8 @@ def test_a_template_says_which_form_and_a_call_keeps_its_id() -> None:
         assert call_form(f"{{% if tools %}}{' '.join(form.signs or (form.opening,))}{{% endif %}}") is form
     guessed = call_form("nothing")
     assert guessed == FORMS["Hermes, Qwen3"] and Tools(FUNCTIONS, guessed).grammar is None
-    pieces = CallParser(tools_of("Kimi K2")).feed(case_of("Kimi")[1])
-    assert [piece.id for piece in pieces] == ["functions.get_weather:0", "functions.now:1"]
-
-
-def call_text(form: Form, *, required: bool = False) -> str:
-    """A call in a form's own marks, which hold it together as a grammar does, for the weather in Paris."""
-    said, pairs = ARGS, form.pairs
-    if pairs is not None:
-        city = json.dumps(PARIS["city"]) if pairs.quote is None else pairs.quote + PARIS["city"] + pairs.quote
-        written = (pairs.text.replace("KEY", key).replace("VALUE", "{}") for key in PARIS)
-        said = pairs.comma.join(written).replace("{}", city, 1).replace("{}", "3", 1)
-    call = form.call.replace("NAME", "get_weather").replace("#", "0")
-    opening = "" if form.is_bare and required else form.opening
-    text = opening + (f"[{call}]" if form.is_array else call) + form.closing
-    if form.channels is not None:
-        text = form.channels.call.replace("NAME", "get_weather") + text
-    return text.replace("ARGUMENTS", said)
+    pieces = CallParser(tools_of("Kimi K2")).feed(NUMBERED["Kimi K2"])
+    assert [piece.id for piece in pieces] == ["functions.now:12"]
 
 
 @functools.cache
