@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +16,7 @@ from spd.runtime.models import family_layout
 from spd.runtime.models.weights import expected_tensors
 from spd.runtime.plan import machine
 from spd.runtime.plan.plan import make_plan
-from tests.cli.conftest import ROOT, SPECIALS, edit, refused, write_model, write_tokenizer
+from tests.cli.conftest import SPECIALS, edit, refused, write_model, write_tokenizer
 from tests.helpers import read_model_config
 from tests.json_schema import faults
 from tests.recipes.mtp_folders import write_hollow
@@ -157,24 +153,6 @@ def test_a_folder_without_tokenizer_or_a_template_that_renders(spd_run: Callable
     assert " · template none: use --raw\n" in spd_run("inspect", whole).text
     (whole / "tokenizer.json").unlink()
     assert "  vocabulary      size 264\n" in spd_run("inspect", whole).text
-
-
-def test_sixty_shards_without_torch(model: Path) -> None:
-    edit(model / "config.json", num_hidden_layers=60)
-    shards: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
-    for name, shape in expected(model).items():
-        layer = name.split(".")[2] if name.startswith("model.layers.") else "0"
-        shards[f"model-{int(layer) + 1:05}-of-00060.safetensors"][name] = shape
-    for shard, shapes in shards.items():
-        write_shard(model / shard, shapes)
-    weight_map = {name: shard for shard, shapes in shards.items() for name in shapes}
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    code = (
-        f"import sys, spd.cli.app; code = spd.cli.app.main(['inspect', {str(model)!r}]);"
-        "print(code, sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert "shards 60" in done.stdout and done.stdout.endswith("\n0 []\n")
 
 
 def test_an_assistant_in_the_cache_is_found_and_named(spd_run, tmp_path, monkeypatch) -> None:

@@ -169,16 +169,6 @@ def test_fp8_goes_along_with_its_scales(spd_run: Callable, original: Path, tmp_p
     refused(spd_run("convert-mtp", twin, tmp_path / "bare"), 4, *said)
 
 
-def test_heads_that_are_not_whole_are_refused_by_name(spd_run, original, tmp_path) -> None:
-    """In part and wholly; what else is no head is told by the tests of formats."""
-    edit_weights(original, lambda tensors: tensors.pop(f"{PREFIX}enorm.weight"))
-    refused(spd_run("convert-mtp", original, tmp_path / "head"), 4, "1 missing", f"{PREFIX}enorm.weight")
-    edit_weights(original, lambda tensors: [tensors.pop(n, None) for n in (*head_of(original), *COPIES)])
-    ran = spd_run("convert-mtp", original, tmp_path / "head")
-    refused(ran, 4, "holds no MTP layers", "config.json speaks of 1")
-    assert sorted(os.listdir(tmp_path)) == ["original"]
-
-
 def test_nothing_is_overwritten_by_accident(spd_run: Callable, original: Path, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in original.iterdir()}
     (tmp_path / "empty").mkdir()
@@ -189,14 +179,6 @@ def test_nothing_is_overwritten_by_accident(spd_run: Callable, original: Path, t
     refused(spd_run("convert-mtp", original, tmp_path / "empty"), 2, "exists already", "a new folder")
     assert before == {path: path.read_bytes() for path in original.iterdir()}
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
-
-
-def test_a_source_that_is_cut_short_while_it_is_read(spd_run, original, tmp_path, monkeypatch) -> None:
-    """Nothing is written; the mark of the verifier is never that of a part."""
-    cut_when_read(monkeypatch, original / "model.safetensors")
-    ran = spd_run("convert-mtp", original, tmp_path / "out" / "head")
-    refused(ran, 4, f"{original / 'model.safetensors'}: ")
-    assert not (tmp_path / "out").exists() or not os.listdir(tmp_path / "out")
 
 
 def test_the_mark_of_the_verifier_is_never_that_of_a_part(original, monkeypatch) -> None:

@@ -419,10 +419,7 @@ HOSTILE: dict[str, list[dict[str, Any]]] = {
         *({"messages": turns} for turns in (None, [], "Hi", [3], [USER, {**USER, "role": "assistant"}])),
         *({"messages": [{**USER, **more}]} for more in ({"role": "wizard"}, {"content": 3})),
         *({"messages": [{**USER, "content": said}]} for said in ("\ud800", "word " * 9000)),
-        *(
-            {"messages": [say({"type": kind, "text": {}})]}
-            for kind in ("document", ["text"], "image", "text")
-        ),
+        *({"messages": [say({"type": kind, "text": {}})]} for kind in ("image", "text", ["text"])),
         *({"messages": [say(one)]} for one in (result([{"type": "audio"}]), {"type": "tool_result"}, use())),
         *({"messages": asked(use(**more))} for more in ({"input": "rm -rf /"}, {"name": "a b"})),
         {"messages": asked(use(input={"a": "x" * 200_000}))},

@@ -109,10 +109,7 @@ CASES: dict[str, str | tuple[str, list[Call]] | tuple[str, list[Call], str]] = {
     "Gemma: texts of JSON": (gemma(f"now{{a:{QUOTED}}}"), now(a=json.loads(QUOTED))),
     "Gemma: broken": gemma("now{a:b c}"),
     "gpt-oss": (f"{THOUGHT}{COMMENTARY}get_weather <|constrain|>json<|message|>{ARGS}<|call|>", ONE),
-    "gpt-oss: name first": (
-        f"<|start|>assistant to=functions.now{COMMENTARY[:20]} json<|message|>{{}}",
-        now(),
-    ),
+    "gpt-oss: first": ("<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}", now()),
     "gpt-oss: two objects": (f"{COMMENTARY}now<|message|>{{}} {{}}", now(), " {}"),
     "gpt-oss: text": (f"{THOUGHT}<|channel|>final<|message|>Sunny < 3<|return|>", [], "Sunny < 3"),
     "gpt-oss: no JSON": f"{COMMENTARY}now<|message|>{{a",
