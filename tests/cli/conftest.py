@@ -200,14 +200,14 @@ class FakeEngine:
 def program(script: str, *, setup: str = "") -> str:
     """Code of a process of its own that runs spd over a fake engine of `Script(script)`, after `setup`."""
     return f"""
-import sys, time
+import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import spd.errors, spd.runtime
 from tests.cli.conftest import FakeEngine, Script
 {setup}
 vars(spd.runtime)["Engine"] = lambda config, progress=None: FakeEngine(config, Script({script}), progress)
-from spd.cli.app import main
-sys.exit(main(sys.argv[1:]))
+from spd.__main__ import main
+sys.exit(main())
 """
 
 

@@ -14,7 +14,7 @@ import pytest
 from typer.main import get_command
 
 from spd.cli.commands import COMMANDS, build_app
-from tests.cli.conftest import ROOT, refused
+from tests.cli.conftest import ROOT
 from tests.recipes.tiny_dense import FAMILIES, write_dense
 
 
@@ -78,9 +78,3 @@ def test_every_family_answers_inspect(spd_run: Callable, tmp_path: Path, family:
     shown = ran.json
     assert json.loads((tmp_path / family / "config.json").read_text())["architectures"][0] in str(shown)
     assert "missing" not in ran.err and "unexpected" not in ran.err
-
-
-def test_images_are_refused_by_name(spd_run: Callable, tmp_path: Path) -> None:
-    keys = {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "vision_config": {"depth": 2}}
-    ran = spd_run("inspect", write_dense(tmp_path / "vision", "gemma3", config=keys))
-    refused(ran, 4, "missing: images and sound", "nearest supported: Gemma3ForCausalLM")

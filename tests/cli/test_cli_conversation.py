@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from pathlib import Path
@@ -11,9 +10,9 @@ import pytest
 
 from spd.cli.chat.conversation import ChatEncoder, Conversation, Encoded, SessionStore, Turn, shared_spans
 from spd.cli.text.job import Vocabulary, open_vocabulary
-from spd.errors import IncompatibleError, NotFoundError, ResourceError, UsageError
+from spd.errors import IncompatibleError, NotFoundError, UsageError
 from spd.formats.folder import ModelFolder
-from tests.cli.conftest import SPECIALS, TEMPLATE, edit, failing, write_tokenizer
+from tests.cli.conftest import SPECIALS, TEMPLATE, edit, write_tokenizer
 
 END = 258
 """<|im_end|>, which the template writes after a reply."""
@@ -156,16 +155,6 @@ def test_a_damaged_file_is_refused_by_name(content: bytes | None, words: str, tm
     with pytest.raises(IncompatibleError) as error:
         SessionStore(tmp_path).load("x")
     assert words in error.value.message and str(path) in error.value.message and error.value.fix
-
-
-def test_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a process that is killed does: the new file is whole before it takes the old one's place."""
-    store = SessionStore(tmp_path)
-    store.save("x", CHAT)
-    monkeypatch.setattr(os, "fsync", failing(OSError(28, "No space left on device")))
-    with pytest.raises(ResourceError, match="No space left"):
-        store.save("x", dataclasses.replace(CHAT, turns=()))
-    assert store.load("x") == CHAT and [p.name for p in tmp_path.iterdir()] == ["x.jsonl"]
 
 
 def test_one_chat_is_open_once_under_a_name_that_stays_in_the_folder(tmp_path: Path) -> None:

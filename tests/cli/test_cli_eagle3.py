@@ -32,12 +32,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, head
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    (tmp_path / "prompts.txt").write_text("first\nsecond\n")
-    return tmp_path / "prompts.txt"
-
-
 def test_auto_takes_the_head_that_is_given_and_the_text_is_plain(spd_run, pair, tmp_path) -> None:
     target, head = pair
     words = ("generate", *QUICK, "-m", target, "--temperature", 0.8, "--json", "abc abc abc")
@@ -51,19 +45,6 @@ def test_auto_takes_the_head_that_is_given_and_the_text_is_plain(spd_run, pair, 
     told = spd_run("explain", trace, "--json").json
     assert (told["method"], told["k"]) == ("eagle3", 4)
     assert "eagle3 k=4" in spd_run("explain", trace).text
-
-
-def test_a_certificate_and_a_bench(spd_run, pair, prompts) -> None:
-    """Texts of both ways to decode."""
-    words: tuple[object, ...] = ("-m", pair[0], "--draft-model", pair[1], "--prompts", prompts)
-    words += ("--threads", 1, "--json", "-n", 16)
-    ran = spd_run("verify", *words, "--lag", 1, "--tokens", 30, "--temperature", 1.2)
-    assert ran.code == 0 and ran.json["passed"] and ran.json["drafts_accepted"] > 0
-    assert ran.json["plans"]["candidate"]["spec"] == "eagle3"
-    assert "draft/config.json" in ran.json["files"]
-    ran = spd_run("bench", *words, "--spec", "eagle3", "--temperature", 0, "-r", 1)
-    assert ran.code == 0 and [row["method"] for row in ran.json["rows"]] == ["plain", "eagle3"]
-    assert ran.json["equality"]["tokens"] > 0
 
 
 def test_inspect(spd_run: Run, pair: Pair) -> None:

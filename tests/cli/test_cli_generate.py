@@ -12,7 +12,7 @@ import typer
 from spd.cli.options import GenerateOptions
 from spd.cli.parser import parse_size
 from spd.cli.text.job import parse_logit_bias, resolve_sampling, unescape
-from spd.errors import EngineError, ResourceError, UsageError
+from spd.errors import EngineError, UsageError
 from spd.formats.folder import ModelFolder
 from spd.formats.model_config import GenerationConfig
 from spd.runtime.plan.config import EngineConfig
@@ -106,7 +106,6 @@ def test_a_model_that_fails_while_generating(ask, script) -> None:
     ("error", "code", "words"),
     [
         (EngineError("a worker died"), 9, "error: a worker died"),
-        (ResourceError("no memory"), 5, "error: no memory"),
         (MemoryError(), 5, "error: out of memory"),
         (type("OutOfMemoryError", (RuntimeError,), {})("CUDA is full.\nTried"), 5, "CUDA is full."),
         (RuntimeError("epoll_create: Too many open files"), 5, "error: too many open files"),

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -235,27 +234,18 @@ def test_an_interrupt_leaves_whole_lines(target: Path, tmp_path: Path) -> None:
     assert "stopping…" in err and f"stopped after {len(lines):,} of 2,000 lines; --resume goes on" in err
 
 
-def test_a_line_that_is_far_too_long_is_refused_in_its_place(answers: Lines, tmp_path: Path) -> None:
-    """The others go on. Lines may come through a pipe with a name."""
-    long = {"prompt": "word " * 300_000}
-    ran, found = answers([*prompts(1), long, *prompts(1)])
+def test_a_line_that_is_far_too_long_is_refused_in_its_place(answers: Lines) -> None:
+    """The others go on."""
+    ran, found = answers([*prompts(1), {"prompt": "word " * 300_000}, *prompts(1)])
     assert ran.code == 7 and [list(one)[-1] == "error" for one in found] == [False, True, False]
     assert "1,500,000 characters" in found[1]["error"]["message"] or "far more" in str(found[1]["error"])
-    os.mkfifo(pipe := tmp_path / "pipe")
-    threading.Thread(target=lambda: pipe.write_text(text_of([long, *prompts(1)])), daemon=True).start()
-    ran, found = answers([], "-f", pipe)
-    assert ran.code == 7 and [list(one)[-1] == "error" for one in found] == [True, False]
 
 
-@pytest.mark.parametrize("more", [(), ("--resume", "-f", "LINES")])
-def test_a_second_writer_of_a_file_is_refused(more: tuple[str, ...], answers: Lines, tmp_path: Path) -> None:
-    out, lines = tmp_path / "out.jsonl", tmp_path / "lines"
-    answers(prompts(2), "-o", out)
-    lines.write_text(text_of(prompts(3)))
-    before = out.read_bytes()
-    first = open_output(out, append=True)
-    argv = [str(lines) if word == "LINES" else word for word in more]
-    refused(answers(prompts(3), "-o", out, *argv)[0], 2, f"{out}: another process is writing it")
+def test_a_second_writer_of_a_file_is_refused(answers: Lines, tmp_path: Path) -> None:
+    answers(prompts(2), "-o", out := tmp_path / "out.jsonl")
+    before, first = out.read_bytes(), open_output(out, append=True)
+    for more in ((), ("--resume",)):
+        refused(answers(prompts(3), "-o", out, *more)[0], 2, f"{out}: another process is writing it")
     assert out.read_bytes() == before
     os.close(first)
-    assert answers(prompts(3), "-o", out, *argv)[0].code == 0 and out.read_bytes().count(b"\n") == 3
+    assert answers(prompts(3), "-o", out, "--resume")[0].code == 0 and out.read_bytes().count(b"\n") == 3

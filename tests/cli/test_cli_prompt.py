@@ -29,6 +29,7 @@ def test_stdin_that_is_not_needed_and_arguments_that_are_no_text(spd_run, model,
 INPUTS: dict[str, tuple[bytes, list[object]]] = {
     "-f pipe": (b"Hi", []),
     "-s @pipe": (b"Hi", ["Hi"]),
+    "--jsonl -f pipe": (b'{"prompt": "Hi"}', []),
     "--messages pipe": (b'[{"role": "user", "content": "Hi"}]', []),
     "--schema pipe": (b'{"type": "object"}', ["Hi"]),
     "--grammar pipe": (b'start: "a"', ["Hi"]),

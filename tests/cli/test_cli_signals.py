@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -12,12 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import spd.runtime
-from spd.cli.options import GenerateOptions
-from spd.cli.signals import Interrupted, SignalGuard
-from spd.cli.text.output import Console, Session, Sink
-from spd.cli.text.reply import Delivery
-from spd.runtime import EngineConfig, Request, SamplingParams
+from tests.cli import conftest
 from tests.cli.conftest import ROOT
 from tests.cli.test_cli_terminal import on_terminal
 
@@ -35,11 +29,8 @@ def program(
 
     It says so where the interpreter ends while a thread of the engine runs: a real one would abort.
     """
-    code = f"""
-import atexit, os, sys, threading, time
-sys.path.insert(0, {str(ROOT)!r})
-import spd.runtime
-from tests.cli.conftest import FakeEngine, Script
+    setup = f"""
+import atexit, threading
 def hang(word):
     print(word, file=sys.stderr, flush=True)
     time.sleep(60)
@@ -48,17 +39,13 @@ def slow(step):
     if {at!r} == "prefill" and step == 0 or {at!r} == "hang" and step == 2:
         print("hanging", file=sys.stderr, flush=True)
         while True: time.sleep(0.01)
-def build(config, progress=None):
-    if {at!r} == "load": hang("loading")
-    return FakeEngine(config, Script(pieces=["word "] * {pieces}, on_step=slow))
+def load(progress): {at!r} == "load" and hang("loading")
 {more}
-vars(spd.runtime)["Engine"] = build
 atexit.register(lambda: threading.active_count() > 1 and print("torn down", file=sys.stderr))
-from spd.__main__ import main
 sys.argv = ["spd", *{list(command)!r}, "-m", {str(model)!r}, *{list(argv)!r}]
-sys.exit(main())
 """
-    return [sys.executable, "-c", code]
+    script = f'pieces=["word "] * {pieces}, on_step=slow, on_load=load'
+    return [sys.executable, "-c", conftest.program(script, setup=setup)]
 
 
 def start(command: list[str], **how: object) -> subprocess.Popen[bytes]:
@@ -126,25 +113,12 @@ def test_a_second_signal_ends_at_once(model: Path) -> None:
     assert (code, err) == (-signal.SIGINT, "")
 
 
-def test_a_signal_swallowed_inside_the_engine_still_stops_the_run(model: Path, script) -> None:
-    guard, order = SignalGuard(), Request("0", (1,), SamplingParams())
-    guard.install()
-
-    def swallow(step: int) -> None:
-        with contextlib.suppress(Interrupted):
-            if step == 1:
-                os.kill(os.getpid(), signal.SIGINT)
-
-    script.pieces, script.on_step = ["Hello", None, "never"], swallow
-    sink, engine = Sink(os.open(os.devnull, os.O_WRONLY)), spd.runtime.Engine(EngineConfig(model))
-    session = Session(Console(), guard, model, model)
-    delivery = Delivery(session, GenerateOptions(), sink, engine, order, None)
-    try:
-        with pytest.raises(Interrupted):
-            delivery.decode()
-    finally:
-        guard.uninstall()
-    assert delivery.reply.text == "Hello"
+def test_a_signal_swallowed_inside_the_engine_still_stops_the_run(model: Path) -> None:
+    swallow = """def slow(step):
+    try: step == 1 and os.kill(os.getpid(), 2)
+    except BaseException: pass"""
+    code, out, err = finish(start(program(model, more=swallow)))
+    assert (code, err) == (-signal.SIGINT, "stopping…\n") and out in (b"word \n", b"word word \n")
 
 
 def test_a_shell_loop_stops(model: Path, tmp_path: Path) -> None:
