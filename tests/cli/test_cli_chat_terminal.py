@@ -36,14 +36,9 @@ class Terminal:
         self.descriptor, self._other = pty.openpty()
         self.size(24, 80)
         self.before = self.settings()
-        self.process = subprocess.Popen(
-            command,
-            **dict.fromkeys(("stdin", "stdout", "stderr"), self._other),
-            cwd=ROOT,
-            env=environment,
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), self._other)
+        own = {"start_new_session": True, "preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)}
+        self.process = subprocess.Popen(command, **streams, **own, cwd=ROOT, env=environment)
         self.seen, self._mark = b"", 0
 
     def size(self, rows: int, columns: int) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,8 @@ from spd.errors import UsageError
 from spd.formats.files import open_output
 from spd.runtime import Engine
 from spd.runtime.engine.request import derived_seed
-from tests.cli.conftest import ROOT, refused, until
+from tests.cli.conftest import refused, until
+from tests.cli.test_cli_terminal import finish, start
 from tests.json_schema import faults
 
 Lines = Callable[..., tuple[Any, list[dict[str, Any]]]]
@@ -220,14 +220,11 @@ def test_an_interrupt_leaves_whole_lines(target: Path, tmp_path: Path) -> None:
     source.write_text(text_of([{"prompt": f"word {i}"} for i in range(2000)]))
     flags = ["--threads", "1", "--ctx", "256", "-n", "9", "--seed", "1", "--concurrency", "2"]
     command = [sys.executable, "-m", "spd", "generate", "--jsonl", "-m", target, "-f", source, "-o", out]
-    process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, cwd=ROOT, text=True)
-    try:
-        until(lambda: process.poll() is not None or (out.exists() and out.stat().st_size > 2000))
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == -signal.SIGINT
+    process = start([*command, *flags])
+    until(lambda: process.poll() is not None or (out.exists() and out.stat().st_size > 2000))
+    process.send_signal(signal.SIGINT)
+    code, _, err = finish(process)
+    assert code == -signal.SIGINT
     lines = out.read_bytes().splitlines(keepends=True)
     assert lines[-1].endswith(b"\n")
     assert [json.loads(line)["line"] for line in lines] == list(range(1, len(lines) + 1))

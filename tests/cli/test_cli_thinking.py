@@ -15,9 +15,7 @@ import pytest
 from spd.cli.text.prompt import Asked, ThinkingSplitter, end_of_thinking, parted
 from spd.runtime.engine.request import ThinkingBudget
 from tests.cli.conftest import SPECIALS, TEMPLATE, edit, program, write_tokenizer
-from tests.cli.test_cli_signals import program as slow_program
-from tests.cli.test_cli_signals import start
-from tests.cli.test_cli_terminal import on_terminal
+from tests.cli.test_cli_terminal import on_terminal, slow_program, start
 
 OPENED = TEMPLATE.replace("assistant\\n'", "assistant\\n<think>\\n'")
 SCHEMA = '{"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]'
@@ -213,16 +211,12 @@ def test_the_reply_follows_what_was_asked_for(spd_run, tiny, tmp_path) -> None:
 
 
 def test_where_a_grammar_begins() -> None:
+    off, old = {"enable_thinking": False}, "<think>a</think>Hi"
     for prompt, template, variables, thinks in (
         *(("Hi", "no thinking", {}, False), ("Hi", "enable_thinking", {}, True)),
-        *(
-            ("Hi", "enable_thinking", {"enable_thinking": False}, False),
-            ("Hi<think>\n", "opens it", {}, True),
-        ),
-        ("Hi<think>\n\n</think>\n\n", "enable_thinking", {}, False),
-        ("<think>a</think>Hi", "enable_thinking", {}, True),
-        ("<think>a</think>Hi", "an old turn's", {}, False),
-        ("<think>a</think>Hi<think>", "opens it", {}, True),
+        *(("Hi", "enable_thinking", off, False), ("Hi<think>\n", "opens it", {}, True)),
+        *(("Hi<think>\n\n</think>\n\n", "enable_thinking", {}, False), (old, "enable_thinking", {}, True)),
+        *((old, "an old turn's", {}, False), (f"{old}<think>", "opens it", {}, True)),
     ):
         asked = Asked(messages=({"role": "user", "content": "x"},), variables=variables)
         vocabulary: Any = SimpleNamespace(

@@ -200,30 +200,23 @@ def test_what_agents_send_is_one_conversation(served: Served) -> None:
     """A turn of Claude Code and one of Codex become the same messages."""
     exact = {"type": "text", "text": "Be exact.", "cache_control": {"type": "ephemeral"}}
     thought = {"type": "thinking", "thinking": "Hm.", "signature": ""}
-    claude = messages(
-        system=[{"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1;"}, exact],
-        messages=[
-            say("Read a."),
-            {"role": "system", "content": "Agents: none."},
-            say(thought, "Yes.", use(id="c1", input=CALL, caller={}), role="assistant"),
-            say(result([{"type": "text", "text": "A"}], tool_use_id="c1"), "Go on."),
-        ],
-        **{"metadata": {"user_id": "u"}, "context_management": {"edits": []}, "output_config": {}},
-    )
-    codex = response(
-        instructions="Be exact.",
-        input=[
-            {"role": "user", "content": [{"type": "input_text", "text": "Read a."}], "id": "msg_1"},
-            {"type": "message", "role": "developer", "content": "Agents: none."},
-            {"type": "reasoning", "summary": [], "encrypted_content": "Hm."},
-            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Yes."}]},
-            {"type": "function_call", "call_id": "c1", "name": "read", "arguments": json.dumps(CALL)},
-            {"type": "function_call_output", "call_id": "c1", "output": "A"},
-            {"type": "message", "role": "user", "content": "Go on."},
-        ],
-        **{"include": ["reasoning.encrypted_content"], "store": False, "prompt_cache_key": "k"},
-        client_metadata={"x": "y"},
-    )
+    said = [thought, "Yes.", use(id="c1", input=CALL, caller={})]
+    turns = [say("Read a."), {"role": "system", "content": "Agents: none."}, say(*said, role="assistant")]
+    turns.append(say(result([{"type": "text", "text": "A"}], tool_use_id="c1"), "Go on."))
+    changing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1;"}
+    more = {"metadata": {"user_id": "u"}, "context_management": {"edits": []}}
+    claude = messages(system=[changing, exact], messages=turns, output_config={"effort": "high"}, **more)
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Read a."}], "id": "msg_1"},
+        {"type": "message", "role": "developer", "content": "Agents: none."},
+        {"type": "reasoning", "summary": [], "encrypted_content": "Hm."},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Yes."}]},
+        {"type": "function_call", "call_id": "c1", "name": "read", "arguments": json.dumps(CALL)},
+        {"type": "function_call_output", "call_id": "c1", "output": "A"},
+        {"type": "message", "role": "user", "content": "Go on."},
+    ]
+    more = {"include": ["reasoning.encrypted_content"], "store": False, "client_metadata": {"x": "y"}}
+    codex = response(instructions="Be exact.", input=items, prompt_cache_key="k", **more)
     called = {"id": "c1", "type": "function", "function": {"name": "read", "arguments": CALL}}
     thoughts = {"reasoning_content": "Hm.", "thinking": "Hm."}
     expected = [

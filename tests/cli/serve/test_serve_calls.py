@@ -19,12 +19,8 @@ from tests.cli.conftest import SPECIALS, write_tokenizer
 from tests.cli.serve.conftest import is_allowed
 from tests.every_template import found
 
-WEATHER = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
+KINDS = {"city": {"type": "string"}, "days": {"type": "integer"}}
+WEATHER = {"type": "object", "properties": KINDS, "required": ["city"], "additionalProperties": False}
 FUNCTIONS = {"get_weather": WEATHER, "now": {"type": "object", "additionalProperties": False}}
 PARIS = {"city": 'Pa"ris}{ \\', "days": 3}
 ARGS = json.dumps(PARIS)

@@ -144,10 +144,8 @@ def test_paths(served: Served, method: str, path: str, status: int) -> None:
 
 OTHERS: dict[str, list[dict[str, Any]]] = {
     "/v1/completions": [
-        {},
-        *({"prompt": prompt} for prompt in (3, [], [[]], [1, "x"], [10**9], ["x"] * 200)),
-        *({"prompt": "x", **more} for more in ({"suffix": "y"}, {"best_of": 3}, {"messages": []})),
-        {"prompt": "x", "echo": True},
+        *({"prompt": prompt} for prompt in (None, 3, [], [[]], [1, "x"], [10**9], ["x"] * 200)),
+        *({"prompt": "x", name: value} for name, value in (("suffix", "y"), ("best_of", 3), ("echo", True))),
     ],
     "/tokenize": [{}, {"prompt": 3}],
     "/detokenize": [{"tokens": [token]} for token in (-1, "x", 10**9)],

@@ -34,13 +34,8 @@ CHAT = "/v1/chat/completions"
 
 def head(length: int) -> bytes:
     """The head of a request whose body is so long."""
-    lines = (
-        f"POST {CHAT} HTTP/1.1",
-        "Host: localhost",
-        f"Content-Length: {length}",
-        "Authorization: Bearer secret",
-    )
-    return "\r\n".join((*lines, "", "")).encode()
+    lines = f"POST {CHAT} HTTP/1.1", "Host: localhost", f"Content-Length: {length}"
+    return "\r\n".join((*lines, "Authorization: Bearer secret", "", "")).encode()
 
 
 def begin(served: Served, tokens: int = 3000, **fields: Any) -> http.client.HTTPConnection:
@@ -114,11 +109,7 @@ def test_a_client_that_takes_nothing_is_left(small: Served, monkeypatch: pytest.
 def test_slow_bodies_and_heads(small: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front, "BODY_SECONDS", 0.3)
     monkeypatch.setattr(run, "HEADER_SECONDS", 0.3)
-    for sent, said in (
-        (head(9) + b"{", b"HTTP/1.1 408"),
-        (b"GET /health HTTP/1.1\r\nHost: lo", b""),
-        (b"", b""),
-    ):
+    for sent, said in ((head(9) + b"{", b"HTTP/1.1 408"), (b"GET / HTTP/1.1\r\nHost: lo", b""), (b"", b"")):
         with connected(small.port) as connection:
             connection.sendall(sent)
             assert connection.recv(1000)[: len(said) or 1] == said

@@ -1,4 +1,4 @@
-"""The official clients, in another interpreter, and what docs/serve.md shows: curl, Python, fields."""
+"""The official clients, in another interpreter, and what the pages show: curl, Python, fields, flags."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from pathlib import Path
 
 import pytest
 
+from spd.cli.parser import parse_size
 from spd.cli.serve.wishes import CHAT, IGNORED, UNSUPPORTED
+from spd.formats.folder import ModelFolder
+from spd.runtime.plan.config import EngineConfig
+from spd.runtime.plan.machine import Machine
+from spd.runtime.plan.memory import longest_context
+from spd.runtime.plan.plan import outline
 from tests.cli.conftest import until
 from tests.cli.serve.conftest import QUESTION, Served
+from tests.recipes.published_hybrids import RELEASES, write_published
 
 PAGE = (Path(__file__).parents[3] / "docs" / "serve.md").read_text(encoding="utf-8")
 
 SHARED = """
 import json, sys
-def fails(kind, call, **fields):
-    try:
-        call(**fields)
-    except kind as error:
-        return error
-    raise AssertionError(fields)
 weather = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"]}
 weather["additionalProperties"] = False
 tool = {"name": "get_weather", "description": "Weather."}
@@ -70,14 +71,6 @@ parsed = client.chat.completions.parse(
     model="demo", messages=messages, response_format=Answer, max_tokens=80, logit_bias={})
 assert isinstance(parsed.choices[0].message.parsed, Answer)
 
-for fields, kind in (
-    *(({"temperature": -1}, openai.BadRequestError), ({"max_tokens": "x"}, openai.BadRequestError)),
-    ({"messages": [{"role": "user", "content": "word " * 9000}]}, openai.BadRequestError),
-    ({"model": "gpt-x"}, openai.NotFoundError),
-):
-    error = fails(kind, ask, **fields)
-    assert error.body["message"] and error.type == "invalid_request_error", error.body
-
 stream = ask(stream=True, max_tokens=3000, extra_body={"ignore_eos": True})
 next(iter(stream))
 stream.close()
@@ -98,8 +91,6 @@ called = client.responses.create(model="demo", input="x", tools=[tool], tool_cho
 assert call.name == "get_weather" and list(json.loads(call.arguments)) == ["city"]
 parsed = client.responses.parse(model="demo", input="x", text_format=Answer, max_output_tokens=80)
 assert isinstance(parsed.output_parsed, Answer)
-error = fails(openai.BadRequestError, client.responses.create, **asked, previous_response_id="resp_1")
-assert error.param == "previous_response_id"
 print("all held")
 """
 
@@ -126,12 +117,6 @@ assert called.stop_reason == "tool_use" and call.name == "get_weather" and list(
 result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
 turns = [*messages, {"role": "assistant", "content": called.content}, {"role": "user", "content": [result]}]
 assert client.messages.create(**{**ask, "messages": turns}).content
-for fields, kind in (
-    ({"max_tokens": 0}, anthropic.BadRequestError),
-    ({"messages": [{"role": "user", "content": "word " * 9000}]}, anthropic.BadRequestError),
-    ({"model": "claude-x"}, anthropic.NotFoundError),
-):
-    assert fails(kind, client.messages.create, **{**ask, **fields}).body["error"]["message"]
 print("all held")
 """
 
@@ -193,3 +178,27 @@ def test_every_field_is_listed() -> None:
     beside = {"messages", "model", "stream", "speculative", "temperature", *IGNORED, *UNSUPPORTED}
     penalties = {name for name in CHAT if name.endswith("_penalty")}
     assert {name for name in CHAT.keys() - beside - penalties if f"`{name}`" not in PAGE} == set()
+
+
+AGENTS = (Path(__file__).parents[3] / "docs" / "agents.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"\| (\d+) GB \| `spd serve Qwen/(\S+) ?(.*?)` \| ([\d,]+) \|", AGENTS)
+
+
+@pytest.mark.covers(count=2)
+@pytest.mark.parametrize("number", range(len(ROWS)))
+def test_recommended_flags_fit(number: int, tmp_path: Path) -> None:
+    """And leave no fifth of the context unused that the card could hold."""
+    card, model, flags, shown = ROWS[number]
+    values = dict(re.findall(r"--(\S+) (\S+)", flags))
+    ctx = parse_size(values.pop("ctx"))
+    assert ctx == int(shown.replace(",", "")) and values.keys() <= {"quantize", "concurrency"}
+    folder = ModelFolder.named(str(write_published(tmp_path, RELEASES[model])))
+    slots = int(values["concurrency"])
+    config = EngineConfig(model=folder, quantize=values.get("quantize", "none"), slots=slots)
+    plan = outline(config, Machine("cuda", int((int(card) - 0.5) * 2**30), (8, 9), foreseen=True))
+    longest = longest_context(plan.shape, plan.memory_budget_bytes)
+    assert plan.spec == "mtp" and ctx <= longest <= 1.2 * ctx
+
+
+def test_every_card_is_there() -> None:
+    assert {row[0] for row in ROWS} == {"24", "32", "48", "80"}
