@@ -143,16 +143,6 @@ def test_rules_that_keep_only_the_law_say_so(ask, script) -> None:
     assert script.engine.config.adaptive is True
 
 
-def test_no_escape_bytes_off_terminal(ask, spd_run, monkeypatch) -> None:
-    ran = ask("--stats", "-v", "-n", "500")
-    assert b"\x1b" not in ran.out and "\x1b" not in ran.err
-    coloured = ask("--color", "always", "-n", "500")
-    assert b"\x1b" not in coloured.out and "\x1b" in coloured.err
-    assert spd_run("generate").err.startswith("error:")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    assert spd_run("generate").err.startswith("\x1b[1;31merror:\x1b[0m")
-
-
 def test_a_full_disk_ends_with_5_and_a_reader_that_leaves_with_141(ask, script, tmp_path) -> None:
     script.pieces = ["a"] * 50
     for option, left in (("-o", 49), ("--trace", 0)):  # of which nothing has begun

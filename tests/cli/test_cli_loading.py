@@ -170,13 +170,10 @@ def test_who_asks_waits_for_one_capture_at_most(model: Path, script: Any) -> Non
     until(lambda: len(script.engine.captured) == 5)
     assert script.engine.captured == [([PARAMS], {"most": 1})] * 5
     assert thread.close() and script.engine.closed
-
-
-def test_a_capture_that_breaks_breaks_nothing_else(model: Path, script: Any) -> None:
-    script.on_capture = failing(RuntimeError("no capture"))
+    script.on_capture, script.on_step = failing(RuntimeError("no capture")), None
     thread = engine_thread(model)
     assert [event.text for event in thread.run(Request("a", (1, 2), PARAMS))] == ["Hello", " wörld", "!"]
-    assert script.engine.captured and thread.close()
+    assert script.engine.captured and thread.close(), "a capture that breaks breaks nothing else"
 
 
 def test_a_chat_expects_its_own_parameters(model: Path, script: Any) -> None:

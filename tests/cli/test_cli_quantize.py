@@ -86,24 +86,14 @@ def test_what_is_refused(spd_run: Callable, tmp_path: Path) -> None:
 COPIES = (f"{PREFIX}embed_tokens.weight", f"{PREFIX}shared_head.head.weight")
 
 
-@pytest.fixture(scope="module")
-def _original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("convert") / "original"
-    write_deepseek(folder)
-    return folder
-
-
 @pytest.fixture
-def original(_original: Path, tmp_path: Path) -> Path:
+def original(tmp_path: Path) -> Path:
     """A model with an MTP layer, to be changed at will."""
-    return Path(shutil.copytree(_original, tmp_path / "original"))
+    write_deepseek(tmp_path / "original")
+    return tmp_path / "original"
 
 
-def head_of(folder: Path) -> dict[str, torch.Tensor]:
-    return head_among(load_file(folder / "model.safetensors"))
-
-
-def head_among(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def head_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: t for name, t in tensors.items() if name.startswith(PREFIX) and name not in COPIES}
 
 
@@ -121,7 +111,7 @@ def test_the_head_is_cut_out_byte_for_byte(spd_run: Callable, original: Path, tm
     assert ran.code == 0 and ran.err == ""
     facts = ran.json
     assert (facts["family"], facts["modules"], facts["written"]) == ("deepseek", 1, True)
-    wanted = head_of(original)
+    wanted = head_of(load_file(original / "model.safetensors"))
     assert {row["name"] for row in facts["mapped"]} == set(wanted)
     assert facts["shared"] == sorted(COPIES) and facts["own"] == facts["dropped"] == []
     assert equal(load_file(head / "model.safetensors"), wanted)
@@ -138,7 +128,7 @@ def test_only_the_shards_that_are_needed_are_read(spd_run: Callable, tmp_path: P
         (sharded / f"model-{number:05}-of-00006.safetensors").unlink()
     ran = spd_run("convert-mtp", sharded, tmp_path / "head")
     assert ran.code == 0, ran.err
-    assert equal(load_file(tmp_path / "head" / "model.safetensors"), head_among(tensors))
+    assert equal(load_file(tmp_path / "head" / "model.safetensors"), head_of(tensors))
     (sharded / "model-00005-of-00006.safetensors").unlink()  # the final norm: whose head is it?
     refused(spd_run("convert-mtp", sharded, tmp_path / "other"), 4, "model-00005-of-00006")
     assert not (tmp_path / "other").exists()
@@ -157,7 +147,7 @@ def test_fp8_goes_along_with_its_scales(spd_run: Callable, original: Path, tmp_p
     twin = write_twin(original, tmp_path / "twin", block=24)  # partial last blocks both ways
     assert spd_run("convert-mtp", twin, tmp_path / "head").code == 0
     stored = load_file(tmp_path / "head" / "model.safetensors")
-    assert equal(stored, head_of(twin))
+    assert equal(stored, head_of(load_file(twin / "model.safetensors")))
     config = json.loads((tmp_path / "head" / "config.json").read_text())["transformer_layer_config"]
     assert config["quantization_config"]["weight_block_size"] == [24, 24]
     scale = next(name for name in stored if name.endswith("_scale_inv"))

@@ -28,18 +28,12 @@ def set_template(folder: Path, template: str) -> None:
 
 CHANNELS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>"
 REPLIES = [
-    ("<think>\nhm\n</think>\n\nYes\n", False, "hm\n", "Yes\n"),
-    ("hm</think>Yes", True, "hm", "Yes"),
-    ("<think>hm</think>Yes", True, "hm", "Yes"),
-    ("No <think>x</think>", False, None, "No <think>x</think>"),
-    ("<thin", False, None, "<thin"),
-    (" \n<think>a</thin", False, "a</thin", ""),
-    ("<think></think>Yes", False, "", "Yes"),
-    ("a</think>Yes</think>", None, None, "a</think>Yes</think>"),
-    (" plain ", False, None, " plain "),
-    ("", False, None, ""),
+    *(("<think>\nhm\n</think>\n\nYes\n", False, "hm\n", "Yes\n"), ("hm</think>Yes", True, "hm", "Yes")),
+    *(("<think>hm</think>Yes", True, "hm", "Yes"), ("No <think>x", False, None, "No <think>x")),
+    *(("<thin", False, None, "<thin"), (" \n<think>a</thin", False, "a</thin", "")),
+    *(("<think></think>Yes", False, "", "Yes"), ("a</think>Yes</think>", None, None, "a</think>Yes</think>")),
+    *((" plain ", False, None, " plain "), ("", False, None, ""), (f"{CHANNELS}Yes", False, "hm", "Yes")),
     ("<|channel>thought\nhm\n<channel|>Yes", False, "hm\n", "Yes"),
-    (f"{CHANNELS}Yes", False, "hm", "Yes"),
     ("<|channel|>final<|message|>Yes", False, None, "Yes"),
     (" to=self<|message|>hm<|eom|><|start|>assistant to=user<|message|>Yes", False, "hm", "Yes"),
     ("<|channel|>analysis<|message|>hm", None, None, "<|channel|>analysis<|message|>hm"),

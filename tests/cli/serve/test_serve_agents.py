@@ -191,9 +191,6 @@ def test_the_demo_answers_both(served: Served) -> None:
     said = served.ask("/v1/messages", {**PLAIN, "max_tokens": 32000, "stop_sequences": ["zzz", text[10:16]]})
     assert said["stop_reason"] == "stop_sequence" and said["stop_sequence"] == text[10:16]
     assert said["content"][0]["text"] == text[:10]
-    counted = served.ask("/v1/messages/count_tokens", {"messages": MESSAGES})
-    usage = said["usage"]
-    assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
 
 
 def test_what_agents_send_is_one_conversation(served: Served) -> None:

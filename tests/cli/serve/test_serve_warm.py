@@ -76,13 +76,9 @@ COMMANDS: list[list[str]] = [
     ["--schema", '{"type": "boolean"}', "--seed", "1", "-n", "20", QUESTION],
     ["--json", "--logprobs", "2", "--seed", "3", "--temperature", "1", "-n", "9", QUESTION],
     ["--json", "--set", "top_k=5", "--seed", "3", "--temperature", "1", "-n", "9", QUESTION],
-    ["--temperature", "900", QUESTION],
-    ["--think", "5", QUESTION],
-    ["--schema", '{"type": "flower"}', QUESTION],
-    ["-n", "4000", "--temperature", "0", "word " * 4050],
-    ["word " * 9000],
-    ["--json", "--logprobs", "99", QUESTION],
-    [],
+    *(["--temperature", "900", QUESTION], ["--think", "5", QUESTION], ["--json", "--logprobs", "99", "a"]),
+    *(["--schema", '{"type": "flower"}', QUESTION], ["-n", "4000", "--temperature", "0", "word " * 4050]),
+    *(["word " * 9000], []),
 ]
 
 
