@@ -81,16 +81,11 @@ class HubHandler(BaseHTTPRequestHandler):
         etag = hashlib.sha256(hub.files[name]).hexdigest()
         headers = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes", **hub.headers}
         wanted = self.headers.get("Range")
-        if not wanted:
-            self._send(200, data, headers, body, hub.break_after.get(name, []))
-            return
-        start = int(wanted.removeprefix("bytes=").partition("-")[0])
-        headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-        self._send(206, data[start:], headers, body, hub.break_after.get(name, []))
+        start = int(wanted.removeprefix("bytes=").partition("-")[0]) if wanted else 0
+        headers |= {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if wanted else {}
+        self._send(206 if wanted else 200, data[start:], headers, body, hub.break_after.get(name, []))
 
-    def _send(
-        self, status: int, data: bytes, headers: dict[str, str], body: bool, breaks: list[int] | None = None
-    ) -> None:
+    def _send(self, status: int, data: bytes, headers: Any, body: bool, breaks: Any = ()) -> None:
         self.send_response(status)
         for header, value in headers.items():
             self.send_header(header, value)

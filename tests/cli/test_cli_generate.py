@@ -72,6 +72,8 @@ def test_the_request_and_the_engine(ask, script, model) -> None:
     given = {"device": "cpu", "dtype": "float32", "ctx": 64, "spec": "ngram", "draft_max": 3, "lag": 2}
     given |= {"adaptive": False, "graphs": False, "kernels": "torch", "memory_fraction": 0.5, "threads": 3}
     assert script.engine.config == EngineConfig(model=ModelFolder(model), **given)
+    (model / "generation_config.json").write_text('{"temperature": 200}')
+    refused(ask(), 2, "temperature 200", "generation_config.json")
 
 
 def test_json_object(ask, model, script) -> None:
@@ -183,11 +185,6 @@ def test_how_values_are_spelled() -> None:
     for bad in ("", "k", "8kk", "-1", "1.5k", "1e3", "9" * 13, "٤"):
         with pytest.raises(typer.BadParameter):
             parse_size(bad)
-
-
-def test_a_value_of_the_models_file_is_named_as_such(ask, model) -> None:
-    (model / "generation_config.json").write_text('{"temperature": 200}')
-    refused(ask(), 2, "temperature 200", "generation_config.json")
 
 
 START, END = "<|im_start|>", "<|im_end|>"

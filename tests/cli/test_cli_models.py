@@ -26,8 +26,6 @@ from tests.cli.conftest import failing, refused
 from tests.cli.hub_server import COMMIT, NAME, Hub, serve
 from tests.test_hostile import CONTROLS
 
-Change = Callable[[Hub, pytest.MonkeyPatch], object]
-
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -185,35 +183,29 @@ def test_answers_that_are_none(answer: bytes, hub: Hub, spd_run: Callable) -> No
     refused(spd_run("pull", NAME), 8, f"cannot download {NAME}: the hub gave a wrong answer", hub.url)
 
 
-def answer(status: int, error_code: str | None = None) -> Change:
-    return lambda hub, patch: vars(hub).update(status=status, error_code=error_code)
-
-
-def replaced(place: Any, name: str, value: object) -> Change:
-    return lambda hub, patch: patch.setattr(place, name, value)
-
-
 GATED = ["is gated, and no token is set", f"/{NAME}, then: hf auth login", "HF_TOKEN"]
 NOWHERE, FULL = "http://127.0.0.1:9", failing(OSError(28, "No space left on device"))
 ROOM, LACKING = (lambda path: SimpleNamespace(free=1000)), ["no model.safetensors", ".bin files, which spd"]
-REFUSALS: dict[str, tuple[Change, int, list[str]]] = {
-    "gated": (answer(403, "GatedRepo"), 8, GATED),
-    "unknown, or no token": (answer(401, "RepoNotFound"), 3, ["no such model", "no token is set"]),
-    "unknown": (answer(404, "RepoNotFound"), 3, ["no such model"]),
-    "no revision": (answer(404, "RevisionNotFound"), 3, ["no such revision"]),
-    "broken": (answer(500), 8, ["500"]),
-    "no hub": (replaced(constants, "ENDPOINT", NOWHERE), 8, [f"cannot download {NAME}", "127.0.0.1:9"]),
-    "offline": (replaced(constants, "HF_HUB_OFFLINE", True), 8, ["HF_HUB_OFFLINE"]),
-    "no room": (replaced(shutil, "disk_usage", ROOM), 5, ["not enough disk space", "1,000 free"]),
-    "full": (replaced(hub_download, "hf_hub_download", FULL), 5, ["the disk is full"]),
-    "no safetensors": (lambda hub, patch: hub.files.pop("model.safetensors"), 4, LACKING),
+BINARY = {"config.json": b"{}", "pytorch_model.bin": b""}
+REFUSALS: dict[str, tuple[Any, int, list[str]]] = {
+    "gated": ({"status": 403, "error_code": "GatedRepo"}, 8, GATED),
+    "no token": ({"status": 401, "error_code": "RepoNotFound"}, 3, ["no such model", "no token is set"]),
+    "unknown": ({"status": 404, "error_code": "RepoNotFound"}, 3, ["no such model"]),
+    "no revision": ({"status": 404, "error_code": "RevisionNotFound"}, 3, ["no such revision"]),
+    "broken": ({"status": 500}, 8, ["500"]),
+    "no hub": ((constants, "ENDPOINT", NOWHERE), 8, [f"cannot download {NAME}", "127.0.0.1:9"]),
+    "offline": ((constants, "HF_HUB_OFFLINE", True), 8, ["HF_HUB_OFFLINE"]),
+    "no room": ((shutil, "disk_usage", ROOM), 5, ["not enough disk space", "1,000 free"]),
+    "full": ((hub_download, "hf_hub_download", FULL), 5, ["the disk is full"]),
+    "no safetensors": ({"files": BINARY}, 4, LACKING),
 }
+"""What is wrong with the hub or with something else, the exit code, and words."""
 
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_cannot_be_fetched(name, hub, spd_run, monkeypatch) -> None:
     change, code, words = REFUSALS[name]
-    change(hub, monkeypatch)
+    vars(hub).update(change) if isinstance(change, dict) else monkeypatch.setattr(*change)
     refused(spd_run("pull", NAME), code, *words)
     assert hub.fetched() == []
 

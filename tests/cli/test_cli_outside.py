@@ -127,14 +127,11 @@ def test_the_examples_of_help_are_commands(name: str) -> None:
 
 def test_locales_with_fewer_letters(folder) -> None:
     """Marks and prompts that the locale has no letters for: no traceback, and the words arrive, in UTF-8."""
-    runs = [spd("inspect", folder, LC_ALL="C")]
-    runs.append(spd("generate", "--dry-run", "café", "-m", folder, "--raw", LC_ALL="C"))
     for encoding in ("ascii", "latin-1"):
         how = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": encoding}
-        runs.append(spd("generate", "--help", **how))
-        assert b"--verbose" in runs[-1].stdout
-    for done in runs:
-        assert done.returncode == 0 and b"Traceback" not in done.stderr and done.stdout, done
+        for argv in (("generate", "--help"), ("inspect", folder)):
+            done = spd(*argv, **how)
+            assert done.returncode == 0 and b"Traceback" not in done.stderr and done.stdout, done
     beside = folder.parent / "größe.txt"
     beside.write_text("Σ\n")
     asked = ["--raw", "--dry-run", "-m", folder, "-f", beside, "naïve café"]

@@ -133,35 +133,23 @@ def test_inspect(spd_run, pair) -> None:
     assert (shown["speculation"]["method"], shown["speculation"]["draft_max"]) == ("eagle3", 4)
 
 
-FIT = {
-    "draft --draft-model HEAD": (4, "is an EAGLE-3 head, not a model"),
-    "eagle3 --draft-model TARGET": (4, "is a model, not an EAGLE-3 head"),
-    "eagle3": (2, "--spec eagle3 needs an EAGLE-3 head"),
-}
-
-
-@pytest.mark.parametrize("words", FIT)
-def test_words_that_do_not_fit(words, spd_run, pair) -> None:
-    places = {"TARGET": pair[0], "HEAD": pair[1]}
-    typed = (places.get(word, word) for word in words.split())
-    refused(spd_run("generate", "-m", pair[0], "Hi", "--spec", *typed), *FIT[words])
-
-
-def test_a_head_of_another_target(spd_run, pair, tmp_path: Path) -> None:
-    other = write_tiny(tmp_path / "other", **{**VARIANTS["llama2"], "hidden": 96, "layers": 2})
-    ran = spd_run("generate", "-m", other, "--draft-model", pair[1], "Hi")
-    refused(ran, 4, "made for another model", "hidden size: head 64, target 96", "--spec ngram")
-    shown = spd_run("inspect", other, "--draft", pair[1])
-    assert shown.code == 4 and "\ncompatible        no\n" in shown.text
-
-
-def test_heads_that_are_wrong(spd_run, pair, tmp_path: Path) -> None:
+def test_what_does_not_fit(spd_run, pair, tmp_path: Path) -> None:
     """What else is refused is told by the tests of formats and of the runtime."""
-    for name in ("fc.weight", "d2t"):
+    other = write_tiny(tmp_path / "other", **{**VARIANTS["llama2"], "hidden": 96, "layers": 2})
+    for name in (gone := ("fc.weight", "d2t")):
         folder = shutil.copytree(pair[1], tmp_path / name)
         edit_weights(folder, lambda held, name=name: held.pop(name))
-        words = ("generate", "-m", pair[0], "--spec", "eagle3", "--draft-model", folder, "--raw", "Hi")
-        refused(spd_run(*words), 4, f"'{name}': is missing")
+    for target, spec, head, code, said in (
+        (pair[0], "draft", pair[1], 4, "is an EAGLE-3 head, not a model"),
+        (pair[0], "eagle3", pair[0], 4, "is a model, not an EAGLE-3 head"),
+        (pair[0], "eagle3", None, 2, "--spec eagle3 needs an EAGLE-3 head"),
+        (other, "auto", pair[1], 4, "hidden size: head 64, target 96"),
+        *((pair[0], "eagle3", tmp_path / name, 4, f"'{name}': is missing") for name in gone),
+    ):
+        drafts = () if head is None else ("--draft-model", head)
+        refused(spd_run("generate", "-m", target, "--spec", spec, *drafts, "--raw", "Hi"), code, said)
+    shown = spd_run("inspect", other, "--draft", pair[1])
+    assert shown.code == 4 and "\ncompatible        no\n" in shown.text
 
 
 def test_a_refusal_for_memory_names_options_that_exist(spd_run, pair, monkeypatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from spd.formats.demo import demo_eagle3_folder
 from spd.formats.mtp import head_config
-from tests.cli.conftest import refused, write_model
+from tests.cli.conftest import write_model
 from tests.recipes.mtp_folders import write_hollow
 from tests.recipes.published_hybrids import Entry, Release, config_of, mtp_tensors, text_tensors
 
@@ -187,9 +187,3 @@ def test_a_wrong_tensor_is_named(row, spoil, words, tmp_path, spd_run) -> None:
     told = spd_run("inspect", folder)
     assert told.code == (0 if words.startswith("mtp.") else 4), told
     assert words in " ".join((told.text + told.err).split()).replace("'", ""), told
-
-
-def test_ranks_that_do_not_divide_the_heads(tmp_path: Path, spd_run: Callable) -> None:
-    folder = write(tmp_path, replace(DENSE, value_heads=16, heads=6, inner=96, key_value_heads=3))
-    ran = spd_run("generate", "-m", folder, "--tp", "3", *IDS)
-    refused(ran, 4, "--tp 3 does not divide the target", "16 recurrent key heads")
