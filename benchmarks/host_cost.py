@@ -64,7 +64,8 @@ class Clocks:
 
 def engine_of(model: Path, slots: int, **wishes: Any) -> Engine:
     """An engine whose slots all hold a few hundred positions."""
-    return Engine(EngineConfig(model=model, slots=slots, ctx=CTX, threads=wishes.pop("threads", 1), **wishes))
+    wishes = {"threads": 1, "graphs": False, **wishes}  # a recorded round never comes to `Round.run`
+    return Engine(EngineConfig(model=model, slots=slots, ctx=CTX, **wishes))
 
 
 def requests(count: int) -> list[Request]:

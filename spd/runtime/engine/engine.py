@@ -17,7 +17,7 @@ from operator import attrgetter, or_
 import torch
 
 from spd.errors import UsageError
-from spd.kernels.round.commit import GOING_ON, Emission, read_emission
+from spd.kernels.round.commit import EMISSION_HEAD, GOING_ON, Emission, read_emission
 from spd.runtime.engine.assembly import memory_refusal, open_device
 from spd.runtime.engine.draft_length import DraftLength
 from spd.runtime.engine.grammar import GrammarError
@@ -341,21 +341,21 @@ class Engine:
         now = time.perf_counter()
         for sequence in oldest.sequences:
             if scheduler.slots[sequence.slot] is sequence:  # none leaves its slot in between but for good
-                self._apply(sequence, read_emission(result.rows[sequence.slot]), result, now)
+                self._apply(sequence, result.rows[sequence.slot], result, now)
 
-    def _apply(self, sequence: Sequence, told: Emission, result: RoundResult, now: float) -> None:
+    def _apply(self, sequence: Sequence, row: list[int], result: RoundResult, now: float) -> None:
         sequence.in_flight -= result.k + 1
         if sequence.silent:
             sequence.silent -= 1
             return
         waited = sequence.waits
-        _, drafts, matched, committed, why, match, _, sampled = told
-        event = sequence.take(sampled[:committed], drafts, matched, REASONS[why], now, result.logprobs)
+        (_, drafts, matched, committed, why, _, match), tokens = row[:EMISSION_HEAD], row[EMISSION_HEAD:]
+        event = sequence.take(tokens[:committed], drafts, matched, REASONS[why], now, result.logprobs)
         # A request's first round could not have held drafts.
-        if self.plan.adaptive and sequence.metrics.rounds > 1 and sequence.request.draft_max != 0:
+        if self.plan.adaptive and sequence.request.draft_max != 0 and sequence.metrics.rounds > 1:
             self._draft_length.observe(result.k, drafts, matched, sequence.acceptance, match)
         if self.trace is not None:
-            self.trace(self._record(sequence, told, result, event.token_ids))
+            self.trace(self._record(sequence, read_emission(row), result, event.token_ids))
         if event.finish_reason is not None:
             alike = len(event.token_ids) == committed or not self.plan.drafts_by_state
             self._end(sequence, event, (why != GOING_ON or not sequence.in_flight) and alike)
