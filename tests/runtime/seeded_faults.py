@@ -22,7 +22,7 @@ from torch import Tensor
 from spd.kernels.dispatch import operation_stems
 from spd.kernels.round import commit as round_commit
 from spd.kernels.round import window as round_window
-from spd.kernels.round.commit import EMISSION_HEAD, Emission, coupled_verify, read_emission
+from spd.kernels.round.commit import EMISSION_HEAD, coupled_verify
 from spd.kernels.sampling import sampling
 from spd.kernels.sampling.sampling import SamplingTensors
 from spd.runtime.engine.engine import Engine
@@ -173,9 +173,9 @@ def stops_in_last_row_only(decide: Any, sampled: Tensor, *rest: Tensor) -> tuple
     return decide(hidden, *rest)
 
 
-def read_a_column_late(row: list[int]) -> Emission:
+def read_a_column_late(engine: Any, sequence: Any, row: list[int], *rest: Any, own=Engine._apply) -> None:
     """The samples of an emission as if they began a column later."""
-    return read_emission(row)._replace(sampled=row[EMISSION_HEAD + 1 :])
+    own(engine, sequence, [*row[:EMISSION_HEAD], *row[EMISSION_HEAD + 1 :]], *rest)
 
 
 def ring_of_one(patch: Patch) -> None:

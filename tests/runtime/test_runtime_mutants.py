@@ -185,7 +185,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
 }
 OPERATIONS = "round_commit", "round_window", "draft_step", "committed_window"
 commit, window, step, missed = (partial(fault.operation, name) for name in OPERATIONS)
-verify, late = fault.verify, ("spd.runtime.engine.engine.read_emission", fault.read_a_column_late)
+verify, late = fault.verify, ("spd.runtime.engine.engine.Engine._apply", fault.read_a_column_late)
 MUTANTS: dict[str, dict[str, fault.Mutation]] = {
     "law": {
         "accepted drafts are summed": verify(lambda d, s, real: ((d == s[:, :-1]) & real).sum(dim=-1)),
