@@ -215,7 +215,7 @@ def test_nothing_of_a_text_depends_on_speculation(known: Known, cell: Cell, requ
     if cell.name.endswith("+ngram") and not cell.changing and cell.work == "repeating":
         rounds = [record for run in runs for record in run.rounds if record.accepted]
         matched = sum(r.match > 0 for r in rounds)
-        assert matched > 2 and sum(not r.match for r in rounds) > 2, "one alone drafted"
+        assert matched > 1 and sum(not r.match for r in rounds) > 1, "one alone drafted"
 
 
 @pytest.mark.covers(count=6)
