@@ -98,7 +98,7 @@ def test_commands_that_load_no_weights(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_command_in_the_demo_as_it_stands_there(tmp_path: Path) -> None:
-    assert len(MTP_COMMANDS) >= 10
+    assert len(MTP_COMMANDS) >= 9
     run_each(MTP_COMMANDS, tmp_path, "demo")
 
 

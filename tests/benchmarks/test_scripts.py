@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import agent_replay, equality, serve_equality, soak
+from benchmarks import agent_replay, equality, serve_equality, slow_tests, soak
 from benchmarks.freeze import __main__ as freeze
 from benchmarks.freeze.cells import Run
 from spd.cli.commands.serve import ServeOptions
@@ -151,3 +151,27 @@ def test_a_planted_difference_is_found(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(freeze, "RENAMED", {"accepted": None, "plan": "plan.engine"})
     moved = ["trace 0 plan.engine.lag: 1 became nothing", "trace 0 plan.lag: nothing became 1"]
     assert compared(2, 1) == (moved, 0)
+
+
+def test_slow_tests_are_run_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that passes, one that fails, one that is not slow, one that takes too long."""
+    slow = "import pytest\n@pytest.mark.slow\ndef test_it(): assert "
+    files = {name: str(tmp_path / f"test_{name}.py") for name in ("right", "wrong", "quick")}
+    for name, text in {"right": f"{slow}True", "wrong": f"{slow}False", "quick": "test_it = id"}.items():
+        Path(files[name]).write_text(text)
+    monkeypatch.setattr(slow_tests, "slow_files", lambda: list(files.values()))
+    out = tmp_path / "out.json"
+    keep = "--out", str(out)
+    assert slow_tests.main([files["right"], *keep]) == 0
+    assert slow_tests.main([*keep, "--together", "2"]) == 1
+    found = json.loads(out.read_text())["files"]
+    assert {name: found[file]["passed"] for name, file in files.items()} == {
+        "right": True,
+        "wrong": False,
+        "quick": False,
+    }
+    assert found[files["wrong"]]["failures"] == 1
+    assert slow_tests.main([*keep, "--minutes", "0"]) == 0, "nothing is begun"
+    monkeypatch.setattr(slow_tests, "MOST_SECONDS", 0.1)
+    assert slow_tests.main([files["right"], *keep]) == 1
+    assert json.loads(out.read_text())["files"][files["right"]]["seconds"] == 0.1
