@@ -80,7 +80,7 @@ def predictions(records: Records) -> list[dict[str, Any]]:
     for k in records:
         if k:
             others = [Trace(list(rounds)) for other, rounds in records.items() if other != k]
-            foreseen = explain_traces(others).own[k - 1].tokens_per_second
+            foreseen = explain_traces(others).prospects[k].tokens_per_second
             measured = explain_traces([Trace(list(records[k]))]).tokens_per_second
             found.append(
                 {"k": k, "measured": measured, "predicted": foreseen, "error": foreseen / measured - 1}
@@ -93,8 +93,7 @@ def judge(method: str, records: Records) -> dict[str, Any]:
     pairs = predictions(records)
     speeds = {k: explain_traces([Trace(list(rounds))]).tokens_per_second for k, rounds in records.items()}
     whole = explain_traces([Trace(list(rounds)) for rounds in records.values()])
-    own = {0: whole.plain, **{prospect.k: prospect for prospect in whole.own}}
-    chosen = max(records, key=lambda k: own[k].tokens_per_second)
+    chosen = max(records, key=lambda k: whole.prospects[k].tokens_per_second)
     best = max(speeds, key=lambda k: speeds[k])
     return {
         "method": method,

@@ -48,7 +48,7 @@ def trace(folder: Path) -> None:
     ms = {"draft": 1.0, "verify": 2.0, "rest": 0.5, "host": 0.1}
     record = {"request": EVIL, "method": EVIL, "position": 9, "draft": [1], "sampled": [1, 2], "accepted": 1}
     record |= {"committed": [1, 2], "ms": ms, "draft_forwards": 1, "k": 1}
-    lines = [{"schema": "spd.trace/1", "model": EVIL, "temperature": 0, "plan": {}, "prompt_ids": []}]
+    lines = [{"schema": "spd.trace/1", "model": EVIL, "temperature": 0, "plan": {}}]
     lines += [{**record, "round": number, "k": number % 2} for number in range(1, 9)]
     (folder / "trace").write_text("".join(json.dumps(line) + "\n" for line in lines))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from spd.cli.options import JsonOptions, argument
 from spd.cli.text.output import WIDTH, Session, Sink, table_lines
 from spd.errors import IncompatibleError
-from spd.runtime.lab import Explanation, Trace, explain_traces, paragraph, read_trace
+from spd.runtime.lab import Explanation, TraceHeader, explain_traces, paragraph, read_trace
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -28,8 +28,8 @@ def explain(session: Session, options: ExplainOptions) -> None:
     """
     sink = Sink.stdout()
     traces = [read_trace(path) for path in options.files]
-    models = {trace.header.model for trace in traces if trace.header is not None}
-    ways = {_way(trace) for trace in traces if any(record.k for record in trace.rounds)}
+    models = {trace.header.model for trace in traces}
+    ways = {_way(trace.header) for trace in traces if any(record.k for record in trace.rounds)}
     if len(models) > 1 or len(ways) > 1:
         words = "the traces are of different models or different ways of drafting"
         fix = ["spd explain each by itself, with one of plain decoding beside it"]
@@ -38,36 +38,31 @@ def explain(session: Session, options: ExplainOptions) -> None:
     sink.answer(options.json, found.as_dict(), explanation_lines(found))
 
 
-def _way(trace: Trace) -> str:
+def _way(header: TraceHeader) -> str:
     """What decides acceptance besides k."""
-    if trace.header is None:
-        return "of an unknown drafter"
-    plan = trace.header.plan
-    words = [plan.get("spec"), f"--verify {plan.get('verify')}", f"T {trace.header.temperature:g}"]
-    words += [plan[name] for name in ("draft_model", "mtp", "synthetic_acceptance") if plan.get(name)]
-    return ", ".join(map(str, words))
+    plan = header.plan
+    words = [plan.get("spec"), f"--verify {plan.get('verify')}", f"T {header.temperature:g}"]
+    return ", ".join(str(word) for word in (*words, plan.get("draft_model"), plan.get("mtp_head")) if word)
 
 
 def explanation_lines(found: Explanation) -> list[str]:
     """The table of prospects, acceptance by position, and the paragraph."""
-    best, now = ((each.method, each.k) for each in (found.best, found.now))
     rows = [
         [
-            f"{p.method} k={p.k}" if p.k else "plain",
+            f"{found.method} k={p.k}" if p.k else "plain",
             f"{p.round_ms:.2f}",
             f"{p.length:.2f}",
             f"{p.round_ms / found.plain.round_ms:.2f}",
             f"{p.tokens_per_second:.1f}",
             f"{p.speed_up:.2f}",
-            " ".join(mark for mark, way in (("← now", now), ("← best", best)) if way == (p.method, p.k)),
+            " ".join(mark for mark, way in (("← now", found.now), ("← best", found.best)) if way is p),
         ]
-        for p in (found.plain, *found.own)
-        if p.k <= 4 or p.k in (6, 8, 12, 16, len(found.own)) or (p.method, p.k) in (now, best)
+        for p in found.prospects
+        if p.k in (*range(5), 6, 8, 12, 16, len(found.prospects) - 1, found.k, found.best.k)
     ]
     header = ["", "ms/round", "tok/round", "pays from", "tok/s", "× plain", ""]
-    measured = " ".join(f"{n}:{ms:.2f}" for n, ms in found.costs.verify.items())
-    lines = [*table_lines(header, rows), f"verify ms by rows, measured: {measured}"]
-    if found.acceptance.survival:
-        shares = " ".join(f"{share:.0%}" for share in found.acceptance.survival)
-        lines.append(f"accepted by position: {shares}")
+    measured = " ".join(f"{k}:{ms:.2f}" for k, ms in found.costs["verify"].items())
+    lines = [*table_lines(header, rows), f"verify ms by k, measured: {measured}"]
+    if found.survival:
+        lines.append(f"accepted by position: {' '.join(f'{share:.0%}' for share in found.survival)}")
     return [*lines, *textwrap.wrap(paragraph(found), WIDTH)]

@@ -168,8 +168,8 @@ class Delivery:
         def record(what: Any) -> None:
             trace.write(out.to_json(dataclasses.asdict(what)) + "\n")
 
-        plan, request = self.engine.plan.as_dict(), self.request
-        record(TraceHeader(self.options.model, request.params.temperature, plan, request.prompt_ids))
+        heat, plan = self.request.params.temperature, self.engine.plan.as_dict()
+        record(TraceHeader(self.options.model, heat, plan))
         self.engine.trace = record
 
     def decode(self) -> None:
