@@ -108,8 +108,8 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     known = drafters(folder)
     method = options.spec or next(iter(known))
     sweep = sweep_of(folder, known[method], options)
-    sweep.report = lambda progress: print(
-        f"\r{name}: {progress.label}, {progress.done} of {progress.total}   ", end="", file=sys.stderr
+    sweep.report = lambda what, done, total: print(
+        f"\r{name}: {what}, {done} of {total}   ", end="", file=sys.stderr
     )
     sweep.run()
     rows = make_rows(sweep.samples, sweep.plans)

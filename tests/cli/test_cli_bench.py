@@ -15,7 +15,7 @@ from spd.cli.commands.bench import BenchOptions, bench_text, read_result, sweep_
 from spd.cli.commands.verify import apply_settings
 from spd.errors import UsageError
 from spd.runtime import EngineConfig
-from spd.runtime.lab.load import Load, Work
+from spd.runtime.lab.load import Work
 from spd.runtime.lab.rows import compare_results, make_rows
 from spd.runtime.lab.sweep import Sweep
 from tests.cli.conftest import refused, write_model
@@ -41,7 +41,7 @@ def test_lists_are_combined_and_lookup_has_no_ranks_of_its_own() -> None:
 def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     drafted = {"drafted_per_position": [10, 8], "accepted_per_position": [7, 2]}
     samples = [make_sample(0, 0, 1.0), make_sample(1, 0, 0.5, **drafted)]
-    ended = make_sample(1, 0, 0.0, work=Work("code", 0.8, None, Load()), tokens_after_first=0)
+    ended = make_sample(1, 0, 0.0, work=Work(category="code", temperature=0.8), tokens_after_first=0)
     result: dict[str, Any] = {"model": "demo", "versions": {"spd": "1"}, "machine": {}, "interrupted": False}
     plan = {"dtype": "float32", "device": "cpu", "threads": 1, "load": "auto"}
     result |= {"rows": make_rows([*samples, ended], [PLAIN, DRAFT]), "plans": [plan]}

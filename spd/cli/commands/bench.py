@@ -18,7 +18,7 @@ from spd.cli.signals import Interrupted
 from spd.cli.text.output import Session, Sink, Ticker, check_writable, fact_lines, table_lines, to_json
 from spd.errors import CheckFailedError, UsageError
 from spd.formats.files import read_input
-from spd.runtime.lab import compare_results, verdict
+from spd.runtime.lab import DRAFTING, MACHINE, compare_results, verdict
 from spd.runtime.plan.config import METHODS, EngineConfig, split_spec
 
 if TYPE_CHECKING:
@@ -55,10 +55,7 @@ def chosen_prompts(path: Path | None, category: str | None = None) -> tuple[Prom
 
 SCHEMA = "spd.bench/1"
 ALIKE = ("device", "dtype", "quantize", "kernels", "memory_fraction", "threads", "load")
-MACHINE = ("lag", "graphs", "tp")
-DRAFTING = ("spec", "draft_max", "verify", "draft_tp")
-"""Wishes that all engines share, and those that take a list: each combination has a plain engine, too, or
-speculates."""
+"""Wishes that all engines share; of others there are lists, and an engine for each combination."""
 
 _sweep, _work = partial(option, "What is compared"), partial(option, "What is asked")
 
@@ -157,7 +154,7 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
     given = {name: getattr(options, name) for name in ("draft_model", "mtp")}
     folders = {name: ModelFolder.named(value) for name, value in given.items() if value is not None}
     configs = list(machines)
-    for machine, wishes in product(machines, list(_combinations(options, DRAFTING))):
+    for machine, wishes in product(machines, list(_combinations(options, ("spec", *DRAFTING)))):
         method = wishes["spec"] = in_order(wishes["spec"])
         size = wishes["draft_tp"]
         if size is not None and all(tp % size for tp in ranks):
@@ -212,7 +209,7 @@ def bench_result(options: BenchOptions, sweep: Sweep, *, interrupted: bool) -> d
         "plans": sweep.plans,
         "rows": make_rows(sweep.samples, sweep.plans),
         "equality": {"tokens": sweep.compared, "differences": sweep.differences},
-        "samples": [{**asdict(sample), "speed": sample.speed} for sample in sweep.samples],
+        "samples": [asdict(sample) for sample in sweep.samples],
         "interrupted": interrupted,
     }
 
@@ -303,15 +300,24 @@ def row_table(rows: Sequence[Row], figures: Columns) -> list[str]:
     return table_lines([name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows])
 
 
+def _median(name: str, form: str = ".1f") -> Callable[[Row], str]:
+    return lambda row: "" if row[name] is None else format(row[name]["median"], form)
+
+
+def _share(name: str) -> Callable[[Row], str]:
+    """Half of an interval as a share of its median; a single repetition has none."""
+    return lambda row: "" if (row[name] or {}).get("half_width") is None else f"{row[name]['half_width']:.1%}"
+
+
 FIGURES: Columns = (
-    ("tok/s", lambda row: f"{row['tokens_per_second']['median']:.1f}"),
-    ("±", lambda row: _percent(row["tokens_per_second"])),
-    ("×plain", lambda row: _ratio(row["speed_up"])),
-    ("±", lambda row: _percent(row["speed_up"])),
+    ("tok/s", _median("tokens_per_second")),
+    ("±", _share("tokens_per_second")),
+    ("×plain", lambda row: _median("speed_up", ".2f")(row) + SLOWER * (verdict(row["speed_up"]) == "slower")),
+    ("±", _share("speed_up")),
     ("len", lambda row: f"{row['acceptance_length']:.2f}"),
     ("acc", lambda row: "" if row["acceptance_rate"] is None else f"{row['acceptance_rate']:.0%}"),
-    ("TTFT", lambda row: _latency(row["ttft_ms"])),
-    ("TPOT", lambda row: _latency(row["tpot_ms"])),
+    ("TTFT", _median("ttft_ms")),
+    ("TPOT", _median("tpot_ms")),
 )
 
 
@@ -321,30 +327,8 @@ def _positions(row: Row) -> str:
     return "/".join(f"{100 * accepted / drafted:.0f}" for accepted, drafted in list(pairs)[:4] if drafted)
 
 
-WIDE: Columns = (("ITL", lambda row: _latency(row["itl_ms"])), ("by position", _positions))
+WIDE: Columns = (("ITL", _median("itl_ms")), ("by position", _positions))
 """Figures for terminals of 100 columns or more, and for files."""
-
-
-def _ratio(ratio: Mapping[str, Any] | None) -> str:
-    mark = SLOWER if verdict(ratio) == "slower" else ""
-    return "" if ratio is None else f"{ratio['median']:.2f}{mark}"
-
-
-def _percent(spread: Mapping[str, Any] | None) -> str:
-    """Half of an interval as a share of its median."""
-    if spread is None:
-        return ""
-    share = spread["half_width"]
-    if share is None:
-        return "?"
-    return ">99%" if share >= 0.995 else f"{share:.0%}" if share >= 0.095 else f"{share:.1%}"
-
-
-def _latency(spread: Mapping[str, Any] | None) -> str:
-    if spread is None:
-        return ""
-    ms = spread["median"]
-    return f"{ms:.0f}" if ms >= 99.5 else f"{ms:.3g}"
 
 
 COMPARED = "spd.compare/1"

@@ -10,7 +10,7 @@ _NAMES = {
     "load": ("Load",),
     "prompt_set": ("OWN", "Prompt", "choose", "encode_questions", "read_prompts"),
     "replay": ("Watch", "make_requests", "promised_equal", "replay_requests"),
-    "rows": ("compare_results", "make_rows", "verdict"),
+    "rows": ("DRAFTING", "MACHINE", "compare_results", "make_rows", "verdict"),
     "sweep": ("Settings", "Sweep"),
 }
 __getattr__ = lazily(__name__, _NAMES)

@@ -29,30 +29,6 @@ class Timeline(Gathered):
     request: Request = field(kw_only=True)
     arrived: float = field(kw_only=True)
 
-    @property
-    def ttft(self) -> float:
-        """Seconds from arrival to the first token, which has come."""
-        return self.chunks[0][0] - self.arrived
-
-    @property
-    def decode_seconds(self) -> float:
-        """From the first chunk to the last."""
-        return self.chunks[-1][0] - self.chunks[0][0] if self.chunks else 0.0
-
-    @property
-    def tokens_after_first(self) -> int:
-        """Tokens of every chunk but the first."""
-        return sum(count for _, count in self.chunks[1:])
-
-    @property
-    def tpot(self) -> float | None:
-        """Seconds a token after the first chunk; None when there was none."""
-        return self.decode_seconds / self.tokens_after_first if self.tokens_after_first else None
-
-    def gaps(self) -> list[float]:
-        """Seconds between consecutive chunks."""
-        return [after - before for (before, _), (after, _) in pairwise(self.chunks)]
-
 
 @dataclass
 class Pass:
@@ -121,19 +97,18 @@ class Load:
     rate: float | None = None
 
 
-@dataclass(frozen=True)
-class Work:
-    """What is asked of every engine alike."""
+@dataclass(frozen=True, kw_only=True)
+class Work(Load):
+    """What is asked of every engine alike; `prompt_tokens_asked` None: prompts of their own length."""
 
     category: str
     temperature: float
-    prompt_tokens: int | None
-    load: Load
+    prompt_tokens_asked: int | None = None
 
 
 @dataclass
 class Sample:
-    """Counts and times of one pass by the engine of configuration `config`; seconds and milliseconds.
+    """Counts and times of one pass by the engine of configuration `config`.
 
     Rounds that follow a prompt hold no drafts and are no steps of decoding: they are not among `rounds`.
     """
@@ -142,58 +117,48 @@ class Sample:
     work: Work
     repetition: int
     prompts: list[str]
-    prompt_tokens: int
     tokens: int
     seconds: float
-    tokens_after_first: int
-    decode_seconds: float
+    speed: tuple[float, float]
+    """Tokens, or requests where they come at a rate, and the seconds that they took."""
+    tokens_after_first: int  # those of every chunk but a request's first
     ttft_ms: list[float]
     tpot_ms: list[float]
     itl_ms: list[float]
     rounds: int
     drafted_per_position: list[int]
     accepted_per_position: list[int]
-    part_ms: dict[str, float]
-    """Of all rounds together: draft, verify and rest by the device's clock; host, where one request runs, is
-    the wall time that the device did not account for."""
-
-    @property
-    def speed(self) -> tuple[float, float]:
-        """Tokens, or requests where they come at a rate, and the seconds that they took."""
-        load = self.work.load
-        if load.rate is not None:
-            return float(len(self.tpot_ms)), sum(self.tpot_ms) / 1000
-        if load.concurrency > 1:
-            return float(self.tokens), self.seconds
-        return float(self.tokens_after_first), self.decode_seconds
 
 
 def take_sample(ran: Pass, config: int, work: Work, repetition: int, prompts: Sequence[str]) -> Sample:
     """Count one pass."""
-    lines = ran.timelines
-    later = [record for record in ran.records if record.round > 0]
-    drafted, _, accepted = per_position(later)
-    parts = {part: sum(record.ms[part] for record in later) for part in ("draft", "verify", "rest")}
-    decode = sum(line.decode_seconds for line in lines)
-    alone = work.load == Load()
-    parts["host"] = max(0.0, 1000 * decode - sum(parts.values())) if alone and later else 0.0
+    lines = [line for line in ran.timelines if line.chunks]
+    spans = [line.chunks[-1][0] - line.chunks[0][0] for line in lines]  # from the first chunk to the last
+    later = [sum(count for _, count in line.chunks[1:]) for line in lines]
+    tpot_ms = [1000 * span / count for span, count in zip(spans, later, strict=True) if count]
+    tokens = sum(len(line.token_ids) for line in lines)
+    speed: tuple[float, float] = sum(later), sum(spans)
+    if work.rate is not None:
+        speed = len(tpot_ms), sum(tpot_ms) / 1000
+    elif work.concurrency > 1:
+        speed = tokens, ran.seconds
+    rounds = [record for record in ran.records if record.round > 0]
+    drafted, _, accepted = per_position(rounds)
     return Sample(
         config=config,
         work=work,
         repetition=repetition,
         prompts=list(prompts),
-        prompt_tokens=sum(len(line.request.prompt_ids) for line in lines),
-        tokens=sum(len(line.token_ids) for line in lines),
+        tokens=tokens,
         seconds=ran.seconds,
-        tokens_after_first=sum(line.tokens_after_first for line in lines),
-        decode_seconds=decode,
-        ttft_ms=[1000 * line.ttft for line in lines if line.chunks],
-        tpot_ms=[1000 * line.tpot for line in lines if line.tpot is not None],
-        itl_ms=[round(1000 * gap, 3) for line in lines for gap in line.gaps()],
-        rounds=len(later),
+        speed=speed,
+        tokens_after_first=sum(later),
+        ttft_ms=[1000 * (line.chunks[0][0] - line.arrived) for line in lines],
+        tpot_ms=tpot_ms,
+        itl_ms=[round(1000 * (b - a), 3) for line in lines for (a, _), (b, _) in pairwise(line.chunks)],
+        rounds=len(rounds),
         drafted_per_position=drafted,
         accepted_per_position=accepted,
-        part_ms=parts,
     )
 
 

@@ -3,41 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from itertools import count, zip_longest
 from math import ceil, exp, log, pi, sqrt
 from operator import itemgetter
 from statistics import fmean, median, stdev
 from typing import Any
 
-from spd.runtime.lab.load import Sample
+from spd.runtime.lab.load import Sample, Work
 
 ALL = "all"
-KEYS = ("category", "temperature", "prompt_tokens_asked", "concurrency", "rate")
+KEYS = tuple(field.name for field in fields(Work))
 """What a row shares with the plain row beside it."""
 MACHINE = ("lag", "graphs", "tp")  # settings that a row's plain partner has too
-IDENTITY = (*KEYS, "method", "draft_max", "adaptive", "verify", "draft_tp", *MACHINE)
+DRAFTING = ("draft_max", "verify", "draft_tp")
+IDENTITY = (*KEYS, "method", "adaptive", *DRAFTING, *MACHINE)
 
 
 def make_rows(samples: Sequence[Sample], plans: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Rows of whole repetitions in the order measured, those over all last; plans by configuration."""
-    grouped: dict[tuple[Any, ...], dict[int, dict[int, list[Sample]]]] = {}
-    for sample in samples:
-        work = sample.work
-        for category in (work.category, ALL):
-            key = (category, work.temperature, work.prompt_tokens, work.load.concurrency, work.load.rate)
-            repetitions = grouped.setdefault(key, {}).setdefault(sample.config, {})
-            repetitions.setdefault(sample.repetition, []).append(sample)
+    grouped: dict[Work, dict[int, dict[int, list[Sample]]]] = {}
     several = len({sample.work.category for sample in samples}) > 1
+    for sample in samples:
+        for work in (sample.work, *[replace(sample.work, category=ALL)] * several):
+            repetitions = grouped.setdefault(work, {}).setdefault(sample.config, {})
+            repetitions.setdefault(sample.repetition, []).append(sample)
     rows = []
-    for key in sorted(grouped, key=lambda key: key[0] == ALL):
-        if key[0] == ALL and not several:
-            continue
-        most = max(len(found) for repetitions in grouped[key].values() for found in repetitions.values())
-        for config, repetitions in sorted(grouped[key].items()):
+    for work in sorted(grouped, key=lambda work: work.category == ALL):
+        most = max(len(found) for repetitions in grouped[work].values() for found in repetitions.values())
+        for config, repetitions in sorted(grouped[work].items()):
             whole = [found for _, found in sorted(repetitions.items()) if len(found) == most]
             speeds = [_speed(found) for found in whole]
             if whole and all(speeds):
-                rows.append(_row(dict(zip(KEYS, key, strict=True)), plans[config], whole, speeds))
+                rows.append({**asdict(work), **_row(plans[config], whole, speeds)})
     for row in rows:
         row["speed_up"] = _speed_up(row, rows)
     return rows
@@ -49,41 +47,27 @@ def _speed(samples: Iterable[Sample]) -> float:
 
 
 def _row(
-    key: dict[str, Any],
-    plan: Mapping[str, Any],
-    repetitions: Sequence[Sequence[Sample]],
-    speeds: Sequence[float],
+    plan: Mapping[str, Any], repetitions: Sequence[Sequence[Sample]], speeds: Sequence[float]
 ) -> dict[str, Any]:
     samples = [sample for repetition in repetitions for sample in repetition]
     rounds = sum(sample.rounds for sample in samples)
     drafted = _sums(sample.drafted_per_position for sample in samples)
     accepted = _sums(sample.accepted_per_position for sample in samples)
     after_first = sum(sample.tokens_after_first for sample in samples)
-    parts = {part: sum(sample.part_ms[part] for sample in samples) for part in samples[0].part_ms}
     return {
-        **key,
         "method": "plain" if plan["spec"] == "off" else plan["spec"],
-        "draft_max": plan["draft_max"],
         "adaptive": plan["adaptive"] and plan["spec"] != "off",
-        "verify": plan["verify"],
-        "lag": plan["lag"],
-        "graphs": plan["graphs"],
-        "tp": plan.get("tp", 1),
-        "draft_tp": plan.get("draft_tp", 1),
+        **{name: plan[name] for name in (*DRAFTING, *MACHINE)},
         "acceptance": "imposed" if plan["synthetic_acceptance"] is not None else "natural",
         "prompts": sorted({name for sample in samples for name in sample.prompts}),
         "repetitions": len(repetitions),
         "tokens_per_second": repeat_interval(speeds),
-        "prompt_tokens": fmean(sample.prompt_tokens / len(sample.prompts) for sample in samples),
-        "output_tokens": sum(sample.tokens for sample in repetitions[0]),
-        "output_tokens_per_second": sum(s.tokens for s in samples) / sum(s.seconds for s in samples),
         **{name: _latency(samples, name) for name in ("ttft_ms", "tpot_ms", "itl_ms")},
         "acceptance_length": after_first / rounds if rounds else 0.0,
         "acceptance_rate": sum(accepted) / sum(drafted) if drafted else None,
         "drafted_per_position": drafted,
         "accepted_per_position": accepted,
         "rounds": rounds,
-        "round_ms": {part: ms / rounds if rounds else 0.0 for part, ms in parts.items()},
     }
 
 

@@ -93,7 +93,8 @@ class Sweep:
             groups.setdefault((question.prompt_tokens, question.prompt.category), []).append(question)
         for (length, category), asked in groups.items():
             for temperature in self.settings.temperatures:
-                work = Work(category, temperature, length, load)
+                asked_for = {"category": category, "temperature": temperature}
+                work = Work(**asked_for, prompt_tokens_asked=length, **vars(load))
                 if load == Load():
                     yield from ((work, [question]) for question in asked)
                 else:
@@ -111,9 +112,9 @@ class Sweep:
         ]
 
     def _pass(self, index: int, engine: Engine, work: Work, asked: Sequence[Question], turn: int) -> Pass:
-        requests, load = self._requests(work, asked, f"{index}.{len(self.samples)}"), work.load
-        arrivals = poisson_arrivals(len(requests), load.rate, turn) if load.rate is not None else None
-        ran = run_pass(engine, requests, concurrency=load.concurrency, arrivals=arrivals, watch=self._watch)
+        requests = self._requests(work, asked, f"{index}.{len(self.samples)}")
+        arrivals = poisson_arrivals(len(requests), work.rate, turn) if work.rate is not None else None
+        ran = run_pass(engine, requests, concurrency=work.concurrency, arrivals=arrivals, watch=self._watch)
         self.samples.append(take_sample(ran, index, work, turn, [q.prompt.name for q in asked]))
         return ran
 

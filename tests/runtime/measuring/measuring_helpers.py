@@ -2,19 +2,18 @@
 
 from typing import Any
 
-from spd.runtime.lab.load import Load, Sample, Work
+from spd.runtime.lab.load import Sample, Work
 
 PLAIN: dict[str, Any] = {"spec": "off", "draft_max": 0, "adaptive": True, "verify": "coupled", "lag": 0}
-PLAIN |= {"graphs": False, "synthetic_acceptance": None}
+PLAIN |= {"graphs": False, "synthetic_acceptance": None, "tp": 1, "draft_tp": 1}
 DRAFT: dict[str, Any] = {**PLAIN, "spec": "draft", "draft_max": 2, "adaptive": False}
 
 
 def make_sample(config: int, repetition: int, seconds: float, **changes: Any) -> Sample:
     """Ten tokens after the first in `seconds`."""
-    parts = {"draft": 0.0, "verify": 900 * seconds, "rest": 10.0, "host": 20.0}
-    values: dict[str, Any] = {"work": Work("code", 0.0, None, Load()), "prompts": ["code/1"]}
-    values |= {"prompt_tokens": 5, "tokens": 11, "tokens_after_first": 10, "rounds": 10, "part_ms": parts}
+    values: dict[str, Any] = {"work": Work(category="code", temperature=0.0), "prompts": ["code/1"]}
+    values |= {"tokens": 11, "tokens_after_first": 10, "rounds": 10, "speed": (10.0, seconds)}
     values |= {"drafted_per_position": [], "accepted_per_position": [], "ttft_ms": [500.0]}
-    values |= {"tpot_ms": [100 * seconds], "itl_ms": [100 * seconds] * 10, "decode_seconds": seconds}
+    values |= {"tpot_ms": [100 * seconds], "itl_ms": [100 * seconds] * 10}
     own = {"config": config, "repetition": repetition, "seconds": seconds + 0.5}
     return Sample(**{**values, **own, **changes})

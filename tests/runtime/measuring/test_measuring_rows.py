@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from spd.runtime.engine.metrics import RoundRecord
-from spd.runtime.lab.load import Load, Work, per_position
+from spd.runtime.lab.load import Work, per_position
 from spd.runtime.lab.rows import compare_results, make_rows, repeat_interval, student_quantile, verdict
 from tests.runtime.measuring.measuring_helpers import DRAFT, PLAIN, make_sample
 
@@ -28,18 +28,10 @@ def test_ratios_are_paired_by_repetition() -> None:
 
 
 def test_all_categories_follow_each_one() -> None:
-    samples = [make_sample(0, 0, 1.0), make_sample(0, 0, 3.0, work=Work("edit", 0.0, None, Load()))]
+    samples = [make_sample(0, 0, 1.0), make_sample(0, 0, 3.0, work=Work(category="edit", temperature=0.0))]
     rows = make_rows(samples, PLANS)
     assert [row["category"] for row in rows] == ["code", "edit", "all"]
     assert rows[-1]["tokens_per_second"]["median"] == pytest.approx(20 / 4)
-
-
-def test_speed_counts_what_the_load_says() -> None:
-    many = make_sample(0, 0, 1.0, work=Work("code", 0.0, None, Load(4)))
-    late = make_sample(0, 0, 1.0, work=Work("code", 0.0, None, Load(4, 2.0)))
-    assert many.speed == (11.0, 1.5)
-    assert late.speed == (1.0, 0.1)
-    assert [row["rate"] for row in make_rows([many, late], PLANS)] == [None, 2.0]
 
 
 def record(draft: list[int], accepted: int) -> RoundRecord:
