@@ -133,7 +133,12 @@ def test_words_and_a_fault(run: Callable[..., Any], monkeypatch: pytest.MonkeyPa
     planted.verify(planted.first_is_free)(monkeypatch)  # in torch's form
     ran = run("--kernels", "torch")
     assert ran.code == 6 and ran.text.endswith("passed            no\n") and "2 of 2 texts differ" in ran.err
-    assert re.search(r"differences .* · seed \d+ · .* · margin .* · near tie no\n", ran.text), ran.text
+    assert re.search(r"differences .* · seed \d+ · position \d+ · expected \d+ · found \d+\n", ran.text), (
+        ran.text
+    )
+    assert "spd promises that they are the same" in ran.err
+    ran = run("--kernels", "torch", "--against", "kernels=native,spec=off")
+    assert ran.code == 6 and "Another kernels may round otherwise" in ran.err
 
 
 def test_settings_held_against_each_other(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ _NAMES = {
     "explain": ("Explanation", "Trace", "TraceHeader", "explain_traces", "paragraph", "read_trace"),
     "load": ("Load",),
     "prompt_set": ("OWN", "Prompt", "choose", "encode_questions", "read_prompts"),
-    "replay": ("Watch", "make_requests", "promised_equal", "replay_requests"),
+    "replay": ("make_requests", "replay_requests"),
     "rows": ("DRAFTING", "MACHINE", "compare_results", "make_rows", "verdict"),
     "sweep": ("Settings", "Sweep"),
 }

@@ -11,8 +11,8 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise, zip_longest
-from typing import TYPE_CHECKING
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
 
 from spd.runtime.engine.driver import drive
 from spd.runtime.engine.metrics import RoundRecord
@@ -174,7 +174,18 @@ def per_position(records: Sequence[RoundRecord]) -> tuple[list[int], list[int], 
     return drafted, tried, accepted
 
 
-def parting(a: Sequence[int], b: Sequence[int]) -> tuple[int, int | None, int | None] | None:
-    """Where two texts part, and the tokens there, None behind an end; None where they are the same."""
-    pairs = enumerate(zip_longest(a, b))
-    return next(((at, *pair) for at, pair in pairs if pair[0] != pair[1]), None)
+def compare_texts(names: Sequence[str], expected: Pass, found: Pass) -> tuple[int, list[dict[str, Any]]]:
+    """How many tokens two passes gave for prompts of these names, and where their texts part.
+
+    There stand the token that was expected and the one that came, or for an end its reason.
+    """
+    tokens, differences = 0, []
+    for name, a, b in zip(names, expected.timelines, found.timelines, strict=True):
+        tokens += max(len(a.token_ids), len(b.token_ids))
+        pairs = zip([*a.token_ids, a.finish_reason], [*b.token_ids, b.finish_reason], strict=False)
+        if apart := next(((at, *pair) for at, pair in enumerate(pairs) if pair[0] != pair[1]), None):
+            params = a.request.params
+            asked = {"prompt": name, "temperature": params.temperature, "seed": params.seed}
+            parts = dict(zip(("position", "expected", "found"), apart, strict=True))
+            differences.append({**asked, **parts})
+    return tokens, differences

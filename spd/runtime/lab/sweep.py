@@ -10,7 +10,16 @@ from typing import Any
 
 from spd.runtime.engine.engine import Engine
 from spd.runtime.engine.request import Request
-from spd.runtime.lab.load import Load, Pass, Sample, Work, parting, poisson_arrivals, run_pass, take_sample
+from spd.runtime.lab.load import (
+    Load,
+    Pass,
+    Sample,
+    Work,
+    compare_texts,
+    poisson_arrivals,
+    run_pass,
+    take_sample,
+)
 from spd.runtime.lab.prompt_set import Question
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.round.sampling_params import SamplingParams
@@ -129,11 +138,7 @@ class Sweep:
             sampled_otherwise = config.verify != "coupled" and work.temperature
             if config.spec == "off" or config.synthetic_acceptance is not None or sampled_otherwise:
                 continue
-            pairs = zip(asked, ran[plain[config.tp]].timelines, its.timelines, strict=True)
-            for question, *lines in pairs:
-                right, found = (line.token_ids for line in lines)
-                self.compared += max(len(right), len(found))
-                if apart := parting(right, found):
-                    parts = zip(("position", "plain", "speculated"), apart, strict=True)
-                    asked_for = {"prompt": question.prompt.name, "temperature": work.temperature}
-                    self.differences.append({"config": index, **asked_for, **dict(parts)})
+            names = [question.prompt.name for question in asked]
+            tokens, differences = compare_texts(names, ran[plain[config.tp]], its)
+            self.compared += tokens
+            self.differences += [{"config": index, **each} for each in differences]
