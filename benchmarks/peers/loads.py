@@ -14,7 +14,7 @@ from benchmarks.peers.options import Options
 from benchmarks.peers.pairs import PAIRS, REFERENCE
 from benchmarks.peers.prompts import prompts
 from benchmarks.peers.worker import Worker, WorkerError
-from spd.runtime.lab.load import Load, poisson_arrivals
+from spd.runtime.lab.load import Load
 from spd.runtime.lab.rows import repeat_interval
 
 LEAST_REQUESTS = 16
@@ -66,9 +66,7 @@ def measure_loads(
         count = max(LEAST_REQUESTS, load.concurrency)
         for number in range(-1, options.load_rounds):  # the first warms up, at the load's own size
             asked = prompts(options, count, vocab, seed=1 + number)
-            arrivals = None
-            if load.rate is not None:
-                arrivals = poisson_arrivals(count, load.rate, seed=1 + number)
+            arrivals = load.arrivals(count, seed=1 + number)
             for name, worker in list(workers.items()):
                 if not worker.entry.together:
                     continue

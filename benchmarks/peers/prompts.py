@@ -16,7 +16,7 @@ def prompts(options: Options, count: int, vocab: int, seed: int = 0) -> list[lis
     """`count` prompts of `options.prompt_tokens` ids; another seed gives others."""
     if options.text:
         lengths = [options.prompt_tokens]
-        asked = encode_questions(options.model, read_prompts(OWN), lengths, options.tokens, options.ctx)
+        asked = encode_questions(options.model, read_prompts(OWN), lengths, options.tokens)
         return [list(question.ids) for question in islice(cycle(asked), seed * count, (seed + 1) * count)]
     draws = random.Random(seed)
     low = min(BYTES_AND_SPECIALS, vocab // 2)

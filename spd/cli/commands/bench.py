@@ -35,12 +35,10 @@ def split(text: str, flag: str) -> list[str]:
 
 def numbers(text: str, flag: str, kind: Literal["int", "float"], low: float, high: float) -> list[float]:
     """A comma list of numbers within bounds. Raises UsageError naming the one that is not."""
-    found = []
-    for member in split(text, flag):
-        value = float(parse_as(flag, kind, member))
+    found = [float(parse_as(flag, kind, member)) for member in split(text, flag)]
+    for value in found:
         if not low <= value <= high:
-            raise UsageError(f"{flag} {member} is out of range", reason=[f"valid: {low:g} to {high:g}"])
-        found.append(value)
+            raise UsageError(f"{flag} {value:g} is out of range", reason=[f"valid: {low:g} to {high:g}"])
     return list(dict.fromkeys(found))
 
 
@@ -118,7 +116,8 @@ def bench(session: Session, options: BenchOptions) -> None:
     questions = encode_questions(configs[0].model, prompts, lengths, settings.max_tokens)
     longest = max(len(question.ids) for question in questions)
     configs = [replace(config, ctx=longest + settings.max_tokens) for config in configs]  # and no more cache
-    sweep = Sweep(configs, questions, settings, check=session.guard.check)
+    sweep = Sweep(configs, questions, settings)
+    sweep.watch = lambda ended: session.guard.check()
     try:
         with Ticker(session.console) as ticker:
             sweep.report = partial(ticker.count, amount="{:,} passes".format)
@@ -128,13 +127,13 @@ def bench(session: Session, options: BenchOptions) -> None:
         raise
     result = bench_result(options, sweep, interrupted=False)
     _deliver(options, result, sink)
-    wrong = []
-    if result["equality"]["differences"]:
-        wrong.append(f"{len(result['equality']['differences'])} texts differ from plain decoding")
+    if sweep.differences:
+        raise CheckFailedError(
+            f"{len(sweep.differences)} texts differ from plain decoding", fix=["spd verify"]
+        )
     if not result["rows"]:
-        wrong.append("nothing was measured: every reply ended at its first token")
-    if wrong:
-        raise CheckFailedError("; ".join(wrong), fix=["spd explain, spd verify"])
+        words = "nothing was measured: every reply ended at its first token"
+        raise CheckFailedError(words, fix=["--ignore-eos", "a larger -n"])
 
 
 def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
@@ -251,15 +250,12 @@ def _facts(result: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _best(rows: Sequence[Row]) -> str:
-    """The speculating row with the highest ratio to plain, those first that are faster beyond noise."""
-    paired = [(verdict(row["speed_up"]), row["speed_up"]["median"], row) for row in rows if row["speed_up"]]
-    if not paired:
+    """The speculating row with the highest ratio to plain."""
+    if not (paired := [row for row in rows if row["speed_up"]]):
         return ""
-    found, ratio, row = max(paired, key=lambda each: (each[0] == "faster", each[1]))
-    if found == "slower":
-        return f"--spec off: speculation does not pay here ({ratio:.2f} × plain at best)"
-    noise = ", no difference beyond noise" if found == "equal" else ""
-    return f"{_method(row)} ({row['category']}, T {row['temperature']:g}), {ratio:.2f} × plain{noise}"
+    row = max(paired, key=lambda row: row["speed_up"]["median"])
+    ratio = f"{row['speed_up']['median']:.2f} × plain, {verdict(row['speed_up'])}"
+    return f"{_method(row)} ({row['category']}, T {row['temperature']:g}), {ratio}"
 
 
 def _method(row: Row) -> str:
@@ -270,18 +266,13 @@ def _method(row: Row) -> str:
     return f"{row['method']} k{'≤' if row['adaptive'] else '='}{row['draft_max']}{rule}"
 
 
-def _load(row: Row) -> str:
-    """`4` requests at a time, or `2/s ≤4`."""
-    count = str(row["concurrency"])
-    return count if row["rate"] is None else f"{row['rate']:g}/s ≤{count}"
-
-
 Columns = Sequence[tuple[str, Callable[[Row], str]]]
 NAMES: Columns = (
     ("category", lambda row: str(row["category"])),
     ("T", lambda row: f"{row['temperature']:g}"),
     ("tokens", lambda row: str(row["prompt_tokens_asked"] or "own")),
-    ("load", _load),
+    ("together", lambda row: str(row["concurrency"])),
+    ("rate", lambda row: "" if row["rate"] is None else f"{row['rate']:g}/s"),
     ("method", _method),
     ("lag", lambda row: str(row["lag"])),
     ("graphs", lambda row: "on" if row["graphs"] else "off"),

@@ -196,26 +196,14 @@ class Explanation:
     costs: Costs
     survival: tuple[float, ...]
     prospects: tuple[Prospect, ...]  # of k = 0, 1, 2, …: of plain decoding, and of the trace's drafter
-
-    @property
-    def plain(self) -> Prospect:
-        """Plain decoding."""
-        return self.prospects[0]
-
-    @property
-    def now(self) -> Prospect:
-        """What the trace mostly did."""
-        return self.prospects[self.k]
-
-    @property
-    def best(self) -> Prospect:
-        """The fastest prospect."""
-        return max(self.prospects, key=lambda prospect: prospect.tokens_per_second)
+    plain: Prospect
+    now: Prospect  # what the trace mostly did
+    best: Prospect
 
     def as_dict(self) -> dict[str, Any]:
         """The object of `spd explain --json`."""
         words = {"bottleneck": bottleneck(self), "try": next_step(self), "words": paragraph(self)}
-        return {"schema": SCHEMA, **asdict(self), "best": asdict(self.best), **words}
+        return {"schema": SCHEMA, **asdict(self), **words}
 
 
 def explain_traces(traces: Sequence[Trace]) -> Explanation:
@@ -236,14 +224,18 @@ def explain_traces(traces: Sequence[Trace]) -> Explanation:
 
     ms = sum(record.ms[part] for record in own_records for part in PARTS)
     committed = sum(len(record.committed) for record in own_records)
+    prospects, k = tuple(map(prospect, range(furthest + 1))), used.most_common(1)[0][0] if used else 0
     return Explanation(
         method=method,
-        k=used.most_common(1)[0][0] if used else 0,
+        k=k,
         rounds=len(records),
         tokens_per_second=1000 * committed / ms,
         costs=costs,
         survival=acceptance.survival,
-        prospects=tuple(map(prospect, range(furthest + 1))),
+        prospects=prospects,
+        plain=prospects[0],
+        now=prospects[k],
+        best=max(prospects, key=lambda prospect: prospect.tokens_per_second),
     )
 
 

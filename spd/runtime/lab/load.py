@@ -39,19 +39,13 @@ class Pass:
     seconds: float
 
 
-def poisson_arrivals(count: int, rate: float, seed: int) -> list[float]:
-    """Seconds at which `count` requests arrive, `rate` a second on average, independent of each other."""
-    draws = random.Random(seed)
-    return list(accumulate(draws.expovariate(rate) for _ in range(count)))
-
-
 def run_pass(
     engine: Engine,
     requests: Sequence[Request],
     *,
     concurrency: int = 1,
     arrivals: Sequence[float] | None = None,
-    watch: Callable[[int], None] = lambda ended: None,
+    watch: Callable[[int], object] = lambda ended: None,
 ) -> Pass:
     """Run requests, `concurrency` at a time or at their `arrivals`; `watch` hears how many have ended."""
     timelines = [Timeline(request=request, arrived=0.0) for request in requests]
@@ -95,6 +89,13 @@ class Load:
 
     concurrency: int = 1
     rate: float | None = None
+
+    def arrivals(self, count: int, seed: int) -> list[float] | None:
+        """Seconds at which `count` requests come, independent of each other; None where a slot calls them."""
+        if self.rate is None:
+            return None
+        draws = random.Random(seed)
+        return list(accumulate(draws.expovariate(self.rate) for _ in range(count)))
 
 
 @dataclass(frozen=True, kw_only=True)

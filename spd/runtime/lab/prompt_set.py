@@ -50,7 +50,7 @@ class Question:
 
 
 def read_prompts(path: Path = OWN) -> tuple[Prompt, ...]:
-    """Prompts from lines: JSON with `prompt` (or `text`) and `category`, or plain. Raises UsageError."""
+    """Prompts from lines: JSON with `prompt` and `category`, or plain. Raises UsageError."""
     lines = read_input_text(path, "name a file of prompts").splitlines()
     counts: dict[str, int] = {}
     prompts = []
@@ -68,19 +68,16 @@ def read_prompts(path: Path = OWN) -> tuple[Prompt, ...]:
 def _parse(line: str, where: str, *, json_lines: bool) -> tuple[str, str]:
     if not json_lines:
         return line, "file"
-    shape = '{"prompt": "...", "category": "..."}'
     try:
         value = json.loads(line)
-        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
-    except (ValueError, RecursionError):
-        raise UsageError(f"{where} is not JSON", fix=[f"one object a line: {shape}"]) from None
-    text = value.get("prompt", value.get("text")) if isinstance(value, dict) else None
-    if not isinstance(text, str) or not text:
-        raise UsageError(f"{where} has no prompt", fix=[f"one object a line: {shape}"])
-    category = value.get("category", "file")
-    if not isinstance(category, str) or category in ("", "all"):
-        why = ["all stands for every category together"] if category else []
-        raise UsageError(f"{where}: category {json.dumps(category)} is not a name", reason=why)
+        text, category = value["prompt"], value.get("category", "file")
+        f"{text}{category}".encode()  # half of a surrogate pair is no text
+        whole = isinstance(text, str) and text and isinstance(category, str) and category not in ("", "all")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        whole = False
+    if not whole:
+        why = "One JSON object a line; all stands for every category together."
+        raise UsageError(f"{where} is no prompt", reason=[why], fix=['{"prompt": "...", "category": "..."}'])
     return text, category
 
 
@@ -104,13 +101,12 @@ def encode_questions(
     prompts: Sequence[Prompt],
     lengths: Sequence[int | None],
     max_tokens: int,
-    context: int | None = None,
 ) -> list[Question]:
     """Prompts at every length (None: their own), filled up in front. Raises UsageError for one too long."""
     if 0 in lengths:
         raise UsageError("--prompt-tokens 0 is out of range", reason=["valid: 1 or more"])
     files = ModelFolder.of(folder)
-    most = min(context or files.config.max_positions, files.config.max_positions)
+    most = files.config.max_positions
     questions = []
     for length, prompt in product(lengths, prompts):
         ids = _encode(files, prompt, prompts, length, most) if (length or 0) <= most else []

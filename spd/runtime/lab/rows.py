@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
-from itertools import count, zip_longest
+from itertools import zip_longest
 from math import ceil, exp, log, pi, sqrt
 from operator import itemgetter
 from statistics import fmean, median, stdev
@@ -92,13 +92,12 @@ def _speed_up(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict
 
 
 def verdict(spread: Mapping[str, Any] | None) -> str:
-    """`faster`, `slower`, or `equal` where the interval of a ratio holds 1."""
+    """`faster`, `slower`, or `within noise` where the interval of a ratio holds 1."""
     if spread is None:
         return ""
-    low, high = spread["low"], spread["high"]
-    if low is None or high is None or low <= 1 <= high:
-        return "equal"
-    return "faster" if low > 1 else "slower"
+    if spread["low"] is None or spread["low"] <= 1 <= spread["high"]:
+        return "within noise"
+    return "faster" if spread["low"] > 1 else "slower"
 
 
 CONDITIONS = ("device", "dtype", "quantize", "kernels", "threads")
@@ -119,18 +118,13 @@ def compare_results(before: Mapping[str, Any], after: Mapping[str, Any], thresho
 
 
 def _keyed(result: Mapping[str, Any]) -> dict[tuple[Any, ...], Mapping[str, Any]]:
-    """Rows by what two must have in common to be compared: the work, how it was done, real or made-up.
-
-    Of those with one key, as two settings that come to the same give, each by its place.
-    """
+    """Rows by what two must have in common to be compared: the work, how it was done, real or made-up."""
     settings, found = result["settings"], dict[tuple[Any, ...], Mapping[str, Any]]()
     dummy = any(plan["load"] == "dummy" for plan in result["plans"])
     for row in result["rows"]:
         prompts = frozenset(result["prompts"][name] for name in row.get("prompts", result["prompts"]))
         work = (result["model"], settings["max_tokens"], settings["ignore_eos"], prompts, dummy)
-        key = (*work, row["acceptance"], *itemgetter(*IDENTITY)(row))
-        place = next(number for number in count() if (*key, number) not in found)
-        found |= {(*key, place): row}
+        found[(*work, row["acceptance"], *itemgetter(*IDENTITY)(row))] = row
     return found
 
 

@@ -10,16 +10,7 @@ from typing import Any
 
 from spd.runtime.engine.engine import Engine
 from spd.runtime.engine.request import Request
-from spd.runtime.lab.load import (
-    Load,
-    Pass,
-    Sample,
-    Work,
-    compare_texts,
-    poisson_arrivals,
-    run_pass,
-    take_sample,
-)
+from spd.runtime.lab.load import Load, Pass, Sample, Work, compare_texts, run_pass, take_sample
 from spd.runtime.lab.prompt_set import Question
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.round.sampling_params import SamplingParams
@@ -45,24 +36,19 @@ class Sweep:
     """Runs it; `samples` holds what has been measured so far, also after an interrupt."""
 
     def __init__(
-        self,
-        configs: Sequence[EngineConfig],
-        questions: Sequence[Question],
-        settings: Settings,
-        *,
-        check: Callable[[], None] = lambda: None,
+        self, configs: Sequence[EngineConfig], questions: Sequence[Question], settings: Settings
     ) -> None:
         self.configs, self.questions, self.settings = tuple(configs), tuple(questions), settings
-        self._watch: Callable[[int], None] = lambda ended: check()
         self.report: Callable[[str, int, int], object] = lambda what, done, total: None
-        """What hears how far it has come: passes done, and to do."""
+        self.watch: Callable[[int], object] = lambda ended: None
+        """What hears how far it has come, passes done and to do; what is called each round, and may raise."""
         self.samples: list[Sample] = []
         self.plans: list[dict[str, Any]] = []  # one a configuration; of the first load
         self.compared = 0  # tokens that were held against those of plain decoding
         self.differences: list[dict[str, Any]] = []
 
     def run(self) -> None:
-        """Measure everything. Raises what `check` raises, and what an engine refuses."""
+        """Measure everything. Raises what `watch` raises, and what an engine refuses."""
         for load in self.settings.loads:
             engines = [Engine(replace(config, slots=load.concurrency)) for config in self.configs]
             self.plans = self.plans or [engine.plan.as_dict() for engine in engines]
@@ -76,7 +62,7 @@ class Sweep:
     def _measure(self, load: Load, engines: Sequence[Engine]) -> None:
         units = list(self._units(load))
         for index, engine in enumerate(engines):
-            run_pass(engine, self._requests(*units[0], "warming up"), watch=self._watch)
+            run_pass(engine, self._requests(*units[0], "warming up"), watch=self.watch)
             self.report("warming up", index + 1, len(engines))
         began, done, each = time.perf_counter(), 0, len(units) * len(engines)
         planned, repetition = self.settings.repetitions, 0
@@ -122,8 +108,8 @@ class Sweep:
 
     def _pass(self, index: int, engine: Engine, work: Work, asked: Sequence[Question], turn: int) -> Pass:
         requests = self._requests(work, asked, f"{index}.{len(self.samples)}")
-        arrivals = poisson_arrivals(len(requests), work.rate, turn) if work.rate is not None else None
-        ran = run_pass(engine, requests, concurrency=work.concurrency, arrivals=arrivals, watch=self._watch)
+        arrivals = work.arrivals(len(requests), turn)
+        ran = run_pass(engine, requests, concurrency=work.concurrency, arrivals=arrivals, watch=self.watch)
         self.samples.append(take_sample(ran, index, work, turn, [q.prompt.name for q in asked]))
         return ran
 

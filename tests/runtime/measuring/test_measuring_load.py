@@ -19,7 +19,6 @@ from spd.runtime.lab.load import (
     Timeline,
     Work,
     compare_texts,
-    poisson_arrivals,
     run_pass,
     take_sample,
 )
@@ -85,8 +84,9 @@ def test_an_open_loop_admits_by_the_clock() -> None:
 
 def test_arrivals_are_poisson() -> None:
     """The mean gap of 10,000 is within 4 standard errors: a chance of 6e-5 to fail, at a fixed seed."""
-    arrivals = poisson_arrivals(10_000, 5.0, seed=1)
-    assert arrivals == sorted(arrivals) and arrivals == poisson_arrivals(10_000, 5.0, seed=1)
+    load = Load(rate=5.0)
+    arrivals = load.arrivals(10_000, seed=1)
+    assert arrivals is not None and arrivals == sorted(arrivals) == load.arrivals(10_000, seed=1)
     assert arrivals[-1] / 10_000 == pytest.approx(0.2, rel=0.04)
 
 
