@@ -18,9 +18,10 @@ import pytest
 import spd.formats.demo
 from spd.formats.demo import demo_folder
 from spd.kernels.native import build
-from spd.runtime import EngineConfig
+from spd.runtime import Engine, EngineConfig
 from spd.runtime.lab import diagnostics, replay
-from spd.runtime.lab.diagnostics import FAILED, OK, WARNING, Finding, Step
+from spd.runtime.lab.diagnostics import FAILED, NUM_TOKENS, OK, WARNING, Finding, Step
+from spd.runtime.lab.prompt_set import choose, encode_questions, read_prompts
 from spd.runtime.lab.replay import Replay
 from tests.cli.conftest import ROOT, failing
 from tests.json_schema import faults
@@ -101,6 +102,16 @@ def test_other_text_is_a_failure(monkeypatch, drafts, kernels, said) -> None:
     finding = diagnostics.equal_texts()
     assert finding.line.endswith(said) and (finding.status == OK) == (said == "the same text")
     assert len(finding.facts["differences"]) == (finding.status == FAILED)
+
+
+def test_the_reply_that_kernels_are_compared_by_has_no_near_tie() -> None:
+    """Rounding in bfloat16 was seen to turn margins of 0.25: another kernel set may not be blamed for it."""
+    questions = encode_questions(demo_folder(), choose(read_prompts(), ["reasoning"], 1), [None], NUM_TOKENS)
+    params = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 2}
+    engine = Engine(EngineConfig(model=demo_folder(), spec="off", ctx=512, threads=1))
+    events = engine.stream([questions[0].request("r", 0, **params)])
+    tops = [entry.top for event in events for entry in event.logprobs]
+    assert len(tops) == NUM_TOKENS and min(first[1] - second[1] for first, second in tops) > 0.25
 
 
 def test_the_instructions_are_named_and_what_better_ones_give(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,9 +128,8 @@ def bench(session: Session, options: BenchOptions) -> None:
     result = bench_result(options, sweep, interrupted=False)
     _deliver(options, result, sink)
     if sweep.differences:
-        raise CheckFailedError(
-            f"{len(sweep.differences)} texts differ from plain decoding", fix=["spd verify"]
-        )
+        words = f"{len(sweep.differences)} texts differ from plain decoding"
+        raise CheckFailedError(words, fix=["spd verify"])
     if not result["rows"]:
         words = "nothing was measured: every reply ended at its first token"
         raise CheckFailedError(words, fix=["--ignore-eos", "a larger -n"])
@@ -147,7 +146,7 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
         **{name: getattr(options, name) for name in ALIKE},
     )
     machines = [replace(base, **wishes) for wishes in _combinations(options, MACHINE)]
-    ranks = [machine.tp for machine in machines]
+    ranks = {machine.tp for machine in machines}
     alone = None if max(ranks) > 1 else options.rendezvous
     machines = [replace(each, rendezvous=options.rendezvous if each.tp > 1 else alone) for each in machines]
     given = {name: getattr(options, name) for name in ("draft_model", "mtp")}
@@ -155,15 +154,12 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
     configs = list(machines)
     for machine, wishes in product(machines, list(_combinations(options, ("spec", *DRAFTING)))):
         method = wishes["spec"] = in_order(wishes["spec"])
-        size = wishes["draft_tp"]
-        if size is not None and all(tp % size for tp in ranks):
-            words = f"--draft-tp {size} divides no --tp of {options.tp}"
-            raise UsageError(words, fix=[f"--tp {size}", "--draft-tp auto"])
-        taken = METHODS.get(split_spec(method)[0], METHODS["off"]).weights  # an unknown one is refused below
+        size, taken = wishes["draft_tp"], METHODS.get(split_spec(method)[0], METHODS["off"]).weights
         drafters = {name: folder for name, folder in folders.items() if name in taken}
         if len(drafters) == 2:
             del drafters["mtp"]
-        if method in ("off", "plain", "none") or machine.tp % (size or 1):
+        dividing = [tp for tp in ranks if not size or tp % size == 0] or ranks  # what no --tp fits is refused
+        if method in ("off", "plain", "none") or machine.tp not in dividing:
             continue
         fixed = options.synthetic_acceptance is not None or wishes["verify"] != "coupled"
         adaptive = "," not in options.draft_max if options.adaptive is None else options.adaptive

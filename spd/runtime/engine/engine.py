@@ -391,7 +391,6 @@ class Engine:
             draft_forwards=result.draft_forwards,
             k=result.k,
             match=emission.match if draft_ids else 0,
-            other_load=round(self._device.threads.other_load, 2),
         )
 
     def _stop(self, sequence: Sequence, reason: str, error: str | None = None) -> None:

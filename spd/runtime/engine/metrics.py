@@ -31,7 +31,6 @@ class RoundRecord:
     k: int  # drafts a slot that the round had room for; `draft` may hold fewer
     match: int = 0
     """Tokens of the match that prompt lookup took `draft` from; 0 where a model drafted, or nothing did."""
-    other_load: float = 0.0  # CPUs that other programs kept busy lately; see `cpu_load`
 
 
 @dataclass(slots=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import log
 from pathlib import Path
-from statistics import linear_regression, median
+from statistics import fmean, linear_regression, median
 from typing import Any
 
 from spd.errors import UsageError
@@ -37,7 +37,7 @@ class TraceHeader:
 
     model: str = ""
     temperature: float = 0.0
-    plan: Mapping[str, Any] = field(default_factory=dict)
+    plan: Mapping[str, Any] = field(default_factory=lambda: {"model_drafts": MAX_DRAFT})
     schema: str = HEADER
 
 
@@ -69,8 +69,9 @@ def read_trace(path: Path) -> Trace:
         try:
             value = json.loads(line)
             if value.get("schema") == HEADER:
-                told = str(value["model"]), float(value["temperature"]), dict(value["plan"])
-                trace.header = TraceHeader(*told)
+                plan = dict(value["plan"])
+                plan["model_drafts"] = int(plan.get("model_drafts", MAX_DRAFT))
+                trace.header = TraceHeader(str(value["model"]), float(value["temperature"]), plan)
             elif (record := _round(value)).round > 0:
                 trace.rounds.append(record)
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
@@ -119,46 +120,38 @@ def _on_line(known: Mapping[int, float], at: int) -> float:
     return max(known[nearest] + slope * (at - nearest), known[nearest] / 2)
 
 
-@dataclass(frozen=True)
-class Acceptance:
-    """Shares of rounds that accepted at least 1, 2, … drafts, of those that could have.
+def fit_acceptance(traces: Sequence[Sequence[RoundRecord]]) -> dict[int, tuple[float, ...]]:
+    """Shares of rounds that accepted at least 1, 2, … drafts, of those that could have, by their trace's k.
 
-    `held` has such shares for each k that whole traces held. They differ: with few drafts a round, more of
-    the rounds lie in text that is easy to draft.
+    They differ: with few drafts a round, more of the rounds lie in text that is easy to draft. Traces whose k
+    changed tell nothing of a k by itself: all count as one of the largest.
     """
-
-    survival: tuple[float, ...]
-    held: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
-
-    def length(self, k: int) -> float:
-        """Tokens a round at k on average, by the line through the shares of every k held.
-
-        Positions beyond those seen go on as all after the first did.
-        """
-        shares: list[float] = []
-        for position, share in enumerate(self.survival[:k]):
-            known = {log(each): found for each, found in self.held.items() if len(found) > position}
-            if len(known) > 1:
-                line = linear_regression(list(known), [found[position] for found in known.values()])
-                share = line.intercept + line.slope * log(k)
-            shares.append(min(max(0.0, share), shares[-1] if shares else 1.0))
-        before, after = sum(shares[:-1]), sum(shares[1:])  # the last alone may be of a handful of rounds
-        rate = after / before if before else sum(shares)
-        while len(shares) < k:
-            shares.append((shares[-1] if shares else 1.0) * rate)
-        return 1.0 + sum(shares)
+    rounds: dict[int, list[RoundRecord]] = {}
+    largest = max((record.k for trace in traces for record in trace), default=0)
+    for trace in filter(None, traces):
+        fixed = len({record.k for record in trace}) == 1
+        rounds.setdefault(trace[0].k if fixed else largest, []).extend(trace)
+    return {k: _survival(records) for k, records in rounds.items()}
 
 
-def fit_acceptance(traces: Iterable[Sequence[RoundRecord]]) -> Acceptance:
-    """Shares of all rounds, and for each k that whole traces held by itself."""
-    everything: list[RoundRecord] = []
-    held: dict[int, list[RoundRecord]] = {}
-    for trace in traces:
-        drafting = [record for record in trace if record.k]
-        everything += drafting
-        if len({record.k for record in drafting}) == 1:
-            held.setdefault(drafting[0].k, []).extend(drafting)
-    return Acceptance(_survival(everything), {k: _survival(records) for k, records in held.items()})
+def expected_length(survival: Mapping[int, Sequence[float]], k: int) -> float:
+    """Tokens a round at k on average, by lines through the shares of every k that traces held.
+
+    Positions beyond those seen go on as all after the first did.
+    """
+    shares: list[float] = []
+    for position in range(min(k, max(map(len, survival.values()), default=0))):
+        known = {log(each): found[position] for each, found in survival.items() if len(found) > position}
+        share = fmean(known.values())
+        if len(known) > 1:
+            line = linear_regression(list(known), list(known.values()))
+            share = line.intercept + line.slope * log(k)
+        shares.append(min(max(0.0, share), shares[-1] if shares else 1.0))
+    before, after = sum(shares[:-1]), sum(shares[1:])  # the last alone may be of a handful of rounds
+    rate = after / before if before else sum(shares)
+    while len(shares) < k:
+        shares.append((shares[-1] if shares else 1.0) * rate)
+    return 1.0 + sum(shares)
 
 
 def _survival(records: Sequence[RoundRecord]) -> tuple[float, ...]:
@@ -211,15 +204,15 @@ def explain_traces(traces: Sequence[Trace]) -> Explanation:
     records = [record for trace in traces for record in trace.rounds]
     drafting = [trace for trace in traces if any(record.k for record in trace.rounds)]
     own_records = [record for trace in drafting for record in trace.rounds] or records
-    asked = [_without_copies(trace) for trace in drafting]
-    costs, acceptance = fit_costs(records), fit_acceptance(asked)
-    used = Counter(record.k for rounds in asked for record in rounds if record.k)
+    asked = [_model_drafts(trace) for trace in drafting]
+    costs, survival = fit_costs(records), fit_acceptance(asked)
+    used = Counter(record.k for rounds in asked for record in rounds)
     method = own_records[0].method if drafting else "off"
     furthest = min(MAX_DRAFT, max(used) + (0 if split_spec(method)[1] else BEYOND)) if used else 0
     plain_ms = sum(round_parts(costs, 0).values())
 
     def prospect(k: int) -> Prospect:
-        ms, length = sum(round_parts(costs, k).values()), acceptance.length(k)
+        ms, length = sum(round_parts(costs, k).values()), expected_length(survival, k)
         return Prospect(k, length, ms, 1000 * length / ms, length * plain_ms / ms)
 
     ms = sum(record.ms[part] for record in own_records for part in PARTS)
@@ -231,7 +224,7 @@ def explain_traces(traces: Sequence[Trace]) -> Explanation:
         rounds=len(records),
         tokens_per_second=1000 * committed / ms,
         costs=costs,
-        survival=acceptance.survival,
+        survival=_survival([record for rounds in asked for record in rounds]),
         prospects=prospects,
         plain=prospects[0],
         now=prospects[k],
@@ -239,10 +232,10 @@ def explain_traces(traces: Sequence[Trace]) -> Explanation:
     )
 
 
-def _without_copies(trace: Trace) -> list[RoundRecord]:
-    """A trace's rounds, without those in which lookup drafted alone while text was copied."""
-    most = trace.header.plan.get("model_drafts", MAX_DRAFT)
-    return [record for record in trace.rounds if record.k <= most]
+def _model_drafts(trace: Trace) -> list[RoundRecord]:
+    """A trace's rounds with drafts, without those in which lookup drafted alone while text was copied."""
+    most = trace.header.plan["model_drafts"]
+    return [record for record in trace.rounds if 0 < record.k <= most]
 
 
 def bottleneck(e: Explanation) -> str:

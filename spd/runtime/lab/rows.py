@@ -160,11 +160,8 @@ def repeat_interval(values: Sequence[float]) -> dict[str, Any]:
 
     Student's t on the logarithms: both medians vary, each with pi / 2 times the variance of a mean. From
     WINSORIZED values on the least and the largest count as their neighbours, for one hiccup of the machine
-    says little of a median (Tukey & McLaughlin 1963). Raises ValueError for an empty sample or one that is
-    not positive.
+    says little of a median (Tukey & McLaughlin 1963). Raises ValueError for an empty sample.
     """
-    if not values or min(values) <= 0:
-        raise ValueError("nothing positive was measured")
     middle, n = median(values), len(values)
     if n < 2:
         return {"median": middle, "low": None, "high": None, "values": tuple(values), "half_width": None}
@@ -173,18 +170,13 @@ def repeat_interval(values: Sequence[float]) -> dict[str, Any]:
     if drawn_in:
         logarithms[0], logarithms[-1] = logarithms[1], logarithms[-2]
     deviation = stdev(logarithms) / (1 - 2 * drawn_in / n)
-    freedom = n - 1 - 2 * drawn_in
-    reach = student_quantile(freedom) * deviation * sqrt(pi / n)
+    reach = student_quantile(n - 1 - 2 * drawn_in) * deviation * sqrt(pi / n)
     low, high = middle * exp(-reach), middle * exp(reach)
     share = (high - low) / (2 * middle)
     return {"median": middle, "low": low, "high": high, "values": tuple(values), "half_width": share}
 
 
-def student_quantile(freedom: float) -> float:
-    """The size that Student's t exceeds in 5 % of cases: about the normal's (Abramowitz & Stegun 26.7.5).
-
-    Off by 1 % at 2 degrees of freedom and less at more; below 2 that of 1.
-    """
-    if freedom < 2:
-        return 12.706
-    return 1.96 + 2.372 / freedom + 2.822 / freedom**2 + 2.556 / freedom**3 + 1.590 / freedom**4
+def student_quantile(freedom: int) -> float:
+    """What Student's t exceeds in 5 % of cases, to 1 % (Abramowitz & Stegun 26.7.5, and at 1 as it is)."""
+    series = 1.96 + 2.372 / freedom + 2.822 / freedom**2 + 2.556 / freedom**3 + 1.590 / freedom**4
+    return 12.706 if freedom == 1 else series

@@ -71,7 +71,7 @@ class FollowedThreads:
     ) -> None:
         """counts: numbers of threads that give the same bits, ascending; the last is the usual one."""
         self._counts, self._use, self._load = counts, use, load or OtherLoad()
-        self.count, self.other_load = self._counts[-1], 0.0
+        self.count = self._counts[-1]
 
     def follow(self) -> None:
         """Look at the load if it is time to, and use the threads that have a CPU of their own."""
@@ -81,8 +81,7 @@ class FollowedThreads:
         if age > 3 * WINDOW:  # no rounds ran meanwhile: what others did then may be over
             self._load.read()
             return
-        self.other_load = self._load.read()
-        free = len(self._load.cpus) - math.ceil(self.other_load - SLIGHT)
+        free = len(self._load.cpus) - math.ceil(self._load.read() - SLIGHT)
         count = max((count for count in self._counts if count <= free), default=self._counts[0])
         if count != self.count:
             self.count = count

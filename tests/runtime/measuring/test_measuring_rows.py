@@ -89,7 +89,7 @@ def test_students_t_is_the_table_s_and_one_repetition_has_no_interval() -> None:
         assert student_quantile(freedom) == pytest.approx(expected, rel=0.01)
     spread = repeat_interval([2.0])
     assert (spread["median"], spread["low"], spread["half_width"]) == (2.0, None, None)
-    with pytest.raises(ValueError, match="nothing positive"):
+    with pytest.raises(ValueError, match="no median"):
         repeat_interval([])
 
 
