@@ -124,7 +124,8 @@ def _keyed(result: Mapping[str, Any]) -> dict[tuple[Any, ...], Mapping[str, Any]
     for row in result["rows"]:
         prompts = frozenset(result["prompts"][name] for name in row.get("prompts", result["prompts"]))
         work = (result["model"], settings["max_tokens"], settings["ignore_eos"], prompts, dummy)
-        found[(*work, row["acceptance"], *itemgetter(*IDENTITY)(row))] = row
+        key = (*work, row["acceptance"], *itemgetter(*IDENTITY)(row))
+        found[key] = row
     return found
 
 

@@ -87,9 +87,8 @@ class Sweep:
         for question in self.questions:
             groups.setdefault((question.prompt_tokens, question.prompt.category), []).append(question)
         for (length, category), asked in groups.items():
-            for temperature in self.settings.temperatures:
-                asked_for = {"category": category, "temperature": temperature}
-                work = Work(**asked_for, prompt_tokens_asked=length, **vars(load))
+            for heat in self.settings.temperatures:
+                work = Work(category=category, temperature=heat, prompt_tokens_asked=length, **vars(load))
                 if load == Load():
                     yield from ((work, [question]) for question in asked)
                 else:
