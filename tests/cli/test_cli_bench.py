@@ -92,7 +92,12 @@ def test_results_that_are_kept_without_their_passes_compare(name: str) -> None:
 
 
 LACKING = [["rows"], ["settings"], ["model"], ["rows", 1, "method"], ["rows", 0, "tokens_per_second"]]
-ODD = ((("rows", 0, "tokens_per_second", "low"), "slow"), (("rows",), ["a"]), (("settings",), []))
+ODD = (
+    (("rows", 0, "tokens_per_second", "low"), "slow"),
+    (("rows", 0, "temperature"), "hot"),
+    (("rows",), ["a"]),
+    (("settings",), []),
+)
 
 
 @pytest.mark.parametrize(("removed", "value"), [*((each, None) for each in LACKING), *ODD])

@@ -379,8 +379,8 @@ def read_result(path: Path) -> dict[str, Any]:
         value = json.loads(read_input(path, fix[0]))
         if (schema := value["schema"]) != SCHEMA:
             raise ValueError(f"schema {schema!r}, expected {SCHEMA}")
-        compare_results(value, value, 0.0)  # reads all that is read of one
-    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        _lines({"before": "", "after": "", **compare_results(value, value, 0.0)})  # reads all that is read
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
         why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise UsageError(f"{path} is not a result of spd bench", reason=[why], fix=fix) from None
     return dict(value)

@@ -74,7 +74,7 @@ def read_trace(path: Path) -> Trace:
                 trace.header = TraceHeader(str(value["model"]), float(value["temperature"]), plan)
             elif (record := _round(value)).round > 0:
                 trace.rounds.append(record)
-        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
             if number == len(lines) > 1 and isinstance(error, json.JSONDecodeError):
                 continue  # what a run that was killed left of its last line
             raise UsageError(f"{path}, line {number} is no round of a trace", fix=[fix]) from None
