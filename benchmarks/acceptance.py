@@ -120,10 +120,16 @@ def counted_rounds(ran: Pass, k: int) -> list[RoundRecord]:
     return sorted(chosen, key=lambda record: record.request)
 
 
+def tried_at(rounds: Sequence[RoundRecord]) -> list[int]:
+    """How often a draft stood at each position behind none that was rejected."""
+    longest = max(len(r.draft) for r in rounds)
+    return [sum(at <= r.accepted and at < len(r.draft) for r in rounds) for at in range(longest)]
+
+
 def row_of(later: Sequence[RoundRecord]) -> dict[str, Any]:
     """Tokens a round, accepted drafts over all, and each position's share: values with standard errors."""
     own = [list(rounds) for _, rounds in groupby(later, key=lambda r: r.request)]
-    counted = [per_position(rounds) for rounds in own]
+    counted = [(*per_position(rounds), tried_at(rounds)) for rounds in own]
     longest = max(len(drafted) for drafted, _, _ in counted)
     accepted = [sum(r.accepted for r in rounds) for rounds in own]
 
@@ -143,8 +149,8 @@ def row_of(later: Sequence[RoundRecord]) -> dict[str, Any]:
         "drafts": sum(len(r.draft) for r in later),
         "length": ratio([n + a for n, a in zip(rounds, accepted, strict=True)], rounds),
         "rate": ratio(accepted, [float(sum(len(r.draft) for r in each)) for each in own]),
-        "per_position": [ratio(at(i, 2), at(i, 0)) for i in range(longest)],
-        "conditional": [ratio(at(i, 2), at(i, 1)) for i in range(longest)],
+        "per_position": [ratio(at(i, 1), at(i, 0)) for i in range(longest)],
+        "conditional": [ratio(at(i, 1), at(i, 2)) for i in range(longest)],
     }
 
 

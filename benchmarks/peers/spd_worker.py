@@ -93,7 +93,7 @@ class SpdEngine(SteppedEngine):
             len(drafted),
             sum(len(record.draft) for record in drafted),
             sum(record.accepted for record in drafted),
-            tuple(per_position(drafted)[2]),
+            tuple(per_position(drafted)[1]),
         )
 
 

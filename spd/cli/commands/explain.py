@@ -61,8 +61,7 @@ def explanation_lines(found: Explanation) -> list[str]:
         if p.k in (*range(5), 6, 8, 12, 16, len(found.prospects) - 1, found.k, found.best.k)
     ]
     header = ["", "ms/round", "tok/round", "pays from", "tok/s", "× plain", ""]
-    measured = " ".join(f"{k}:{ms:.2f}" for k, ms in found.costs["verify"].items())
-    lines = [*table_lines(header, rows), f"verify ms by k, measured: {measured}"]
+    lines = table_lines(header, rows)
     if found.survival:
         lines.append(f"accepted by position: {' '.join(f'{share:.0%}' for share in found.survival)}")
     return [*lines, *textwrap.wrap(paragraph(found), WIDTH)]

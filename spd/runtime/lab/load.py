@@ -144,7 +144,7 @@ def take_sample(ran: Pass, config: int, work: Work, repetition: int, prompts: Se
     elif work.concurrency > 1:
         speed = tokens, ran.seconds
     rounds = [record for record in ran.records if record.round > 0]
-    drafted, _, accepted = per_position(rounds)
+    drafted, accepted = per_position(rounds)
     return Sample(
         config=config,
         work=work,
@@ -163,16 +163,11 @@ def take_sample(ran: Pass, config: int, work: Work, repetition: int, prompts: Se
     )
 
 
-def per_position(records: Sequence[RoundRecord]) -> tuple[list[int], list[int], list[int]]:
-    """How often a draft stood at each position, was tried (all before it accepted), and was accepted."""
-    longest = max((len(record.draft) for record in records), default=0)
-    drafted, tried, accepted = [], [], []
-    for at in range(longest):
-        counts = [record.accepted for record in records if len(record.draft) > at]
-        drafted.append(len(counts))
-        tried.append(sum(count >= at for count in counts))
-        accepted.append(sum(count > at for count in counts))
-    return drafted, tried, accepted
+def per_position(records: Sequence[RoundRecord]) -> tuple[list[int], list[int]]:
+    """How often a draft stood at each position, and how often it was accepted."""
+    positions = range(max((len(record.draft) for record in records), default=0))
+    drafted = [sum(len(record.draft) > at for record in records) for at in positions]
+    return drafted, [sum(record.accepted > at for record in records) for at in positions]
 
 
 def compare_texts(names: Sequence[str], expected: Pass, found: Pass) -> tuple[int, list[dict[str, Any]]]:

@@ -42,7 +42,7 @@ def record(draft: list[int], accepted: int) -> RoundRecord:
 
 def test_rates_by_position() -> None:
     records = [record([1, 2], 2), record([1, 2], 0), record([1], 1), record([], 0)]
-    assert per_position(records) == ([3, 2], [3, 1], [2, 1])  # drafted, tried and accepted
+    assert per_position(records) == ([3, 2], [2, 1])  # drafted and accepted
 
 
 def result(speeds: list[float], **settings: Any) -> dict[str, Any]:
