@@ -156,8 +156,6 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
         method = wishes["spec"] = in_order(wishes["spec"])
         size, taken = wishes["draft_tp"], METHODS.get(split_spec(method)[0], METHODS["off"]).weights
         drafters = {name: folder for name, folder in folders.items() if name in taken}
-        if len(drafters) == 2:
-            del drafters["mtp"]
         dividing = [tp for tp in ranks if not size or tp % size == 0] or ranks  # what no --tp fits is refused
         if method in ("off", "plain", "none") or machine.tp not in dividing:
             continue

@@ -68,10 +68,9 @@ class Sweep:
         planned, repetition = self.settings.repetitions, 0
         while planned is None or repetition < planned:
             for number, (work, asked) in enumerate(units):
-                order = range(len(engines))
-                turn = (repetition + number) % len(engines)
                 ran: dict[int, Pass] = {}
-                for index in (*order[turn:], *order[:turn]):
+                for turn in range(len(engines)):
+                    index = (repetition + number + turn) % len(engines)
                     ran[index] = self._pass(index, engines[index], work, asked, repetition)
                     done += 1
                     self.report("measuring", done, (planned or LEAST) * each)
