@@ -132,13 +132,8 @@ def test_a_trace_file_is_read_back(tmp_path: Path) -> None:
     [
         *((2, {"ms": {}}), (2, {"ms": {"draft": 1.0, "verify": None, "rest": 0.0, "host": 0.0}})),
         (2, {"ms": {"draft": 0.0, "verify": 0.0, "rest": 0.0, "host": 0.0}}),
-        *(
-            (2, {"accepted": "2"}),
-            (2, {"k": 99}),
-            (21, {"ms": {}}),
-            (1, {"plan": None}),
-            (1, {"plan": {"model_drafts": "all"}}),
-        ),
+        *((2, {"accepted": "2"}), (2, {"k": 99}), (21, {"ms": {}})),
+        *((1, {"plan": None}), (1, {"plan": {"model_drafts": "all"}})),
     ],
 )
 def test_a_damaged_line_of_a_trace_is_named(tmp_path: Path, line: int, change: dict[str, Any]) -> None:

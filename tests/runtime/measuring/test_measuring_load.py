@@ -13,15 +13,7 @@ from spd.formats.demo import demo_folder
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime import EngineConfig
 from spd.runtime.engine.request import Event, Request
-from spd.runtime.lab.load import (
-    Load,
-    Pass,
-    Timeline,
-    Work,
-    compare_texts,
-    run_pass,
-    take_sample,
-)
+from spd.runtime.lab.load import Load, Pass, Timeline, Work, compare_texts, run_pass, take_sample
 from spd.runtime.lab.prompt_set import Prompt, Question, encode_questions, read_prompts
 from spd.runtime.lab.replay import make_requests, replay_requests
 from spd.runtime.lab.rows import make_rows
@@ -84,9 +76,8 @@ def test_an_open_loop_admits_by_the_clock() -> None:
 
 def test_arrivals_are_poisson() -> None:
     """The mean gap of 10,000 is within 4 standard errors: a chance of 6e-5 to fail, at a fixed seed."""
-    load = Load(rate=5.0)
-    arrivals = load.arrivals(10_000, seed=1)
-    assert arrivals is not None and arrivals == sorted(arrivals) == load.arrivals(10_000, seed=1)
+    arrivals, again = (Load(rate=5.0).arrivals(10_000, seed=1) for _ in range(2))
+    assert arrivals and arrivals == sorted(arrivals) == again
     assert arrivals[-1] / 10_000 == pytest.approx(0.2, rel=0.04)
 
 
@@ -190,23 +181,18 @@ def test_a_text_is_held_against_plain_decoding_on_as_many_ranks(tiny: Tiny) -> N
     assert [(each["config"], each["expected"]) for each in sweep.differences] == [(2, 7)]
 
 
-def test_where_two_texts_part() -> None:
-    """A token, or the end and its reason, for which a text of the same tokens is another one too."""
-
-    def ran(*ids: int, reason: str = "length") -> Pass:
-        line = Timeline(token_ids=list(ids), finish_reason=reason, request=requests(1)[0], arrived=0.0)
-        return Pass([line], [], 1.0)
-
-    for found, parted in (
-        (ran(5, 6), None),
-        (ran(5, 7), (1, 6, 7)),
-        (ran(5), (1, 6, "length")),
-        (ran(5, 6, 7), (2, "length", 7)),
-        (ran(5, 6, reason="stop"), (2, "length", "stop")),
-    ):
-        tokens, differences = compare_texts(["q"], ran(5, 6), found)
-        assert tokens == max(2, len(found.timelines[0].token_ids))
-        assert [(d["position"], d["expected"], d["found"]) for d in differences] == [parted] * bool(parted)
+@pytest.mark.parametrize(
+    ("ids", "reason", "parted"),
+    [*(([5, 7], "", (1, 6, 7)), ([5], "", (1, 6, ""))), ([5, 6], "stop", (2, "length", "stop"))],
+)
+def test_texts_part_at_a_token_or_an_end(ids: list[int], reason: str, parted: tuple[Any, ...]) -> None:
+    """The end is told by its reason, for which a text of the same tokens is another one too."""
+    shared = {"request": requests(1)[0], "arrived": 0.0}
+    plain = Pass([Timeline([5, 6], finish_reason="length", **shared)], [], 1.0)
+    found = Pass([Timeline(ids, finish_reason=reason, **shared)], [], 1.0)
+    ((difference,),) = compare_texts(["q"], plain, found)[1:]
+    assert (difference["position"], difference["expected"], difference["found"]) == parted
+    assert compare_texts(["q"], plain, plain) == (2, [])
 
 
 Pair = tuple[EngineConfig, EngineConfig]
