@@ -17,12 +17,11 @@ if not torch.cuda.is_available():
     # Read by triton when it is first imported: without a GPU its kernels run in the interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from spd.runtime.round import model_runner
 from spd.runtime.round.arithmetic_probe import WIDEST
 from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import Patch, Tiny, TinyShelf
 from tests.interpreted_dot import install
-from tests.known_trials import FEW_ROWS, known_parts, tried_once, try_rows
+from tests.known_trials import FEW_ROWS, tried_once, try_rows
 from tests.lanes import choose
 from tests.pairs import Pairs
 from tests.recipes.medium import write_medium, write_medium_draft
@@ -42,7 +41,6 @@ def _tried_once(request: pytest.FixtureRequest, monkeypatch: Patch) -> None:
     """Tests of what an engine tries at load ask for `every_trial`."""
     if "every_trial" not in request.fixturenames:
         monkeypatch.setattr(ModelRunner, "_try_arithmetic", tried_once)
-        monkeypatch.setattr(model_runner, "admitted_parts", known_parts)
         try_rows(monkeypatch, FEW_ROWS)
 
 

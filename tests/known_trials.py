@@ -1,7 +1,6 @@
 """What an engine tries at load, tried once for all tiny models of a shape: most of their load goes there."""
 
 import inspect
-from functools import cache
 from typing import Any
 
 import pytest
@@ -15,10 +14,8 @@ from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import Patch
 
 EVERY_ROW, FEW_ROWS = arithmetic_probe.CANDIDATES, (5, 12)  # Numbers of rows: a fifth of the passes.
-known_parts = cache(arithmetic_probe.admitted_parts)  # They follow from the heads alone.
 honest = ModelRunner._try_arithmetic
-FOUND = ("buckets", "context_parts")
-KNOWN: dict[Any, tuple[Any, ...]] = {}  # What was found, by all that a trial depends on.
+KNOWN: dict[Any, tuple[int, ...] | None] = {}  # The buckets that were found, by all that a trial depends on.
 
 
 def structure(thing: Any) -> Any:
@@ -59,6 +56,5 @@ def tried_together(runner: ModelRunner, alone: bool) -> None:
     key = alone, around, structure(runner.kernels), structure(runner.model)
     if key not in KNOWN:
         honest(runner, alone)
-        KNOWN[key] = tuple(getattr(runner, name) for name in FOUND)
-    for name, value in zip(FOUND, KNOWN[key], strict=True):
-        setattr(runner, name, value)
+        KNOWN[key] = runner.buckets
+    runner.buckets = KNOWN[key]

@@ -7,18 +7,15 @@ import torch
 from torch import Tensor
 
 from spd.formats.demo import demo_folder
-from spd.kernels.attention.paged_attention import KV_BLOCK, AttentionHeads, MaskPlan, Scores, paged_attention
-from spd.kernels.attention.rotary_store import Pools
 from spd.runtime import SamplingParams
 from spd.runtime.layers.linear import Linear
 from spd.runtime.round import arithmetic_probe
-from spd.runtime.round.arithmetic_probe import CANDIDATES, WIDEST, admitted_buckets, admitted_parts
-from spd.runtime.round.model_runner import bucket_for, context_for
+from spd.runtime.round.arithmetic_probe import CANDIDATES, WIDEST, admitted_buckets
+from spd.runtime.round.model_runner import bucket_for
 from tests.helpers import Patch, Tiny, make_engine, run_all
 
 pytestmark = pytest.mark.usefixtures("every_trial")
 ROWS = torch.randn(WIDEST, 8, generator=torch.Generator().manual_seed(0))
-HEADS = AttentionHeads(4, 2, 16)
 
 
 class Windows:
@@ -130,29 +127,3 @@ def test_texts_depend_on_no_row_counts_nor_slots(tiny: Tiny, spec: str, draft_ma
     for counts in (runner.buckets, (WIDEST,)):
         runner.buckets = counts
         assert [run.tokens for run in run_all(engine, prompts, params)] == alone
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "start"), [(2, 0), (5, KV_BLOCK)])
-def test_a_part_that_differs_is_refused(monkeypatch: Patch, dtype: Any, rows: int, start: int) -> None:
-    """In one number of rows, in the first block or in the second."""
-    honest = admitted_parts(HEADS, dtype, 64, (2, 5, 32))
-    assert honest or torch.backends.cpu.get_cpu_capability() != "AVX512", "else nothing is shown"
-    part = max(honest, default=KV_BLOCK // 2)
-
-    def attend(query: Tensor, pools: Pools, plan: Any, scores: Scores) -> Tensor:
-        mixed = paged_attention(query, pools, plan, scores)
-        assert isinstance(plan, MaskPlan) and plan.masks[None][0] is not None
-        if query.shape[1] == rows and plan.masks[None][0].bias.shape[-1] == start + part:
-            mixed[0, -1, -1, -1] = 0
-        return mixed
-
-    monkeypatch.setattr(arithmetic_probe, "paged_attention", attend)
-    assert admitted_parts(HEADS, dtype, 64, (2, 5, 32)) == tuple(p for p in honest if p != part)
-
-
-def test_contexts_are_whole_blocks_and_a_part() -> None:
-    wanted = {0: 0, 1: 128, 128: 128, 129: 256, 256: 256, 257: 512, 512: 512, 513: 640, 700: 768, 1024: 1024}
-    assert {length: context_for(length, (128, 256)) for length in wanted} == wanted
-    assert [context_for(length, (256,)) for length in (1, 257, 513)] == [256, 512, 768]
-    assert [context_for(length, ()) for length in (1, 512, 513)] == [512, 512, 1024]

@@ -2,9 +2,8 @@
 
 Windows are planned once a forward pass. Torch form: the shape of the arithmetic depends on the window's
 width and on blocks of `KV_BLOCK` positions only. Positions beyond the context are masked and add
-exact zeros, so a row's result does not depend on how far the host's bound of its context lies; where the last
-block may be a part of one without another rounding is found by trying (`round/arithmetic_probe.py`). So do
-whole blocks that a layer's sliding window has left behind, which are therefore not read.
+exact zeros, so a row's result does not depend on how far the host's bound of its context lies. So do whole
+blocks that a layer's sliding window has left behind, which are therefore not read.
 
 A layer may slide: with `sliding` W its rows see their own position and the W - 1 before it. It may cap:
 with `softcap` C a score s counts as C tanh(s / C). Source: Beltagy et al. 2020; Gemma Team 2024 (Gemma 2).
@@ -24,7 +23,7 @@ from torch import Tensor
 from spd.kernels.attention.rotary_store import Pools, surely_finite
 
 KV_BLOCK = 512  # positions a block: torch's CPU flash attention walks keys in blocks of this many
-KV_PART = KV_BLOCK // 4  # every part of a block that is attended is a multiple of this
+KV_PART = KV_BLOCK // 4  # positions that capped scores are summed over at a time
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Windows:
     page_table: Tensor  # int64 [S, pages]
     bounds: Sequence[int]
     """For each slot a number of positions that its rows do not reach beyond, 0 without valid rows, in whole
-    `KV_BLOCK`s where a last part of one is computed otherwise (see `context_for`)."""
+    `KV_BLOCK`s: a last part of one may be computed otherwise."""
     first_pages: Sequence[int | None]  # see `gather_pages`, for as many pages as the bound takes
 
 

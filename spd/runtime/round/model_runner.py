@@ -21,7 +21,7 @@ from spd.runtime.layers.base import ForwardBatch, HeadStates, ModelOutput
 from spd.runtime.layers.linear import Linear, SkinnyLinear
 from spd.runtime.models.decoder import Decoder
 from spd.runtime.round import arithmetic_probe as probe
-from spd.runtime.round.arithmetic_probe import CANDIDATES, WIDEST, admitted_parts
+from spd.runtime.round.arithmetic_probe import CANDIDATES, WIDEST
 from spd.runtime.round.kv_cache import KvCache
 from spd.runtime.round.limits import NUM_RESERVED, TRASH_PAGE, ZERO_PAGE
 from spd.runtime.round.rows import MERGED_WIDTH, PromptPart, SlotRows, SlotView, joined
@@ -39,12 +39,6 @@ def bucket_for(rows: int, buckets: tuple[int, ...]) -> int:
     return whole * WIDEST + (next(b for b in buckets if b >= rest) if rest else 0)
 
 
-def context_for(bound: int, parts: tuple[int, ...]) -> int:
-    """The fewest positions to attend that reach `bound`: whole blocks, and perhaps a part of one."""
-    whole, rest = divmod(bound, KV_BLOCK)
-    return whole * KV_BLOCK + (next((part for part in parts if part >= rest), KV_BLOCK) if rest else 0)
-
-
 class ModelRunner:
     """One model, its cache and its two programs: verify-class windows and prompt chunks."""
 
@@ -59,8 +53,6 @@ class ModelRunner:
         self.merges = kernels.facts.rows_alike
         """Whether prompts of several slots may go through one pass: any rows beside a row leave its bits."""
         self.pages_per_block = KV_BLOCK // cache.page_size  # pages of a whole block of an attended context
-        self.context_parts: tuple[int, ...] = ()
-        """Sizes of an attended context's last block beside a whole one; see `admitted_parts`."""
         self.trash_slot = TRASH_PAGE * cache.page_size
         self.buckets: tuple[int, ...] | None = None
         """Row counts that give the same bits; None where every number does by construction."""
@@ -102,10 +94,6 @@ class ModelRunner:
             products = {p.weight.shape: p for p in model.products if isinstance(p, Linear)}
             for product in products.values():  # one of each shape
                 self.buckets = probe.summed_alike(product, self.buckets)
-        if self.device == "cpu":
-            given = (self.dtype, self.cache.page_size, self.buckets)
-            every = [set(admitted_parts(heads, *given)) for heads in model.heads]
-            self.context_parts = tuple(sorted(set.intersection(*every)))
 
     def page_row(self, pages: Sequence[int], width: int) -> Tensor:
         """A page-table row int64 [width], unused entries pointing at the zero page."""
@@ -197,7 +185,7 @@ class ModelRunner:
                 extra = bucket_for(positions.shape[1], self.buckets) - positions.shape[1]
                 positions = torch.cat((positions, positions[:, -1:].expand(-1, extra)), 1)
             for view in given.views:
-                bounds.append(context_for(view.bound, self.context_parts))
+                bounds.append(-(-view.bound // KV_BLOCK) * KV_BLOCK)
                 count = bounds[-1] // self.cache.page_size
                 pages = list(view.pages[:count])
                 in_order = bool(pages) and pages == list(range(pages[0], pages[0] + count))
