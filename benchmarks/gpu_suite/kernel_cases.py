@@ -217,12 +217,15 @@ def prefill_case(bench: Bench, heads: AttentionHeads, chunk: int, starts: Sequen
     """
     kernels, found = bench.kernels, Rows()
     pools = Pools.build(bench, heads, 1, max(starts) + chunk, 1)
-    own, row = pools.layers[0], pools.page_table[0]
+    own, table = pools.layers[0], pools.page_table
     query, scale = bench.normal(chunk, heads.num_heads, heads.head_dim), heads.head_dim**-0.5
     for start in starts:
         [(k, v)] = pools.contiguous(1, start + chunk)
         rival = partial(_attend, query[None].transpose(1, 2), k, v, scale, start == 0)
-        call = partial(kernels.prefill_attention, query, own, row, start, Scores(scale))
+        where = torch.arange(start, start + chunk, device=query.device)[None]
+        rows = Windows(where, torch.ones_like(where, dtype=torch.bool), table, [start + chunk], [None], start)
+        plan = kernels.plan_attention(rows, heads, PAGE, bench.dtype)
+        call = partial(kernels.paged_attention, query[None], own, plan, Scores(scale))
         us, _, torch_us = bench.row([call], None, [rival])
         flops = 4 * chunk * (start + chunk / 2) * heads.num_heads * heads.head_dim
         found[str(start)] = [us, 1e-6 * flops / us if us else None, torch_us]

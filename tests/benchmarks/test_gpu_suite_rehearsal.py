@@ -64,7 +64,7 @@ CASES: dict[str, kernels.Case] = {
 }
 
 NOT_IN_THE_TABLE = {
-    *("latent_store", "head_linear", "mla_prefill", "router_logits", "route"),
+    *("latent_store", "head_linear", "router_logits", "route"),
     *("head_input", "keep_states"),
 }
 """Of layers whose main kernels are; those that feed an MTP head."""

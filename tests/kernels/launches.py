@@ -128,6 +128,7 @@ def attention() -> Launches:
     """As an 8B model attends, layers that slide and cap as Gemma 2's, Gemma 4's, DeepSeek-V3's latents."""
     positions, table = of(I64, 16, 5), of(I64, 16, 64)
     windows = Windows(positions, of(BOOL, 16, 5), table, (), ())
+    chunk = Windows(of(I64, 1, 80), of(BOOL, 1, 80), table[:1], (), (), 64)
     found: Launches = {}
 
     def attend(dtype: torch.dtype, heads: AttentionHeads, softcap: float | None, sinks: bool = False) -> None:
@@ -139,7 +140,8 @@ def attention() -> Launches:
         pool = of(dtype, 99, 64, heads.num_kv_heads, heads.head_dim)
         query = of(dtype, 16, 5, heads.num_heads, heads.head_dim)
         OPS.paged_attention(query, (pool, pool), plan, scores)
-        OPS.prefill_attention(query.flatten(0, 1), (pool, pool), table[0], 64, scores)
+        plan = OPS.plan_attention(chunk, heads, 64, dtype)
+        OPS.paged_attention(query.flatten(0, 1)[None], (pool, pool), plan, scores)
 
     def store(dtype: torch.dtype, weight: Tensor | None) -> None:
         pool, turn = of(dtype, 99, 64, 8, 128), of(dtype, 4096, 128)
@@ -153,7 +155,8 @@ def attention() -> Launches:
         OPS.latent_store(turned, kept, rows, of(dtype, 512), 1e-6, pool)
         plan = OPS.plan_attention(windows, AttentionHeads(128, 1, 512), 64, dtype)
         OPS.mla_attention(query.view(16, 5, 128, 576), pool, plan, 512, 0.1)
-        OPS.mla_prefill(query, pool, table[0], 64, 512, 0.1)
+        plan = OPS.plan_attention(chunk, AttentionHeads(128, 1, 512), 64, dtype)
+        OPS.mla_attention(query[None], pool, plan, 512, 0.1)
 
     for dtype, name in ((BF16, "bf16"), (F16, "fp16")):
         gemma = AttentionHeads(8, 4, 256, sliding=(4096,))

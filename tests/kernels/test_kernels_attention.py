@@ -143,10 +143,7 @@ def attend(
     valid = torch.tensor([[i < w.rows for i in range(width)] for w in windows])
     bounds, runs = [w.end for w in windows], [None] * len(windows)
     rows = Windows(positions.to(query.device), valid.to(query.device), table, bounds, runs)
-    plan = form.ops.plan_attention(rows, cache.heads, cache.page, query.dtype)
-    if cache.rank:
-        return form.ops.mla_attention(query, *pools, plan, cache.rank, cache.scores.scale)
-    return form.ops.paged_attention(query, pools, plan, cache.scores)
+    return attend_planned(form, cache, rows, query, pools)
 
 
 def prefill(
@@ -155,9 +152,17 @@ def prefill(
     """Rows [T, H, D] of a chunk of the first slot's prompt, whose positions up to `end` are stored."""
     end = start + len(query) if end is None else end
     pools, table = cache.paged(form, [Window(0, end)], [0], **{"seed": 5, "spare": 2, **scattered})
+    positions = torch.arange(start, start + len(query), device=query.device)[None]
+    bound = min(-(-end // plain.KV_BLOCK) * plain.KV_BLOCK, table.shape[1] * cache.page)
+    rows = Windows(positions, torch.ones_like(positions, dtype=torch.bool), table, [bound], [None], start)
+    return attend_planned(form, cache, rows, query[None], pools)[0]
+
+
+def attend_planned(form: Form, cache: Cache, rows: Windows, query: Tensor, pools: Any) -> Tensor:
+    plan = form.ops.plan_attention(rows, cache.heads, cache.page, query.dtype)
     if cache.rank:
-        return form.ops.mla_prefill(query, *pools, table[0], start, cache.rank, cache.scores.scale)
-    return form.ops.prefill_attention(query, pools, table[0], start, cache.scores, cache.heads.first_key)
+        return form.ops.mla_attention(query, *pools, plan, cache.rank, cache.scores.scale)
+    return form.ops.paged_attention(query, pools, plan, cache.scores)
 
 
 def assert_right(form: Form, cache: Cache, found: Tensor, rows: Sequence[tuple[int, int, Tensor]]) -> None:

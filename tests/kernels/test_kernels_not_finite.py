@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,15 +44,16 @@ def attended(form: Form, kind: str, side: str, bad: float | None) -> list[Tensor
     seen = torch.ones(1, WINDOW, dtype=torch.bool, device=device)
     windows = Windows(positions[None, start:], seen, table, (48,), (None,))
     plan, scores = ops.plan_attention(windows, own, page, dtype), Scores(0.2, sliding, softcap)
+    prompt = ops.plan_attention(replace(windows, chunk_start=start), own, page, dtype)
     if latent:
         query, norm = query.to(device, dtype), torch.ones(RANK, device=device, dtype=dtype)
         turned = ops.latent_store(query[..., RANK:].contiguous(), kept, turning, norm, 1e-5, *pools)
         query = torch.cat((query[..., :RANK], turned), -1)[start:]
         window = ops.mla_attention(query[None], *pools, plan, RANK, 0.2)[0]
-        return [window, ops.mla_prefill(query, *pools, table[0], start, RANK, 0.2)]
+        return [window, ops.mla_attention(query[None], *pools, prompt, RANK, 0.2)[0]]
     query = ops.rotary_store(kept, turning, None, 1e-5, pools, HEADS)[start:].contiguous()
     window = ops.paged_attention(query[None], pools, plan, scores)[0]
-    return [window, ops.prefill_attention(query, pools, table[0], start, scores)]
+    return [window, ops.paged_attention(query[None], pools, prompt, scores)[0]]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""Grouped-query attention over pages with a causal query window, or of a run of prompt positions.
+"""Grouped-query attention over pages with a causal query window.
 
 Windows are planned once a forward pass. Torch form: the shape of the arithmetic depends on the window's
 width and on blocks of `KV_BLOCK` positions only. Positions beyond the context are masked and add
@@ -59,6 +59,9 @@ class Windows:
     """For each slot a number of positions that its rows do not reach beyond, 0 without valid rows, in whole
     `KV_BLOCK`s: a last part of one may be computed otherwise."""
     first_pages: Sequence[int | None]  # see `gather_pages`, for as many pages as the bound takes
+    chunk_start: int | None = (
+        None  # where one slot's whole prompt chunk begins, for which programs may differ
+    )
 
 
 @dataclass(frozen=True)
@@ -167,42 +170,9 @@ def paged_attention(query: Tensor, pools: Pools, plan: AttentionPlan, scores: Sc
     Q may be less than was planned.
     """
     assert isinstance(plan, MaskPlan)
-    width, masks = query.shape[1], plan.masks[scores.sliding]
-    if width < plan.width:
-        query = F.pad(query, (0, 0, 0, 0, 0, plan.width - width))
-    mixed = attend_pages(query, pools, plan.page_table, masks, scores)
-    return mixed if width == plan.width else mixed[:, :width]
-
-
-def prefill_attention(
-    query: Tensor, pools: Pools, page_row: Tensor, start: int, scores: Scores, first_key: int = 0
-) -> Tensor:
-    """Attend query [Q, H, D] at positions start to start + Q - 1, whose KV is stored; returns [Q, H, D].
-
-    pools [P, page, K, D] with H a multiple of K, query head h using KV head h // (H / K); page_row
-    int64 [pages]: the slot's pages in order; first_key: see `causal_bias`.
-    """
-    rows, heads, _ = query.shape
-    page_size, kv_heads = pools[0].shape[1:3]
-    blocks = -(-(start + rows) // KV_BLOCK)
-    context = min(blocks * KV_BLOCK, page_row.shape[0] * page_size)
-    positions = torch.arange(start, start + rows, device=query.device)
-    begin = first_seen(positions, context, scores.sliding)
-    groups = heads // kv_heads
-    bias = causal_bias(positions, context, groups, query.dtype, first_key, scores.sliding, begin)
-    masks = [SlotMask(bias, begin // page_size)]
-    return attend_pages(query[None], pools, page_row[None], masks, scores)[0]
-
-
-def attend_pages(
-    query: Tensor, pools: Pools, page_table: Tensor, masks: Sequence[SlotMask | None], scores: Scores
-) -> Tensor:
-    """Attend query [S, Q, H, D] to each slot's pages; returns [S, Q, H, D].
-
-    pools [P, page, K, D] with H a multiple of K; page_table int64 [S, pages]; masks: one a slot, or None for
-    a slot without rows (zeros are returned). Query head h uses KV head h // (H / K).
-    """
-    slots, width, heads, size = query.shape
+    (slots, given, heads, size), width, masks = query.shape, plan.width, plan.masks[scores.sliding]
+    if given < width:
+        query = F.pad(query, (0, 0, 0, 0, 0, width - given))
     page_size, kv_heads = pools[0].shape[1:3]
     groups = heads // kv_heads
     rows = query.view(slots, width, kv_heads, groups, size).permute(0, 2, 3, 1, 4)
@@ -214,12 +184,12 @@ def attend_pages(
             outputs.append(torch.zeros_like(own))
             continue
         count = mask.bias.shape[-1] // page_size
-        run = page_table[s, mask.first : mask.first + count] if mask.run is None else mask.run
+        run = plan.page_table[s, mask.first : mask.first + count] if mask.run is None else mask.run
         keys, values = (gather_pages(pages, run, count) for pages in pools)
         outputs.append(attend(own, keys, values, mask.bias, scores))
     mixed = outputs[0] if slots == 1 else torch.cat(outputs)
     mixed = mixed.view(slots, kv_heads, groups, width, size).permute(0, 3, 1, 2, 4)
-    return mixed.reshape(slots, width, heads, size)
+    return mixed.reshape(slots, width, heads, size)[:, :given]
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scores: Scores) -> Tensor:

@@ -57,6 +57,14 @@ class ChunkList:
 
 
 @dataclass(frozen=True)
+class ChunkPlan(AttentionPlan):
+    """A prompt chunk of one slot, which has a program of its own."""
+
+    start: int
+    first_key: int
+
+
+@dataclass(frozen=True)
 class SplitPlan(AttentionPlan):
     """Work of one forward pass: a list for each sliding window, and float32 room for the results."""
 
@@ -92,9 +100,12 @@ def plan_attention(
 ) -> AttentionPlan:
     """A small kernel for each sliding window, no look by the host: lengths are the device's.
 
-    S is below 32768; the room taken goes by the page table's width. Raises ValueError unless pages
-    are of a power of two positions, 16 or more, for a matrix unit takes so many keys at once.
+    For a whole prompt chunk nothing is prepared. S is below 32768; the room taken goes by the page table's
+    width. Raises ValueError unless pages are of a power of two positions, 16 or more, for a matrix unit
+    takes so many keys at once.
     """
+    if windows.chunk_start is not None:
+        return ChunkPlan(windows.page_table.contiguous(), windows.chunk_start, heads.first_key)
     if page_size < 16 or page_size != power_of_two(page_size):
         raise ValueError(f"pages of {page_size} positions: a power of two from 16 on is needed")
     (slots, width), device = windows.positions.shape, windows.positions.device
@@ -165,7 +176,9 @@ def combine_chunks(out: Tensor, plan: SplitPlan, sinks: Tensor | None, **options
 
 
 def paged_attention(query: Tensor, pools: Pools, plan: AttentionPlan, scores: Scores) -> Tensor:
-    """With a plan of this file; invalid rows give zeros."""
+    """With a plan of this file; invalid rows give zeros. The pools are contiguous."""
+    if isinstance(plan, ChunkPlan):
+        return _attend_prompt(query[0], pools, plan, scores)[None]
     assert isinstance(plan, SplitPlan)
     slots, width, num_heads, size = query.shape
     kv_heads, facts = plan.heads.num_kv_heads, device_facts(query.device)
@@ -179,18 +192,18 @@ def paged_attention(query: Tensor, pools: Pools, plan: AttentionPlan, scores: Sc
     return combine_chunks(out, plan, scores.sinks, num_warps=1 + (size > WIDE), **shape)
 
 
-def prefill_attention(
-    query: Tensor, pools: Pools, page_row: Tensor, start: int, scores: Scores, first_key: int = 0
-) -> Tensor:
-    """The pools and page_row contiguous."""
+def _attend_prompt(query: Tensor, pools: Pools, plan: ChunkPlan, scores: Scores) -> Tensor:
+    """Attend query [Q, H, D] at the positions from the plan's start on; returns [Q, H, D]."""
     rows, num_heads, size = query.shape
     page_size, kv_heads = pools[0].shape[1:3]
     out = torch.empty((rows, num_heads, size), dtype=query.dtype, device=query.device)
     tile, block, stages = tile_shape(query.dtype, size, device_facts(query.device))
-    shape = {"K": kv_heads, "GROUPS": num_heads // kv_heads, "D": size, "PAGE": page_size, "FIRST": first_key}
+    shape = {"K": kv_heads, "GROUPS": num_heads // kv_heads, "D": size, "PAGE": page_size}
     shape |= {"BLOCK_D": max(16, power_of_two(size)), "TILE": tile, "BLOCK": block, "num_stages": stages}
+    where = plan.page_table[0], scores.sinks, out, score_scale(scores), rows, plan.start
     prefill_attention_kernel[(num_heads, ceil_div(rows, tile))](
-        *(query.contiguous(), *pools, page_row, scores.sinks, out, score_scale(scores), rows, start),
+        *(query.contiguous(), *pools, *where),
+        FIRST=plan.first_key,
         SLIDING=scores.sliding,
         SOFTCAP=scores.softcap,
         num_warps=WARPS[size <= WIDE],

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spd.kernels.attention.paged_attention import AttentionPlan, Scores, paged_attention, prefill_attention
+from spd.kernels.attention.paged_attention import AttentionPlan, Scores, paged_attention
 from spd.kernels.attention.rotary_store import RotatedRows, apply_rotary, tamed
 from spd.kernels.linear.norm_gate import rms_norm
 
@@ -45,15 +45,3 @@ def mla_attention(query: Tensor, pages: Tensor, plan: AttentionPlan, rank: int, 
     """
     pool = pages.unsqueeze(2)  # its rows are keys and, with R columns that are not read, values
     return paged_attention(query, (pool, pool), plan, Scores(scale))[..., :rank]
-
-
-def mla_prefill(
-    query: Tensor, pages: Tensor, page_row: Tensor, start: int, rank: int, scale: float
-) -> Tensor:
-    """Attend a prompt chunk's query [T, H, L + R], at positions from `start` on, to its slot's pages.
-
-    The chunk's own latents are in the pool [P, page, L + R] already; page_row int64 [pages]. A row sees the
-    positions up to its own. Returns [T, H, L], L = rank.
-    """
-    pool = pages.unsqueeze(2)
-    return prefill_attention(query, (pool, pool), page_row, start, Scores(scale))[..., :rank]

@@ -18,6 +18,7 @@ from spd.kernels.attention.attention_kernels_triton import LOG2_E, UNSEEN, not_f
 from spd.kernels.attention.paged_attention import AttentionPlan, Scores
 from spd.kernels.attention.paged_attention_triton import (
     RESERVED_BYTES,
+    ChunkPlan,
     SplitPlan,
     attend_chunks,
     combine_chunks,
@@ -308,6 +309,8 @@ def _shape(query: Tensor, page_size: int, rank: int) -> dict[str, int]:
 
 def mla_attention(query: Tensor, pages: Tensor, plan: AttentionPlan, rank: int, scale: float) -> Tensor:
     """With a plan of `paged_attention_triton`."""
+    if isinstance(plan, ChunkPlan):
+        return _attend_prompt(query[0], pages, plan, rank, scale)[None]
     assert isinstance(plan, SplitPlan)
     slots, width, heads, _ = query.shape
     shape = _shape(query, pages.shape[1], rank)
@@ -317,14 +320,13 @@ def mla_attention(query: Tensor, pages: Tensor, plan: AttentionPlan, rank: int, 
     return combine_chunks(out, plan, None, num_warps=4, **sizes)
 
 
-def mla_prefill(
-    query: Tensor, pages: Tensor, page_row: Tensor, start: int, rank: int, scale: float
-) -> Tensor:
+def _attend_prompt(query: Tensor, pages: Tensor, plan: ChunkPlan, rank: int, scale: float) -> Tensor:
+    """Attend query [Q, H, L + R] at the positions from the plan's start on; returns [Q, H, L]."""
     rows, heads, _ = query.shape
     shape = _shape(query, pages.shape[1], rank)
     out = torch.empty((rows, heads, rank), dtype=query.dtype, device=query.device)
     prefill_latent_kernel[(ceil_div(rows * heads, shape["TILE"]),)](
-        *(query.contiguous(), pages, page_row, out, scale * LOG2_E, rows * heads, start),
+        *(query.contiguous(), pages, plan.page_table[0], out, scale * LOG2_E, rows * heads, plan.start),
         PAGE=pages.shape[1],
         **shape,
     )

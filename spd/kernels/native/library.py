@@ -143,11 +143,6 @@ class NativePlan(AttentionPlan):
     first_key: int
 
 
-def _prompt_plan(page_row: Tensor, start: int, count: int, first_key: int = 0) -> NativePlan:
-    """Of a run of positions in one slot."""
-    return NativePlan(page_row.contiguous()[None], torch.arange(start, start + count)[None], first_key)
-
-
 class AmxRefused(NativeUnavailable):
     """The processor has it, and programs may not use it."""
 
@@ -350,12 +345,6 @@ class NativeLibrary:
         self.share("attend", *given, *more, scores.scale, scores.softcap or 0.0)
         return mixed
 
-    def prefill_attention(
-        self, query: Tensor, pools: Pools, page_row: Tensor, start: int, scores: Scores, first_key: int = 0
-    ) -> Tensor:
-        plan = _prompt_plan(page_row, start, query.shape[0], first_key)
-        return self.paged_attention(query[None], pools, plan, scores)[0]
-
     def latent_store(
         self, query: Tensor, latent: Tensor, rows: RotatedRows, norm: Tensor, epsilon: float, pages: Tensor
     ) -> Tensor:
@@ -372,12 +361,6 @@ class NativeLibrary:
     ) -> Tensor:
         pool = pages.unsqueeze(2)
         return self.paged_attention(query, (pool, pool), plan, Scores(scale), rank)
-
-    def mla_prefill(
-        self, query: Tensor, pages: Tensor, page_row: Tensor, start: int, rank: int, scale: float
-    ) -> Tensor:
-        pool, plan = pages.unsqueeze(2), _prompt_plan(page_row, start, query.shape[0])
-        return self.paged_attention(query[None], (pool, pool), plan, Scores(scale), rank)[0]
 
     def router_logits(self, x: Tensor, weight: Tensor) -> Tensor:
         logits = torch.empty(x.shape[0], 1, weight.shape[0])

@@ -52,8 +52,7 @@ class ForwardBatch:
 
     T rows = num_slots * width, rounded up to a row bucket with rows that are dropped. page_table is
     int64 [S, pages]; plan is what `plan_attention` made of the rows, by the shape of heads. A prompt chunk of
-    one slot has a chunk_start, its first position; the kernels that attend by it need no plan. first_key is
-    the first position whose cache entry holds anything, see `causal_bias`.
+    one slot has a chunk_start, its first position.
     """
 
     token_ids: Tensor  # [T] int64
@@ -65,7 +64,6 @@ class ForwardBatch:
     width: int
     tile: int
     chunk_start: int | None = None
-    first_key: int = 0
     states: HeadStates | None = None
     segments: Segments | None = None  # what of the rows recurrent layers read; None where a model has none
     per_layer: Tensor | None = None  # [T, layers, P] of the rows' tokens, where layers embed them too
@@ -79,18 +77,13 @@ class Residual:
     squares: Tensor | None = None
 
 
-def attended(
-    query: Tensor, batch: ForwardBatch, windows: Callable[[Tensor], Tensor], chunk: Callable[..., Tensor]
-) -> Tensor:
-    """What attention makes of query [T, ...], as [T, N], by one of its two programs.
+def attended(query: Tensor, batch: ForwardBatch, attend: Callable[[Tensor], Tensor]) -> Tensor:
+    """What attention makes of query [T, ...], as [T, N].
 
-    windows: of query [S, W, ...]; rows behind them give zeros. chunk: of query [T, ...], a page table [pages]
-    and the first position, where these kernels attend by it.
+    attend: of windows of query [S, W, ...]; rows behind them give zeros.
     """
-    if batch.chunk_start is not None and batch.plan is None:
-        return chunk(query, batch.page_table[0], batch.chunk_start).flatten(1)
     rows, total = batch.num_slots * batch.width, query.shape[0]
-    mixed = windows(query[:rows].view(batch.num_slots, batch.width, *query.shape[1:])).reshape(rows, -1)
+    mixed = attend(query[:rows].view(batch.num_slots, batch.width, *query.shape[1:])).reshape(rows, -1)
     return mixed if rows == total else torch.cat((mixed, mixed.new_zeros(total - rows, mixed.shape[1])))
 
 

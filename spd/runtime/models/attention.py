@@ -98,12 +98,8 @@ class Attention:
             slope, period = self.layout.query_growth
             grown = 1 + slope * torch.log1p(torch.floor(batch.positions.float() / period))
             query = query * grown.to(query.dtype)[:, None, None]
-        mixed = attended(
-            query,
-            batch,
-            lambda windows: kernels.paged_attention(windows, pools, batch.plan[self.layout.heads], scores),
-            lambda chunk, *where: kernels.prefill_attention(chunk, pools, *where, scores, batch.first_key),
-        )
+        plan = batch.plan[self.layout.heads]
+        mixed = attended(query, batch, lambda rows: kernels.paged_attention(rows, pools, plan, scores))
         if self.layout.value_dim is not None:
             heads = mixed.view(mixed.shape[0], self.layout.num_heads, -1)
             mixed = heads[..., : self.layout.value_dim].flatten(1) * self.layout.value_scale
@@ -185,13 +181,10 @@ class LatentAttention:
         rows = RotatedRows(rotary.cos, rotary.sin, rotary.positions, batch.kv_slots)
         turned = self.kernels.latent_store(turning, latent, rows, self.latent_norm, LATENT_EPSILON, pages)
         absorbed = in_tiles(lambda rows: self.kernels.head_linear(rows, self.key_up), still, batch.tile)
-        kernels, size, scale = self.kernels, self.latent.rank, self.scale
-        mixed = attended(
-            torch.cat((absorbed, turned), dim=-1),
-            batch,
-            lambda windows: kernels.mla_attention(windows, pages, batch.plan[self.layout.heads], size, scale),
-            lambda chunk, *where: kernels.mla_prefill(chunk, pages, *where, size, scale),
-        ).view(-1, self.layout.num_heads, size)
+        plan, scores = batch.plan[self.layout.heads], (self.latent.rank, self.scale)
+        whole = torch.cat((absorbed, turned), dim=-1)
+        mixed = attended(whole, batch, lambda rows: self.kernels.mla_attention(rows, pages, plan, *scores))
+        mixed = mixed.view(-1, self.layout.num_heads, self.latent.rank)
         values = in_tiles(lambda rows: self.kernels.head_linear(rows, self.value_up), mixed, batch.tile)
         return self.output(Residual(values.flatten(1)), batch, stream)
 

@@ -152,20 +152,16 @@ class ModelRunner:
                 # The last row again, which touches no expert that is not touched; it keeps nothing.
                 ids, positions = (torch.cat((t, t[-1:].expand(extra))) for t in (ids, positions))
                 places = pad(places, (0, extra), value=self.trash_slot)
-        plan = None
-        if chunk_start is None or self.buckets is not None:
-            plan = self._attention_plan(own, padded=chunk_start is None)
         return ForwardBatch(
             token_ids=ids,
             positions=positions,
             kv_slots=places,
             page_table=own.page_table,
-            plan=plan,
+            plan=self._attention_plan(own, chunk_start),
             num_slots=slots,
             width=width,
             tile=tile,
             chunk_start=chunk_start,
-            first_key=self.model.heads[0].first_key,
             states=own.states,
             segments=own.segments,
         )
@@ -178,10 +174,10 @@ class ModelRunner:
             applied.scatter_(0, slots, torch.where(count > 0, keep, applied[slots]))
         return made
 
-    def _attention_plan(self, given: SlotRows, *, padded: bool) -> object:
+    def _attention_plan(self, given: SlotRows, chunk_start: int | None) -> object:
         positions, bounds, first_pages = given.rows.positions, [], []
         if self.buckets is not None:  # only the torch form asks the host
-            if padded:
+            if chunk_start is None:
                 extra = bucket_for(positions.shape[1], self.buckets) - positions.shape[1]
                 positions = torch.cat((positions, positions[:, -1:].expand(-1, extra)), 1)
             for view in given.views:
@@ -190,7 +186,7 @@ class ModelRunner:
                 pages = list(view.pages[:count])
                 in_order = bool(pages) and pages == list(range(pages[0], pages[0] + count))
                 first_pages.append(pages[0] if in_order else None)
-        windows = Windows(positions, given.rows.valid, given.page_table, bounds, first_pages)
+        windows = Windows(positions, given.rows.valid, given.page_table, bounds, first_pages, chunk_start)
         plan, form = self.kernels.plan_attention, (self.cache.page_size, self.dtype)
         every = {(h.num_heads, h.num_kv_heads, h.head_dim): h for h in self.model.heads}
         return {shape: plan(windows, heads, *form) for shape, heads in every.items()}
