@@ -181,13 +181,13 @@ def logits_of(engine: Engine, prompt: Sequence[int], chunk: int = 64) -> torch.T
     """Float32 logits [T, V] of a text: whole chunks by the prefill program, the rest by tiles; 0 is tiles."""
     runner, ids = engine._device.runner, torch.tensor([prompt])
     view = SlotView(len(prompt), range(2, 10 if len(prompt) <= 512 else 18))  # whole blocks of 512
-    table, start, found = runner.page_row(view.pages, len(view.pages))[None], 0, []
+    start, found = 0, list[torch.Tensor]()
     with torch.inference_mode():
         while start < len(prompt):
             chunked = 0 < chunk <= len(prompt) - start
             stop = start + (chunk if chunked else min(32, len(prompt) - start))
             part = PromptPart(0, ids, start, stop, view._replace(bound=stop), ())
-            made = runner.forward_prompt(part, table, chunked=chunked)
+            made = runner.forward_prompt(part, chunked=chunked)
             found.append(runner.logits(made.hidden)[0])
             start = stop
     return torch.cat(found)

@@ -21,11 +21,12 @@ LENGTH = 75
 
 def row_hidden(runner: ModelRunner, texts: Sequence[Any], starts: Sequence[int], width: int) -> torch.Tensor:
     """Hidden states [S, width, hidden] of windows at `starts` of texts whose beginnings are in the cache."""
-    ids = torch.tensor([t[s : s + width] for t, s in zip(texts, starts, strict=False)])
-    views = [SlotView(LENGTH + 40, range(2 + 8 * i, 10 + 8 * i)) for i in range(len(ids))]
-    table = torch.stack([runner.page_row(view.pages, 8) for view in views])
-    rows = runner.prompt_rows(ids, torch.tensor(starts)[: len(ids), None], table)
-    return runner.forward(rows, table, views).hidden
+    parts = []
+    for i, (text, start) in enumerate(zip(texts, starts, strict=False)):
+        view = SlotView(LENGTH + 40, range(2 + 8 * i, 10 + 8 * i))
+        parts.append(PromptPart(i, torch.tensor([text]), start, start + width, view, ()))
+    together = runner._of_prompts(parts, [None])
+    return runner.forward(together.rows, together.page_table, together.views).hidden
 
 
 @pytest.mark.covers(1)
@@ -43,10 +44,10 @@ def test_rows_have_equal_bits(tiny: Callable[..., Path], variant: str, dtype: st
     with torch.inference_mode():
         for slot in range(4):
             pages = range(2 + 8 * slot, 10 + 8 * slot)
-            table, ids = runner.page_row(pages, 8)[None], torch.tensor([texts[slot]])
+            ids = torch.tensor([texts[slot]])
             for begin, end in ((0, 64), (64, LENGTH)):
                 part = PromptPart(0, ids, begin, end, SlotView(end, pages), ())
-                runner.forward_prompt(part, table, chunked=begin == 0)
+                runner.forward_prompt(part, chunked=begin == 0)
         plain = torch.stack([row_hidden(runner, texts[:1], [LENGTH + i], 1)[0, 0] for i in range(8)])
         starts = [LENGTH, LENGTH - 3, LENGTH - 9, LENGTH - 20]
         strangers = [texts[0][: LENGTH + 1] + texts[1][LENGTH + 1 :]]

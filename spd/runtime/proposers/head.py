@@ -70,7 +70,7 @@ class HeadProposer(ModelProposer):
         for module, runner in enumerate(self.runners):
             rings = []
             for part, seen in zip(own, made, strict=True):
-                rows = runner.prompt_rows(part.tokens, part.begin, runner.page_table_of(part.view))
+                rows = runner.prompt_rows(part)
                 ring = self._keep(module, seen[:, : part.end - part.begin], rows, part.slot)
                 rings.append(HeadStates(ring, self.depth))
             made = runner.write(own, rings)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from spd.runtime.round import arithmetic_probe as probe
 from spd.runtime.round.arithmetic_probe import CANDIDATES, WIDEST
 from spd.runtime.round.kv_cache import KvCache
 from spd.runtime.round.limits import NUM_RESERVED, TRASH_PAGE, ZERO_PAGE
-from spd.runtime.round.rows import MERGED_WIDTH, PromptPart, SlotRows, SlotView, joined
+from spd.runtime.round.rows import MERGED_WIDTH, PromptPart, SlotRows, SlotView, columns
 from spd.runtime.round.transfer import to_device
 
 
@@ -75,16 +76,16 @@ class ModelRunner:
         cache = KvCache(layers, *room, slots=1, depth=2 * WIDEST)
         for pool in (pool for layer in cache.layers for pool in layer.pools):
             pool.copy_(torch.randn(pool.shape, generator=generator))
-        ids = torch.randint(model.vocab_size, (1, WIDEST), generator=generator).to(self.device)
-        table = self.page_row(pages, len(pages))[None]
+        ids = torch.randint(model.vocab_size, (1, end), generator=generator).to(self.device)
         ring = torch.randn(1, WIDEST, model.state_size, generator=generator)
         states = HeadStates(ring.to(self.device, self.dtype), WIDEST)
 
         def window(first: int, rows: int, blocks: int) -> probe.Pass:
-            own = self.prompt_rows(ids[:, first : first + rows], start + first, table)
-            given = SlotRows(own, table, [SlotView(blocks * KV_BLOCK, pages)], states)
+            place = start + first
+            part = PromptPart(0, ids, place, place + rows, SlotView(blocks * KV_BLOCK, pages), ())
+            given = SlotRows(self.prompt_rows(part), self.page_tables([part]), [part.view], states)
             if cache.recurrent:  # a state as of the text's first row, from where tokens are applied again
-                run = torch.tensor([[0], [0], [rows], [start + first], [start]], device=self.device)
+                run = torch.tensor([[0], [0], [rows], [place], [start]], device=self.device)
                 given = given._replace(segments=Segments(run, cache.applied.fill_(start)))
             hidden = model.forward(self._batch(given), cache.layers).hidden
             return hidden, model.logits(hidden, WIDEST)
@@ -123,17 +124,31 @@ class ModelRunner:
         made = self._run(self._batch(given)).each(lambda t: t[: slots * width].view(slots, width, -1))
         return made if present is None else made.each(lambda t: _spread(t, present, len(views)))
 
-    def _of_prompt(self, part: PromptPart, page_table: Tensor, states: HeadStates | None) -> SlotRows:
-        """The rows of a part of a prompt, and all that one pass over them reads."""
-        rows, segments = self.prompt_rows(part.tokens, part.begin, page_table), None
-        if self.cache.recurrent:  # all of its rows stay
-            segments = self._segment(part.slot, part.end - part.begin, part.begin, part.end)
-        return SlotRows(rows, page_table, [part.view], states, segments)
+    def _of_prompts(
+        self, parts: Sequence[PromptPart], states: Sequence[HeadStates | None], width: int | None = None
+    ) -> SlotRows:
+        """The rows of parts of prompts, see `prompt_rows`, and all that one pass over them reads.
 
-    def _segment(self, slot: int, count: int, start: int, keep: int) -> Segments:
-        """So many rows of one slot from position `start` on, the only ones of a pass; see `Segments`."""
-        run = to_device([slot, 0, count, start, keep], torch.long, self.device)
-        return Segments(run[:, None], self.cache.applied)
+        states: of each part's slot. Every layer writes all rows before any reads.
+        """
+        own, tables = [self.prompt_rows(part, width) for part in parts], self.page_tables(parts)
+        rows = Rows(*map(torch.cat, zip(*map(columns, own), strict=True)))
+        counts, held, segments = [len(each.valid) for each in own], None, None
+        if states[0] is not None:
+            rings = [each.rings.expand(n, -1, -1) for each, n in zip(states, counts, strict=True) if each]
+            held = HeadStates(torch.cat(rings), states[0].depth)
+        if self.cache.recurrent:  # all of their rows stay
+            firsts = accumulate((rows.valid.numel() for rows in own[:-1]), initial=0)
+            runs = zip(parts, firsts, strict=True)
+            segments = self._segments(*((p.slot, row, p.end - p.begin, p.begin, p.end) for p, row in runs))
+        table = torch.cat([one.expand(n, -1) for one, n in zip(tables, counts, strict=True)])
+        views = [part.view for part, n in zip(parts, counts, strict=True) for _ in range(n)]
+        return SlotRows(rows, table, views, held, segments)
+
+    def _segments(self, *runs: tuple[int, int, int, int, int]) -> Segments:
+        """Runs as columns of a table; see `Segments`."""
+        table = [value for column in zip(*runs, strict=True) for value in column]
+        return Segments(to_device(table, torch.long, self.device).view(5, -1), self.cache.applied)
 
     def _present(self, views: Sequence[SlotView]) -> Tensor | None:
         """The slots that have rows, int64; None where all are to be run: that all have some, or a GPU's."""
@@ -196,12 +211,8 @@ class ModelRunner:
 
         views: one for each of the first dimension, where some may have no rows; see `forward`.
         """
-        if (present := self._present(views)) is None:
-            return self._scores(hidden)
-        return _spread(self._scores(hidden.index_select(0, present)), present, len(views))
-
-    def _scores(self, hidden: Tensor) -> Tensor:
-        """The logits of hidden [..., hidden], in a bucket's rows."""
+        if (present := self._present(views)) is not None:
+            return _spread(self.logits(hidden.index_select(0, present)), present, len(views))
         flat = hidden.reshape(-1, hidden.shape[-1]).contiguous()
         rows = flat.shape[0]
         extra = 0 if self.buckets is None else bucket_for(rows, self.buckets) - rows
@@ -227,20 +238,28 @@ class ModelRunner:
         """Apply a slot's ring rows below position `end`, all committed: its states are as of there then."""
         if self.cache.recurrent:
             end = min(end, self.model.max_positions)
-            self.model.settle(self._segment(slot, 1, end, end), self.cache.layers)
+            self.model.settle(self._segments((slot, 0, 1, end, end)), self.cache.layers)
             self.cache.applied[slot].fill_(end)
 
-    def prompt_rows(self, token_ids: Tensor, start: int | Tensor, page_table: Tensor) -> Rows:
-        """The rows of parts int64 [S, n] of slots' prompts, which begin at `start`, or int64 [S, 1]."""
-        positions = start + torch.arange(token_ids.shape[1], device=self.device)[None]
-        valid = torch.ones_like(token_ids, dtype=torch.bool)
-        slots = kv_slots(page_table, positions, valid, self.cache.page_size, self.trash_slot)
-        return Rows(token_ids, positions, valid, slots)
+    def prompt_rows(self, part: PromptPart, width: int | None = None) -> Rows:
+        """The rows of a part of a prompt, as one window or as windows of `width`.
 
-    def page_table_of(self, view: SlotView) -> Tensor:
-        """A page table int64 [1, pages] of one slot, in whole blocks of context."""
-        width = -(-len(view.pages) // self.pages_per_block) * self.pages_per_block
-        return self.page_row(view.pages, max(self.pages_per_block, width))[None]
+        The last is filled up with rows that keep nothing: the last row again, which touches no expert that
+        is not touched.
+        """
+        width = width or part.end - part.begin
+        count = -(-(part.end - part.begin) // width)
+        own = part.begin + torch.arange(count * width, device=self.device).view(count, width)
+        valid, positions = own < part.end, own.clamp(max=part.end - 1)
+        table = self.page_tables([part]).expand(count, -1)
+        slots = kv_slots(table, positions, valid, self.cache.page_size, self.trash_slot)
+        return Rows(part.token_ids[0][positions], positions, valid, slots)
+
+    def page_tables(self, parts: Sequence[PromptPart]) -> Tensor:
+        """A page table int64 [N, pages], in whole blocks of context, of each part's slot."""
+        blocks = max(1, *(-(-len(part.view.pages) // self.pages_per_block) for part in parts))
+        width = blocks * self.pages_per_block
+        return torch.stack([self.page_row(part.view.pages, width) for part in parts])
 
     def write(self, parts: Sequence[PromptPart], states: Sequence[HeadStates] = ()) -> list[Tensor]:
         """Write the KV of parts of prompts: the states [1, end - begin, hidden] that a head reads of them.
@@ -254,36 +273,29 @@ class ModelRunner:
 
     def _write_alone(self, part: PromptPart, ring: HeadStates | None) -> Tensor:
         """Run one pass for each whole chunk and one for each few rows outside chunks."""
-        table, made = self.page_table_of(part.view), []
+        made = []
         for run in part.runs:
             chunked, last = run.kind == "chunk", min(run.end, part.end)
             step = self.chunk if chunked else self.kernels.facts.tail_rows
             for begin in range(max(run.start, part.begin), last, step):
                 end = min(begin + step, last)
                 piece = part._replace(begin=begin, end=end, view=part.view._replace(bound=end))
-                made.append(self.forward_prompt(piece, table, ring, chunked=chunked).states)
+                made.append(self.forward_prompt(piece, ring, chunked=chunked).states)
         return made[0] if len(made) == 1 else torch.cat(made, 1)
 
     def _write_together(self, parts: Sequence[PromptPart], held: Sequence[HeadStates | None]) -> list[Tensor]:
         """One pass: every layer writes all rows before any reads, so a part may rest on another's pages."""
-        tables = [self.page_table_of(part.view) for part in parts]
-        pages = max(table.shape[1] for table in tables)
-        windows = []
-        for part, table, ring in zip(parts, tables, held, strict=True):
-            table = pad(table, (0, pages - table.shape[1]), value=ZERO_PAGE)
-            windows.append(self._of_prompt(part, table, ring).folded(MERGED_WIDTH, self.trash_slot))
-        made = self._run(self._batch(joined(windows))).states
-        each = torch.split(made, [window.rows.token_ids.numel() for window in windows])
+        made = self._run(self._batch(self._of_prompts(parts, held, MERGED_WIDTH))).states
+        each = torch.split(made, [part.filled for part in parts])
         return [own[None, : part.end - part.begin] for own, part in zip(each, parts, strict=True)]
 
     def forward_prompt(
-        self, part: PromptPart, page_table: Tensor, states: HeadStates | None = None, *, chunked: bool
+        self, part: PromptPart, states: HeadStates | None = None, *, chunked: bool
     ) -> ModelOutput:
         """Hidden states [1, end - begin, hidden] of a part of a prompt in one pass, writing its KV.
 
-        page_table int64 [1, pages]; states: of its slot, for models that read some; chunked: as one whole
-        prompt chunk.
+        states: of its slot, for models that read some; chunked: as one whole prompt chunk.
         """
-        given, count = self._of_prompt(part, page_table, states), part.end - part.begin
+        given, count = self._of_prompts([part], [states]), part.end - part.begin
         batch = self._batch(given, count, chunk_start=part.begin) if chunked else self._batch(given)
         return self._run(batch).each(lambda tensor: tensor[None, :count])

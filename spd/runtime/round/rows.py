@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.round.window import Rows
@@ -37,11 +36,6 @@ class PromptPart(NamedTuple):
     end: int
     view: SlotView
     runs: Sequence[Run]  # which program writes which positions; `begin` does not cut a chunk run
-
-    @property
-    def tokens(self) -> Tensor:
-        """The part's own, int64 [1, end - begin]."""
-        return self.token_ids[:, self.begin : self.end]
 
     @property
     def filled(self) -> int:
@@ -88,38 +82,3 @@ class SlotRows(NamedTuple):
         row = torch.arange(len(slots), device=slots.device) * valid.shape[1] + first
         keep = start if keeps else applied[slots]
         return self._replace(segments=Segments(torch.stack((slots, row, count, start, keep)), applied))
-
-    def folded(self, width: int, trash_slot: int) -> SlotRows:
-        """The rows [1, n] of one slot as windows [m, width], which attend one by one.
-
-        The last is filled up with rows that keep nothing. Every layer writes all rows before any reads.
-        """
-        ids, positions, valid, places = columns(self.rows)
-        missing = -ids.shape[1] % width
-        if missing:
-            ids, positions = (torch.cat((t, t[:, -1:].expand(1, missing)), 1) for t in (ids, positions))
-            places = pad(places, (0, missing), value=trash_slot)
-            valid = pad(valid, (0, missing))
-        rows = Rows(*(t.reshape(-1, width) for t in (ids, positions, valid, places)))
-        count, states = rows.token_ids.shape[0], self.states
-        if states is not None:
-            states = HeadStates(states.rings.expand(count, -1, -1), states.depth)
-        return SlotRows(rows, self.page_table.expand(count, -1), [*self.views] * count, states, self.segments)
-
-
-def joined(parts: Sequence[SlotRows]) -> SlotRows:
-    """The windows of all parts, of one width, in one pass; page tables are equally wide."""
-    rows = Rows(*(torch.cat(column) for column in zip(*(columns(part.rows) for part in parts), strict=True)))
-    states = parts[0].states
-    if states is not None:
-        states = HeadStates(torch.cat([part.states.rings for part in parts if part.states]), states.depth)
-    table, segments = torch.cat([part.page_table for part in parts]), parts[0].segments
-    if segments is not None:
-        tables, row = [], 0
-        for part in parts:
-            assert part.segments is not None
-            tables.append(part.segments.table.clone())
-            tables[-1][1] += row
-            row += part.rows.token_ids.numel()
-        segments = segments._replace(table=torch.cat(tables, 1))
-    return SlotRows(rows, table, [view for part in parts for view in part.views], states, segments)
