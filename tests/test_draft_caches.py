@@ -217,7 +217,7 @@ def test_what_a_match_drafts_was_drawn_from_nothing(pairs: Pairs, monkeypatch: P
     real = ModelProposer.draft
 
     def checked(self: ModelProposer, k: int, *rest: Any) -> None:
-        laws, state = self.sampler.draft_laws, self.lookup.state
+        laws, state = self.sampler.draft_laws, self.state
         assert laws is not None
         before = laws.clone()
         real(self, k, *rest)

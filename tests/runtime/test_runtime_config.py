@@ -15,7 +15,7 @@ from spd.runtime.plan.config import CLASHES, DTYPES, KERNELS, MAX_DRAFT, METHODS
 from spd.runtime.plan.kernel_choice import choose_kernels
 from spd.runtime.plan.machine import Machine
 from spd.runtime.plan.plan import _draft_tiers, _graphs
-from spd.runtime.proposers import BUILDERS
+from spd.runtime.proposers import BY_MODELS
 from spd.runtime.round.round import ImposedAcceptance, conditional_rate
 
 DRAFT = Path("draft")
@@ -58,7 +58,7 @@ def test_wishes_that_clash_are_refused(wishes: dict[str, Any], kind: type[SpdErr
 
 def test_every_clash_has_its_own_message_and_a_case_here() -> None:
     messages = {clash.message for clash in CLASHES}
-    assert len(messages) == len(CLASHES) and {*BUILDERS} == {*METHODS} - {"auto", "off"}
+    assert len(messages) == len(CLASHES) and {*BY_MODELS} == {*METHODS} - {"auto", "off", "ngram"}
     assert all(any(words in message for _, _, words in REFUSED_TOGETHER) for message in messages)
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spd.kernels.dispatch import load_kernels
+from spd.runtime.proposers.base import Lookup
 from spd.runtime.proposers.ngram import NgramProposer
 from spd.runtime.round.rows import EMPTY_SLOT, SlotView
 from spd.runtime.round.sampling_params import SamplerClass
@@ -32,7 +33,8 @@ def propose(texts: Sequence[Any], k: int, shortest: int, longest: int, junk: int
         state.set_active(slot, text is not None)
         views.append(EMPTY_SLOT if text is None else SlotView(min(len(row) + slack, MAX_LEN), ()))
     state.num_drafts.fill_(3)
-    NgramProposer(state, load_kernels("torch"), shortest, longest).draft(k, NO_WINDOW, views, SamplerClass())
+    lookup = Lookup(load_kernels("torch"), shortest, longest)
+    NgramProposer(state, lookup).draft(k, NO_WINDOW, views, SamplerClass())
     assert (state.draft[:, k:] == -7).all()
     counts = state.num_drafts.tolist()
     assert all(0 <= count <= k for count in counts)

@@ -12,11 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from spd.kernels.dispatch import Kernels
 from spd.kernels.round.window import Places, RoundWindow, Rows
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.rows import PromptPart, SlotView
 from spd.runtime.round.sampler import Sampler
 from spd.runtime.round.sampling_params import SamplerClass
+from spd.runtime.round.state import RoundState
 
 
 class Proposer:
@@ -69,12 +71,17 @@ class Proposer:
         """Zero cache pages that may hold values that are not finite."""
 
 
-class Lookup(Proposer):
-    """A proposer that may also draft over what another has drafted."""
+class Lookup(NamedTuple):
+    """Prompt lookup: what followed where the last tokens, from `shortest` to `longest`, came before."""
 
-    def look_up(self, k: int, views: Sequence[SlotView], *, over: bool) -> None:
+    kernels: Kernels
+    shortest: int
+    longest: int
+
+    def draft(self, state: RoundState, k: int, views: Sequence[SlotView], *, over: bool) -> None:
         """Draft up to k tokens a slot; `over` other drafts only where it finds some."""
-        raise NotImplementedError
+        bound = min(max((view.bound for view in views), default=0), state.max_len)
+        self.kernels.ngram_lookup(state, k, self.shortest, self.longest, bound, over)
 
 
 class Beside(NamedTuple):
@@ -99,7 +106,7 @@ class ModelProposer(Proposer):
     """
 
     draws = True
-    by_slot: tuple[str, ...] = ("state", "sampler", "lookup")
+    by_slot: tuple[str, ...] = ("state", "sampler")
 
     def __init__(
         self, sampler: Sampler, runners: Sequence[ModelRunner], limit: int, beside: Beside | None = None
@@ -143,7 +150,7 @@ class ModelProposer(Proposer):
         if drafts:
             self._draft(k, window, views, needs)
         if self.lookup is not None:
-            self.lookup.look_up(k, views, over=drafts)
+            self.lookup.draft(self.state, k, views, over=drafts)
             if drafts:
                 self.sampler.make_certain(k)
 
