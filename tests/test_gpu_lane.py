@@ -24,7 +24,6 @@ class Through(CapturedRounds):
         return self.round.run(shape.k, views, shape.needs, shape.num_logprobs, shape.next_k)
 
     def capture(self, shape: RoundShape, views: Sequence[SlotView]) -> None:
-        self.round.sampler.make_tables(shape.needs)
         self.captured.setdefault(shape, (None, None))
 
 

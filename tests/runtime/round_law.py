@@ -154,10 +154,8 @@ class Enumeration:
         self.sampler = Sampler(state, VOCAB, VOCAB, kernels)
         self.sampler.admit(0, params, torch.tensor(PROMPT))
         for tensor in (*self.sampler.numbers.values(), self.sampler.top_k, self.sampler.bias):
-            if tensor is not None:
-                tensor.copy_(tensor[:1].clone().expand_as(tensor))
-        if self.sampler.in_prompt is not None:
-            self.sampler.in_prompt[:, list(PROMPT)] = True
+            tensor.copy_(tensor[:1].clone().expand_as(tensor))
+        self.sampler.in_prompt[:, list(PROMPT)] = True
         self.round = Round(state, self.runner, self.sampler, None, kernels)  # type: ignore[arg-type]
         self.views, self.needs = [SlotView(1, ())] * slots, SamplerClass.of(params)
         self.weights = torch.ones(slots, dtype=torch.float64)

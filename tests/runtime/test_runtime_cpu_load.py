@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from spd import Engine, EngineConfig, Request, SamplingParams, demo_folder
 from spd.kernels.native.build import obstacle
 from spd.runtime.plan import plan
 from spd.runtime.round import cpu_load
-from spd.runtime.round.cpu_load import FollowedThreads, OtherLoad, busy_seconds
+from spd.runtime.round.cpu_load import FollowedThreads, busy_seconds
 
 pytestmark = pytest.mark.usefixtures("every_trial")
 
@@ -40,11 +41,19 @@ def test_busy_seconds(tmp_path: Path) -> None:
         ((1, 2), 2, [(5.0, 2.0), 2.0, (5.0, 0.0), 0.0], [2, 1, 1, 2]),
     ],
 )
-def test_threads_give_way(counts: tuple[int, ...], cpus: int, loads: list[Any], expected: list[int]) -> None:
+def test_threads_give_way(
+    counts: tuple[int, ...],
+    cpus: int,
+    loads: list[Any],
+    expected: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """After looks at these loads, a window apart or so many seconds."""
     at = busy = 0.0
-    threads = FollowedThreads(counts, lambda _: None, OtherLoad(lambda _: busy, lambda: 0.0, lambda: at))
-    threads._load.cpus, found = tuple(range(cpus)), []
+    monkeypatch.setattr(cpu_load, "time", SimpleNamespace(perf_counter=lambda: at, process_time=lambda: 0.0))
+    monkeypatch.setattr(cpu_load, "busy_seconds", lambda _: busy)
+    threads, found = FollowedThreads(counts, lambda _: None), []
+    threads.cpus = tuple(range(cpus))
     for each in loads:
         passed, load = each if isinstance(each, tuple) else (1.5 * cpu_load.WINDOW, each)
         at, busy = at + passed, busy + passed * load

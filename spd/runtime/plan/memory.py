@@ -22,7 +22,7 @@ from spd.runtime.models.layouts import GqaLayout
 from spd.runtime.models.mtp_weights import module_bytes, module_position_size
 from spd.runtime.models.weights import DTYPE_BYTES, WIDE, ModelLayout, WeightForm, int4_form, layout_bytes
 from spd.runtime.plan.config import METHODS, EngineConfig, show_size
-from spd.runtime.round.limits import CATCH_UP, CHUNK, NUM_RESERVED, PAGE_SIZE, ring_depth, state_depth
+from spd.runtime.round.limits import CATCH_UP, NUM_RESERVED, PAGE_SIZE, ring_depth, state_depth
 
 ATTENTION_BLOCK = 512  # positions that attention walks at a time; a slot's pages come in whole blocks
 LOGIT_COPIES = {"torch": 16, "native": 16, "triton": 4}
@@ -61,7 +61,7 @@ class EngineShape:
     @property
     def chunk(self) -> int:
         """Tokens of a prompt that go through a model together."""
-        return CHUNK[self.kernels]
+        return FACTS[self.kernels].chunk
 
     @property
     def num_pages(self) -> int:

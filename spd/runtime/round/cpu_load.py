@@ -41,21 +41,19 @@ def busy_seconds(cpus: Sequence[int], source: Path = STAT) -> float:
 class OtherLoad:
     """How many CPUs other programs kept busy since the last reading, or since it was made."""
 
-    def __init__(
-        self,
-        busy: Callable[[Sequence[int]], float] = busy_seconds,
-        own: Callable[[], float] = time.process_time,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self) -> None:
         self.cpus = usable_cpus()
-        self._busy, self._own, self.clock = busy, own, clock
-        self.read()
+        self.last = self._look()
+
+    def _look(self) -> tuple[float, float]:
+        """The time, and how long others have worked until then, in seconds."""
+        return time.perf_counter(), busy_seconds(self.cpus) - time.process_time()
 
     def read(self) -> float:
         """CPUs, from 0 to all that this process may use."""
-        at, others = self.clock(), self._busy(self.cpus) - self._own()
-        before, self.last = getattr(self, "last", (at, others)), (at, others)
-        return min(max(0.0, (others - before[1]) / max(at - before[0], 1e-3)), float(len(self.cpus)))
+        (began, before), (at, others) = self.last, self._look()
+        self.last = at, others
+        return min(max(0.0, (others - before) / max(at - began, 1e-3)), float(len(self.cpus)))
 
 
 def fewer_threads(most: int) -> tuple[int, ...]:
@@ -63,25 +61,24 @@ def fewer_threads(most: int) -> tuple[int, ...]:
     return tuple(sorted({max(1, most // 2), max(1, most * 3 // 4), max(1, most - 1), most}))
 
 
-class FollowedThreads:
+class FollowedThreads(OtherLoad):
     """Leaves other programs the CPUs that they use, as far as half of the threads."""
 
-    def __init__(
-        self, counts: Sequence[int], use: Callable[[int], None], load: OtherLoad | None = None
-    ) -> None:
+    def __init__(self, counts: Sequence[int], use: Callable[[int], None]) -> None:
         """counts: numbers of threads that give the same bits, ascending; the last is the usual one."""
-        self._counts, self._use, self._load = counts, use, load or OtherLoad()
+        super().__init__()
+        self._counts, self._use = counts, use
         self.count = self._counts[-1]
 
     def follow(self) -> None:
         """Look at the load if it is time to, and use the threads that have a CPU of their own."""
-        age = self._load.clock() - self._load.last[0]
+        age = time.perf_counter() - self.last[0]
         if age < WINDOW:
             return
+        load = self.read()
         if age > 3 * WINDOW:  # no rounds ran meanwhile: what others did then may be over
-            self._load.read()
             return
-        free = len(self._load.cpus) - math.ceil(self._load.read() - SLIGHT)
+        free = len(self.cpus) - math.ceil(load - SLIGHT)
         count = max((count for count in self._counts if count <= free), default=self._counts[0])
         if count != self.count:
             self.count = count

@@ -85,7 +85,6 @@ class CapturedRounds:
 
     def capture(self, shape: RoundShape, views: Sequence[SlotView]) -> None:
         """Run a shape once with every slot silent, so that all is compiled and loaded, then capture it."""
-        self.round.sampler.make_tables(shape.needs)
         state, laws = self.round.state, self.round.sampler.draft_laws
         written = [state.active, state.draft, state.num_drafts, state.counter]
         kept = [(t, t.clone()) for t in (*written, *([] if laws is None else [laws]))]
@@ -140,7 +139,6 @@ class RecordedRounds(CapturedRounds):
 
     def capture(self, shape: RoundShape, views: Sequence[SlotView]) -> None:
         """Record a shape, which changes nothing."""
-        self.round.sampler.make_tables(shape.needs)
         try:
             self.captured[shape] = record(self.program(shape, views), self.library, self.pool)
         except NotRecordable:

@@ -7,8 +7,6 @@ from spd.kernels.dispatch import FACTS
 PAGE_SIZE = 64
 TRASH_PAGE, ZERO_PAGE, NUM_RESERVED = 0, 1, 2
 """Page 0 takes rows that must not be kept, page 1 stays zero and pads gathers."""
-CHUNK = {name: facts.chunk for name, facts in FACTS.items()}
-"""Positions of a prompt chunk, by the form of the kernels."""
 CATCH_UP = 16  # tokens that a drafter's cache may lack, besides a round's drafts, before one pass adds them
 WORD = 32  # token ids a word of a mask
 

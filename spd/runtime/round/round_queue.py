@@ -233,9 +233,7 @@ class RoundQueue:
         assert self._ids is not None
         part = PromptPart(slot, self._ids[None], start, end, SlotView(len(self._ids), pages), runs)
         rows = sum(each.filled for each in (*self.unwritten, part))
-        recurrent = any(each.cache.recurrent for each in self.states.runners)
-        again = recurrent and any(each.slot == slot for each in self.unwritten)
-        if again or rows > self.runner.chunk:
+        if rows > self.runner.chunk or any(each.slot == slot for each in self.unwritten):
             self.flush()
         self.unwritten.append(part)
 

@@ -41,10 +41,11 @@ class Sampler:
         }
         self.top_k = torch.zeros(slots, dtype=torch.long, device=device)
         self.seed = torch.zeros(slots, dtype=torch.long, device=device)
-        self.in_prompt: Tensor | None = None
-        """Which tokens a slot's prompt holds, and beside it how often each was generated: [S, V]."""
-        self.generated: Tensor | None = None
-        self.bias: Tensor | None = None
+        self.in_prompt, self.generated, self.bias = (
+            torch.zeros(slots, vocab_size, dtype=dtype, device=device)
+            for dtype in (torch.bool, torch.int32, torch.float32)
+        )
+        """Which tokens a slot's prompt holds, how often each was generated, and what is added: [S, V]."""
         self.mask: Tensor | None = None
         self.draft_laws: Tensor | None = None
         """What each draft was drawn from, [S, max_draft, V]; kept only for rules that test it."""
@@ -54,15 +55,6 @@ class Sampler:
         shape = (self.state.slots, self.state.max_draft, self.vocab_size)
         self.draft_laws = torch.zeros(shape, device=self.state.device)
 
-    def make_tables(self, needs: SamplerClass) -> None:
-        """Allocate what these steps read, where no request has needed it before; a grammar brings masks."""
-        if needs.bias and self.bias is None:
-            self.bias = torch.zeros(self.state.slots, self.vocab_size, device=self.state.device)
-        if needs.penalties and self.generated is None:
-            shape, device = (self.state.slots, self.vocab_size), self.state.device
-            self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=device)
-            self.generated = torch.zeros(shape, dtype=torch.int32, device=device)
-
     def admit(
         self, slot: int, params: SamplingParams, prompt: Tensor, generated: Tensor | None = None
     ) -> None:
@@ -71,19 +63,13 @@ class Sampler:
             tensor[slot].fill_(getattr(params, name))
         self.top_k[slot].fill_(params.top_k)
         self.seed[slot].fill_(params.seed)
-        if self.bias is not None:
-            self.bias[slot].fill_(0)
+        for table in (self.in_prompt, self.generated, self.bias):
+            table[slot].zero_()
         if self.mask is not None:
             self.mask[slot].fill_(-1)
-        self.make_tables(SamplerClass.of(params))
         for token_id, value in params.logit_bias:
-            assert self.bias is not None
             self.bias[slot, token_id].fill_(value)
-        if self.in_prompt is None or self.generated is None:
-            return
-        self.in_prompt[slot] = False
         self.in_prompt[slot, prompt] = True
-        self.generated[slot] = 0
         if generated is not None and generated.shape[0]:
             self.generated[slot].scatter_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
 
