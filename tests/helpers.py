@@ -186,8 +186,8 @@ def logits_of(engine: Engine, prompt: Sequence[int], chunk: int = 64) -> torch.T
         while start < len(prompt):
             chunked = 0 < chunk <= len(prompt) - start
             stop = start + (chunk if chunked else min(32, len(prompt) - start))
-            part = PromptPart(0, ids, start, stop, view._replace(bound=stop), ())
-            made = runner.forward_prompt(part, chunked=chunked)
+            part = PromptPart(0, ids, start, stop, view._replace(bound=stop), chunked)
+            made = runner.forward_prompt(part)
             found.append(runner.logits(made.hidden)[0])
             start = stop
     return torch.cat(found)

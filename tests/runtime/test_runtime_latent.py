@@ -24,7 +24,7 @@ def row_hidden(runner: ModelRunner, texts: Sequence[Any], starts: Sequence[int],
     parts = []
     for i, (text, start) in enumerate(zip(texts, starts, strict=False)):
         view = SlotView(LENGTH + 40, range(2 + 8 * i, 10 + 8 * i))
-        parts.append(PromptPart(i, torch.tensor([text]), start, start + width, view, ()))
+        parts.append(PromptPart(i, torch.tensor([text]), start, start + width, view, False))
     together = runner._of_prompts(parts, [None])
     return runner.forward(together.rows, together.page_table, together.views).hidden
 
@@ -46,8 +46,8 @@ def test_rows_have_equal_bits(tiny: Callable[..., Path], variant: str, dtype: st
             pages = range(2 + 8 * slot, 10 + 8 * slot)
             ids = torch.tensor([texts[slot]])
             for begin, end in ((0, 64), (64, LENGTH)):
-                part = PromptPart(0, ids, begin, end, SlotView(end, pages), ())
-                runner.forward_prompt(part, chunked=begin == 0)
+                part = PromptPart(0, ids, begin, end, SlotView(end, pages), begin == 0)
+                runner.forward_prompt(part)
         plain = torch.stack([row_hidden(runner, texts[:1], [LENGTH + i], 1)[0, 0] for i in range(8)])
         starts = [LENGTH, LENGTH - 3, LENGTH - 9, LENGTH - 20]
         strangers = [texts[0][: LENGTH + 1] + texts[1][LENGTH + 1 :]]

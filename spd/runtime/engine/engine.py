@@ -254,10 +254,10 @@ class Engine:
         runs = scheduler.prefill_runs(sequence)
         run = next((run for run in runs if run.start <= start < run.end), None)
         if run is not None:
-            runner = self._device.runner
-            rows = runner.chunk if run.kind == "chunk" else runner.kernels.facts.tail_rows
+            runner, chunked = self._device.runner, run.kind == "chunk"
+            rows = runner.chunk if chunked else runner.kernels.facts.tail_rows
             end = min(start + rows, run.end, *(stop for stop in sequence.stops if stop > start))
-            self._device.write(sequence.slot, sequence.pages, start, end, runs)
+            self._device.write(sequence.slot, sequence.pages, start, end, chunked)
         scheduler.wrote(sequence, end)
         if (place := scheduler.due(sequence, start)) is not None:
             self._device.save(place, sequence.slot, sequence.pages, end)

@@ -82,7 +82,7 @@ class ModelRunner:
 
         def window(first: int, rows: int, blocks: int) -> probe.Pass:
             place = start + first
-            part = PromptPart(0, ids, place, place + rows, SlotView(blocks * KV_BLOCK, pages), ())
+            part = PromptPart(0, ids, place, place + rows, SlotView(blocks * KV_BLOCK, pages), False)
             given = SlotRows(self.prompt_rows(part), self.page_tables([part]), [part.view], states)
             if cache.recurrent:  # a state as of the text's first row, from where tokens are applied again
                 run = torch.tensor([[0], [0], [rows], [place], [start]], device=self.device)
@@ -272,15 +272,12 @@ class ModelRunner:
         return [self._write_alone(*each) for each in zip(parts, rings, strict=True)]
 
     def _write_alone(self, part: PromptPart, ring: HeadStates | None) -> Tensor:
-        """Run one pass for each whole chunk and one for each few rows outside chunks."""
-        made = []
-        for run in part.runs:
-            chunked, last = run.kind == "chunk", min(run.end, part.end)
-            step = self.chunk if chunked else self.kernels.facts.tail_rows
-            for begin in range(max(run.start, part.begin), last, step):
-                end = min(begin + step, last)
-                piece = part._replace(begin=begin, end=end, view=part.view._replace(bound=end))
-                made.append(self.forward_prompt(piece, ring, chunked=chunked).states)
+        """Run one pass over a chunk, or one for each few rows."""
+        step, made = self.chunk if part.chunked else self.kernels.facts.tail_rows, []
+        for begin in range(part.begin, part.end, step):
+            end = min(begin + step, part.end)
+            piece = part._replace(begin=begin, end=end, view=part.view._replace(bound=end))
+            made.append(self.forward_prompt(piece, ring).states)
         return made[0] if len(made) == 1 else torch.cat(made, 1)
 
     def _write_together(self, parts: Sequence[PromptPart], held: Sequence[HeadStates | None]) -> list[Tensor]:
@@ -289,13 +286,11 @@ class ModelRunner:
         each = torch.split(made, [part.filled for part in parts])
         return [own[None, : part.end - part.begin] for own, part in zip(each, parts, strict=True)]
 
-    def forward_prompt(
-        self, part: PromptPart, states: HeadStates | None = None, *, chunked: bool
-    ) -> ModelOutput:
+    def forward_prompt(self, part: PromptPart, states: HeadStates | None = None) -> ModelOutput:
         """Hidden states [1, end - begin, hidden] of a part of a prompt in one pass, writing its KV.
 
-        states: of its slot, for models that read some; chunked: as one whole prompt chunk.
+        states: of its slot, for models that read some.
         """
         given, count = self._of_prompts([part], [states]), part.end - part.begin
-        batch = self._batch(given, count, chunk_start=part.begin) if chunked else self._batch(given)
+        batch = self._batch(given, count, chunk_start=part.begin) if part.chunked else self._batch(given)
         return self._run(batch).each(lambda tensor: tensor[None, :count])

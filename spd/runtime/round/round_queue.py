@@ -24,7 +24,6 @@ from spd.runtime.round.out_of_memory import is_out_of_memory, let_go
 from spd.runtime.round.round import Logprobs, Round
 from spd.runtime.round.rows import EMPTY_SLOT, PromptPart, SlotView
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
-from spd.runtime.round.spans import Run
 from spd.runtime.round.state import RING_DEPTH, RoundState
 from spd.runtime.round.transfer import to_device
 
@@ -228,10 +227,10 @@ class RoundQueue:
 
     # -- prompts ---------------------------------------------------------------------------------
 
-    def write(self, slot: int, pages: list[int], start: int, end: int, runs: Sequence[Run]) -> None:
+    def write(self, slot: int, pages: list[int], start: int, end: int, chunked: bool) -> None:
         """Write the caches of positions of the prompt that was placed last, at the latest in `flush`."""
         assert self._ids is not None
-        part = PromptPart(slot, self._ids[None], start, end, SlotView(len(self._ids), pages), runs)
+        part = PromptPart(slot, self._ids[None], start, end, SlotView(len(self._ids), pages), chunked)
         rows = sum(each.filled for each in (*self.unwritten, part))
         if rows > self.runner.chunk or any(each.slot == slot for each in self.unwritten):
             self.flush()

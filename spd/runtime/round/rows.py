@@ -11,7 +11,6 @@ from torch import Tensor
 from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.round.window import Rows
 from spd.runtime.layers.base import HeadStates
-from spd.runtime.round.spans import Run, clip_runs
 
 MERGED_WIDTH = 16
 """Rows of a window where prompts of several slots share a pass: each is filled up to whole windows."""
@@ -35,7 +34,7 @@ class PromptPart(NamedTuple):
     begin: int
     end: int
     view: SlotView
-    runs: Sequence[Run]  # which program writes which positions; `begin` does not cut a chunk run
+    chunked: bool  # whether the program of whole chunks writes it, or that of a few rows
 
     @property
     def filled(self) -> int:
@@ -45,7 +44,7 @@ class PromptPart(NamedTuple):
     def below(self, limit: int) -> PromptPart:
         """What of it lies below a position, which may be nothing."""
         end = max(self.begin, min(self.end, limit))
-        return self._replace(end=end, runs=clip_runs(self.runs, end))
+        return self._replace(end=end, chunked=self.chunked and end == self.end)
 
 
 def columns(rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
