@@ -27,15 +27,13 @@ class Facts(NamedTuple):
     tries_rows: bool = False  # only trying shows which numbers of rows give the same bits
     host_free: bool = False  # all is launched without a look at lengths, which the device alone knows
     folds_norms: bool = False  # products take the norm before them as squares, its weight in their own
-    needs_squares: bool = True  # a norm of rows reads the squares beside the stream
-    float32_norms: bool = False  # the weights of queries' and keys' norms are float32
     exact_rotary: bool = False  # cosines and sines are float32, for a rotated head is rounded once
     gathers_rotary: bool = False  # cosines and sines come as the rows' own
 
 
 FACTS: Mapping[str, Facts] = {
     "torch": Facts(64, 32, tries_rows=True, gathers_rotary=True),
-    "native": Facts(256, 256, rows_alike=True, needs_squares=False, float32_norms=True),
+    "native": Facts(256, 256, rows_alike=True),
     "triton": Facts(256, 64, host_free=True, folds_norms=True, exact_rotary=True),
 }
 
@@ -68,14 +66,10 @@ class Kernels:
     """Every operation in one form, by its name; contracts stand with the torch references."""
 
     def __init__(
-        self,
-        name: str,
-        operations: Mapping[str, Operation],
-        native: NativeLibrary | None = None,
-        token_tiles: Mapping[str, int] | None = None,
+        self, name: str, operations: Mapping[str, Operation], native: NativeLibrary | None = None
     ) -> None:
-        """native: the native form's products; token_tiles: by the dtype of weights, how wide they may be."""
-        self.name, self.facts, self.native, self.token_tiles = name, FACTS[name], native, token_tiles or {}
+        """native: the native form's products."""
+        self.name, self.facts, self.native = name, FACTS[name], native
         self.__dict__.update(operations)
 
     if TYPE_CHECKING:
@@ -96,8 +90,8 @@ def load_kernels(
 ) -> Kernels:
     """The operations in the form `name`: "torch", "triton", or "native", in the folder that `cache` names.
 
-    dtype: "bfloat16" or "float32", of which the native form is. Imports triton for its own only. Raises
-    NativeUnavailable.
+    token_tiles: by the dtype of weights, how wide Triton's may be. dtype: "bfloat16" or "float32", of which
+    the native form is. Imports triton for its own only. Raises NativeUnavailable.
     """
     found = {
         operation: getattr(importlib.import_module(f"spd.kernels.{stem}{SUFFIX[name]}"), operation)
@@ -119,4 +113,4 @@ def load_kernels(
 
         widest = {getattr(torch, kind): tile for kind, tile in token_tiles.items()}
         found |= {operation: partial(found[operation], widest=widest) for operation in TILED}
-    return Kernels(name, found, token_tiles=token_tiles)
+    return Kernels(name, found)

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from spd.runtime.engine.page_table import PageTable, Tail, TextHashes
 from spd.runtime.round.limits import NUM_RESERVED
-from spd.runtime.round.spans import Run, clip_runs, extend_tile, kinds_in, program_runs, reusable_prefix
+from spd.runtime.round.spans import Run, kinds_in, program_runs, reusable_prefix, runs_below
 from tests.page_checks import check_table
 
 digests = st.integers(0, 3).map(lambda n: b"digest %d" % n)
@@ -185,9 +185,9 @@ def test_runs_follow_the_rule(spans: Spans, chunk: int, data: st.DataObject, mor
     while expected and expected[-1][0] == "chunk" and expected[-1][1] < chunk - 1:
         cut = expected[-1][1] + 1
         expected[-cut:] = [tile] * cut
-    assert expand(clip_runs(program_runs(spans, chunk), end)) == expected
-    end = max(0, len(written) + more)
-    assert expand(extend_tile(runs, end)) == written + [tile] * (end - len(written))
+    assert expand(runs_below(runs, end)) == expected
+    end = len(written) + max(0, more)
+    assert expand(runs_below(runs, end)) == written + [tile] * (end - len(written))
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 4])

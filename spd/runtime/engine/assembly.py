@@ -28,12 +28,11 @@ from spd.runtime.round.graphs import CapturedRounds, RecordedRounds
 from spd.runtime.round.kv_cache import KvCache, StateStore
 from spd.runtime.round.limits import CATCH_UP, PAGE_SIZE, ring_depth
 from spd.runtime.round.model_runner import ModelRunner
-from spd.runtime.round.out_of_memory import first_line, is_out_of_memory, let_go
+from spd.runtime.round.out_of_memory import is_out_of_memory, let_go
 from spd.runtime.round.round import ImposedAcceptance, Round
 from spd.runtime.round.round_queue import RoundQueue
 from spd.runtime.round.sampler import Sampler
 from spd.runtime.round.state import RoundState
-from spd.runtime.round.transfer import use_device
 
 
 def open_device(plan: EnginePlan, usable_vocab: int, progress: Progress | None) -> RoundQueue:
@@ -55,8 +54,8 @@ def memory_refusal(error: BaseException, plan: EnginePlan, phase: str) -> Resour
     """The refusal where memory ran out: what the plan counted, and what would free how much of it."""
     let_go(error)
     asked = plan.drafting_model is not None and plan.drafter.reason == "asked for"
-    counted = f"the plan counted {show_size(plan.need.total)}: {plan.need.words()}"
-    reason = [line for line in (first_line(error), counted) if line]
+    said = [line.strip()[:200] for line in str(error).splitlines() if line.strip()]
+    reason = [*said[:1], f"the plan counted {show_size(plan.need.total)}: {plan.need.words()}"]
     fix = [*remedies(plan.shape, None, asked), "end what else uses this memory"]
     why = f"out of memory on {plan.device} while {phase}"
     return ResourceError(why, reason=reason, fix=fix, code="out_of_memory")
@@ -122,7 +121,8 @@ def assemble(
     """Load and allocate everything that the plan names, or this rank's part of it."""
     kernels = load_kernels(plan.shape.kernels, own_cache, plan.token_tiles, plan.shape.dtype)
     threads = _threads(plan, kernels)
-    use_device(plan.device)
+    if plan.device != "cpu":  # streams, events and captures are the current device's
+        torch.cuda.set_device(torch.device(plan.device).index or 0)
     shape, meter, dtype = plan.shape, _meter(plan, progress), getattr(torch, plan.shape.dtype)
     target, draft, share = (None, None, None) if ranks is None else (ranks.target, ranks.draft, ranks.share)
     place = Place(dtype, plan.device, kernels, shape.form, target)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from spd.errors import UsageError
 from spd.runtime.engine.page_table import Checkpoints, PageTable, Tail, TextHashes
 from spd.runtime.engine.sequence import NO_SLOT, Sequence
-from spd.runtime.round.spans import Run, clip_runs, extend_tile, reusable_prefix
+from spd.runtime.round.spans import Run, reusable_prefix, runs_below
 
 INTERVAL = 4096  # positions of a prompt after which there is a checkpoint, whatever stands there
 
@@ -161,7 +161,7 @@ class Scheduler:
 
     def prefill_runs(self, sequence: Sequence) -> list[Run]:
         """Which program writes, or wrote, which position that a prefill covers: tiles, after the prompt."""
-        return clip_runs(extend_tile(sequence.runs, sequence.length), sequence.prefill_end)
+        return runs_below(sequence.runs, sequence.prefill_end)
 
     def wrote(self, sequence: Sequence, end: int) -> None:
         """Its cache is to be written up to position `end`; full pages are there for others from now on."""

@@ -98,7 +98,7 @@ def unscaled_norm(x: Tensor, epsilon: float) -> Tensor:
 
 def normed(stream: Residual, weight: Tensor, epsilon: float, kernels: Kernels) -> Tensor:
     """The stream [T, hidden] normalised with scales weight [hidden], by its squares where it carries them."""
-    if stream.squares is None and kernels.facts.needs_squares:
+    if stream.squares is None and kernels.native is None:
         return rms_norm(stream.x, weight, epsilon)
     x: Tensor = kernels.rms_norm_rows(stream.x, stream.squares, weight, epsilon)
     return x
@@ -187,8 +187,7 @@ class SkinnyLinear(AnyHead):
                 x = unscaled_norm(x, around.epsilon)
             if isinstance(self.weight, Tensor):
                 return around.ended(F.linear(x, self.weight, self.bias), onto)
-            y, _ = kernels.linear(x.contiguous(), self.weight, self.bias, chunk=True)
-            return around.ended(y, onto)
+            return around.ended(kernels.linear(x.contiguous(), self.weight, self.bias, chunk=True)[0], onto)
         given = (x, self.weight, self.bias, self.workspace)
         norm = None
         if around.norm is not None:

@@ -59,7 +59,7 @@ class Attention:
         self.whole_norms = [tensors["q_norm"], tensors["k_norm"]] if layout.whole_norms else None
         """Scales of one norm over all query heads, and of one over all key heads."""
         self.ranks = build.ranks
-        if self.qk_weight is not None and self.kernels.facts.float32_norms:
+        if self.qk_weight is not None and self.kernels.native is not None:
             self.qk_weight = self.qk_weight.float()
 
     def __call__(

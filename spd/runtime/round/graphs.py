@@ -34,11 +34,6 @@ class RoundShape:
     threads: int = 0  # of C functions
 
 
-def slot_counts(slots: int) -> tuple[int, ...]:
-    """1, 4, 16 and so on up to all of them: a wider round costs more, and each number its own graphs."""
-    return (*(4**i for i in range(slots.bit_length()) if 4**i < slots), slots)
-
-
 class CapturedRounds:
     """Captures a round's program when its shape is first run, or before, and replays it from then on.
 
@@ -52,7 +47,9 @@ class CapturedRounds:
         self.captured: dict[RoundShape, tuple[Any, Logprobs | None]] = {}
         self.lazily = False  # nothing more is captured before it is run: memory ran out
         self._capture = capture or self.capture_cuda
-        self.sizes = slot_counts(round_.state.slots)
+        slots = round_.state.slots
+        self.sizes = (*(4**i for i in range(slots.bit_length()) if 4**i < slots), slots)
+        """1, 4, 16 and so on up to all slots: a wider round costs more, and each number its own graphs."""
 
     def slots_for(self, views: Sequence[SlotView]) -> int:
         """How many slots a round runs: few enough that hardly any are empty, of few different numbers."""

@@ -28,8 +28,3 @@ def let_go(error: BaseException) -> None:
         seen = seen.__context__
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of what an exception says, 200 characters at most."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:200]

@@ -9,7 +9,6 @@ before it enqueues the `RING_DEPTH`-th after it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -31,8 +30,7 @@ Fetched = tuple[Tensor, Tensor, Logprobs | None, Tensor | None]
 """A row of the ring, its times, log-probabilities, and next drafts int64 [S, 1 + k]: their number first."""
 
 
-@dataclass(frozen=True)
-class HostLogprobs:
+class HostLogprobs(NamedTuple):
     """Log-probabilities in host values: of the samples [S][R]; the likeliest, values and ids [S][R][N]."""
 
     own: list[list[float]]

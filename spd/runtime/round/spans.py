@@ -47,16 +47,16 @@ def program_runs(spans: Iterable[tuple[str, int]], chunk: int) -> list[Run]:
     return runs
 
 
-def clip_runs(runs: Sequence[Run], end: int) -> list[Run]:
-    """Runs that describe positions below `end` when the rest will be written by tiles.
+def runs_below(runs: Sequence[Run], end: int) -> list[Run]:
+    """Runs of all positions below `end`: what is cut, or no run describes, is written by tiles.
 
     A chunk that would be cut becomes a tile run: a program never runs half a chunk.
     """
-    clipped: list[Run] = []
-    for run in runs:
+    found: list[Run] = []
+    for run in (*runs, Run(runs[-1].end if runs else 0, end, "tile")):
         if run.start < end:
-            _append(clipped, run.start, min(run.end, end), run.kind if run.end <= end else "tile")
-    return clipped
+            _append(found, run.start, min(run.end, end), run.kind if run.end <= end else "tile")
+    return found
 
 
 def reusable_prefix(runs: Sequence[Run], cached: int) -> int:
@@ -82,11 +82,3 @@ def kinds_in(runs: Sequence[Run], start: int, end: int) -> tuple[tuple[int, int,
         for run in runs
         if run.start < end and run.end > start
     )
-
-
-def extend_tile(runs: Sequence[Run], end: int) -> list[Run]:
-    """Runs continued by verify-class tiles up to `end`."""
-    extended, start = list(runs), runs[-1].end if runs else 0
-    if start < end:
-        _append(extended, start, end, "tile")
-    return extended

@@ -8,12 +8,6 @@ import torch
 from torch import Tensor
 
 
-def use_device(device: str) -> None:
-    """Make a device the calling thread's, for what asks for the current one: streams, events, captures."""
-    if device != "cpu":
-        torch.cuda.set_device(torch.device(device).index or 0)
-
-
 def to_device(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: str) -> Tensor:
     """The values as a tensor [n] on the device.
 
