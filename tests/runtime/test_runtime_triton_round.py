@@ -70,7 +70,8 @@ def _counted(monkeypatch: Patch, request: pytest.FixtureRequest) -> None:
         return launch(self, *args, **kwargs)
 
     monkeypatch.setattr(InterpretedFunction, "run", run)
-    monkeypatch.setattr(memory, "CHUNK", {"torch": 16, "triton": 16})
+    small = {name: facts._replace(chunk=16) for name, facts in memory.FACTS.items()}
+    monkeypatch.setattr(memory, "FACTS", small)
     helpers.few_programs(monkeypatch)
 
 
