@@ -212,13 +212,14 @@ class ModelRunner:
         views: one for each of the first dimension, where some may have no rows; see `forward`.
         """
         if (present := self._present(views)) is not None:
-            return _spread(self.logits(hidden.index_select(0, present)), present, len(views))
+            hidden = hidden.index_select(0, present)
         flat = hidden.reshape(-1, hidden.shape[-1]).contiguous()
         rows = flat.shape[0]
         extra = 0 if self.buckets is None else bucket_for(rows, self.buckets) - rows
         if extra:
             flat = torch.cat((flat, flat.new_zeros(extra, flat.shape[1])))
-        return self.model.logits(flat, self.tile)[:rows].view(*hidden.shape[:-1], -1)
+        scores = self.model.logits(flat, self.tile)[:rows].view(*hidden.shape[:-1], -1)
+        return scores if present is None else _spread(scores, present, len(views))
 
     def sample(self, hidden: Tensor, draw: Draw) -> tuple[Tensor, Tensor] | None:
         """Tokens [S, R] of hidden [S, R, hidden] and whether each is finite; None where no head draws."""
