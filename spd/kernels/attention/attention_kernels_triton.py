@@ -103,31 +103,6 @@ def plan_attention_kernel(
 
 
 @triton.jit
-def softmax_step(maximum, total, acc, q, k, v, key, position, scale, SLIDING, SOFTCAP, MASKED, FIRST):
-    """Take one block of keys and values into a tile's online softmax; FIRST is `causal_bias`'s first_key.
-
-    Scores meet their scale in one multiply-add, written out: else it is fused only where nothing is masked.
-    """
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    if SOFTCAP is not None:
-        scores = tanh(scores * scale)
-        scale = SOFTCAP * 1.4426950408889634
-    if MASKED:
-        seen = key[None, :] <= position[:, None]
-        if FIRST:
-            seen = seen & (key[None, :] >= tl.minimum(position, FIRST)[:, None])
-        if SLIDING is not None:
-            seen = seen & (key[None, :] > position[:, None] - SLIDING)
-        scores = tl.where(seen, scores, float("-inf"))
-    raised = tl.maximum(maximum, tl.max(scores, 1) * scale)
-    weights = tl.exp2(tl.fma(scores, scale, -raised[:, None]))
-    shrink = tl.exp2(maximum - raised)
-    total = total * shrink + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return raised, total, acc
-
-
-@triton.jit
 def prefetch_page(pool, page, first, head, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
     """Bring one head's keys or values of a page, from its row `first` on, into L2."""
     LINE: tl.constexpr = 128 // (pool.dtype.element_ty.primitive_bitwidth // 8)
@@ -169,10 +144,10 @@ def attend_blocks(
 ):  # fmt: skip
     """Take keys [begin, end) into a tile's online softmax; MASKED unless every row sees all of them.
 
-    begin is a multiple of BLOCK; for scale see `score_scale`. Where pages hold whole blocks, a block whose
-    address waited for a load of its own could not be fetched ahead. So page_ids are all that a short span
-    touches, whose keys are read once. Without them the next page's is loaded one block early; one loop takes
-    all keys, for nested ones over spans of pages were measured slower.
+    begin is a multiple of BLOCK; for scale see `score_scale`; FIRST is `causal_bias`'s first_key. Where pages
+    hold whole blocks, a block whose address waited for a load of its own could not be fetched ahead. So
+    page_ids are all that a short span touches, whose keys are read once. Without them the next page's is
+    loaded one block early; one loop takes all keys, for nested ones over spans of pages were measured slower.
     """
     column = tl.arange(0, BLOCK_D)
     kept = (column < D)[None, :]
@@ -201,9 +176,24 @@ def attend_blocks(
             first = ((pages * PAGE + key % PAGE) * (K * D))[:, None]
         k = tl.load(key_pages + first + offsets, mask=live, other=0.0, eviction_policy=POLICY)
         v = tl.load(value_pages + first + offsets, mask=live, other=0.0, eviction_policy=POLICY)
-        maximum, total, acc = softmax_step(
-            maximum, total, acc, q, k, v, key, position, scale, SLIDING, SOFTCAP, MASKED, FIRST
-        )
+        scores, factor = tl.dot(q, tl.trans(k), input_precision="ieee"), scale
+        if SOFTCAP is not None:
+            scores = tanh(scores * scale)
+            factor = SOFTCAP * 1.4426950408889634
+        if MASKED:
+            seen = key[None, :] <= position[:, None]
+            if FIRST:
+                seen = seen & (key[None, :] >= tl.minimum(position, FIRST)[:, None])
+            if SLIDING is not None:
+                seen = seen & (key[None, :] > position[:, None] - SLIDING)
+            scores = tl.where(seen, scores, float("-inf"))
+        raised = tl.maximum(maximum, tl.max(scores, 1) * factor)
+        # Written out: else this multiply-add is fused only where nothing is masked.
+        weights = tl.exp2(tl.fma(scores, factor, -raised[:, None]))
+        shrink = tl.exp2(maximum - raised)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        maximum = raised
     return maximum, total, acc
 
 

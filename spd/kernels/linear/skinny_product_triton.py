@@ -126,28 +126,21 @@ def of_group(kept, group, k, GROUP_K: tl.constexpr):
 
 
 @triton.jit
-def load_step(x, columns, row_t, rows, start, k, BLOCK_K, EVEN_K, CODE):
-    """A step's tokens in two halves for codes of four bits; whole, twice, for others."""
-    if per_byte(CODE) == 2:
-        HALF: tl.constexpr = BLOCK_K // 2
-        column = start + tl.arange(0, HALF)
-        tokens = load_tokens(x, columns, row_t, rows, column, k, EVEN_K)
-        others = load_tokens(x, columns, row_t, rows, column + HALF, k, EVEN_K)
-    else:
-        tokens = load_tokens(x, columns, row_t, rows, start + tl.arange(0, BLOCK_K), k, EVEN_K)
-        others = tokens
-    return tokens, others
-
-
-@triton.jit
-def take_codes(total, weight_rows, scales, zeros, tokens, others, start, k, GROUP_K, BLOCK_K, EVEN_K, CODE):
+def take_codes(
+    total, weight_rows, scales, zeros, columns, x, row_t, rows, start, k, GROUP_K, CODE, BLOCK_K, EVEN_K
+):
     """total [BLOCK_N, BLOCK_T] plus a step of codes times tokens: each group's sum is scaled, in order."""
-    DTYPE: tl.constexpr = tokens.dtype
+    HALF: tl.constexpr = BLOCK_K // per_byte(CODE)
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    column = start + tl.arange(0, HALF)
+    tokens = load_tokens(x, columns, row_t, rows, column, k, EVEN_K)
+    if per_byte(CODE) == 2:
+        others = load_tokens(x, columns, row_t, rows, column + HALF, k, EVEN_K)
     group = start // GROUP_K
     zero = of_group(zeros, group, k, GROUP_K)
     scale = of_group(scales, group, k, GROUP_K).to(tl.float32)
     if per_byte(CODE) == 2:
-        byte = start // 2 + tl.arange(0, BLOCK_K // 2)
+        byte = start // 2 + tl.arange(0, HALF)
         codes = tl.load(weight_rows + byte[None, :], eviction_policy="evict_first")
         part = tl.dot(numbers(codes, zero, False, CODE, DTYPE), tokens, input_precision="ieee")
         if GROUP_K < BLOCK_K:
@@ -158,7 +151,7 @@ def take_codes(total, weight_rows, scales, zeros, tokens, others, start, k, GROU
         else:
             part = tl.dot(numbers(codes, zero, True, CODE, DTYPE), others, part, input_precision="ieee")
     else:
-        codes = load_weights(weight_rows, start + tl.arange(0, BLOCK_K), k, EVEN_K)
+        codes = load_weights(weight_rows, column, k, EVEN_K)
         part = tl.dot(numbers(codes, zero, False, CODE, DTYPE), tokens, input_precision="ieee")
     return total + part * scale
 
@@ -178,10 +171,10 @@ def walk(
             tokens = load_tokens(x, columns, row_t, rows, column, k, EVEN_K)
             total = tl.dot(weights.to(tokens.dtype), tokens, total, input_precision="ieee")
         else:
-            tokens, others = load_step(x, columns, row_t, rows, start, k, BLOCK_K, EVEN_K, CODE)
             total = take_codes(
-                total, weight_rows, scales, zeros, tokens, others, start, k, GROUP_K, BLOCK_K, EVEN_K, CODE
-            )
+                total, weight_rows, scales, zeros, columns, x, row_t, rows, start, k,
+                GROUP_K, CODE, BLOCK_K, EVEN_K,
+            )  # fmt: skip
     if scales is not None and GROUP_K == 0:
         total *= tl.load(scales)[:, None]
     return total

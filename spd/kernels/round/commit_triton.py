@@ -18,37 +18,6 @@ _HEAD = tl.constexpr(EMISSION_HEAD)
 _COMMITTED, _NUM_TIMES = tl.constexpr(COMMITTED), tl.constexpr(NUM_TIMES)
 
 
-@triton.jit
-def emit(at, length, num_drafts, accepted, count, reason, k, match, ids, samples, ROWS: tl.constexpr):
-    """Write one slot's emission: the head, the samples and the drafts."""
-    row = tl.arange(0, ROWS)
-    tl.store(at, length)
-    tl.store(at + 1, num_drafts)
-    tl.store(at + 2, accepted)
-    tl.store(at + 3, count)
-    tl.store(at + 4, reason)
-    tl.store(at + 5, k)
-    tl.store(at + 6, match)
-    tl.store(at + _HEAD + row, samples, mask=row <= k)
-    tl.store(at + _HEAD + k + 1 + row, ids, mask=row < k)
-
-
-@triton.jit
-def decide(samples, sound, row, k, right, stop_id, is_id, size, limit, live):
-    """How many samples a slot keeps, and the reason why it ends; `right` leading drafts were accepted."""
-    hits = (samples[:, None] == stop_id[None, :]) & is_id[None, :]
-    is_stop = tl.max(hits.to(tl.int32), axis=1) > 0
-    # Beyond what was accepted neither of the two changes anything.
-    stop = tl.min(tl.where(is_stop, row, k + 1))
-    bad = tl.min(tl.where(sound == 0, row, k + 1))
-    count = tl.where(live, tl.minimum(tl.minimum(right, stop) + 1, bad), 0)
-    reason = tl.where(size + count >= limit, _FULL, _GOING_ON)
-    reason = tl.where((stop <= right) & (stop < bad), _STOPPED, reason)
-    # A row without finite logits has no token, so that it cannot be a stop either.
-    reason = tl.where((bad <= right) & (bad <= stop), _FAILED, reason)
-    return count, tl.where(live, reason, _GOING_ON)
-
-
 _VARYING = (
     *("draft_stride", "sampled_stride", "finite_stride", "tokens_stride", "stop_stride", "generated_stride"),
     *("ring_stride", "slot_stride", "depth", "k", "stops", "now"),
@@ -84,7 +53,17 @@ def commit_kernel(
     else:
         # Row k has no draft, so it always differs.
         right = tl.min(tl.where((ids == samples) & (row < k) & (row < real), ROWS, row))
-    count, reason = decide(samples, sound, row, k, right, stop_id, lane < stops, size, limit, live)
+    hits = (samples[:, None] == stop_id[None, :]) & (lane < stops)[None, :]
+    is_stop = tl.max(hits.to(tl.int32), axis=1) > 0
+    # Beyond what was accepted neither of the two changes anything.
+    stop = tl.min(tl.where(is_stop, row, k + 1))
+    bad = tl.min(tl.where(sound == 0, row, k + 1))
+    count = tl.where(live, tl.minimum(tl.minimum(right, stop) + 1, bad), 0)
+    reason = tl.where(size + count >= limit, _FULL, _GOING_ON)
+    reason = tl.where((stop <= right) & (stop < bad), _STOPPED, reason)
+    # A row without finite logits has no token, so that it cannot be a stop either.
+    reason = tl.where((bad <= right) & (bad <= stop), _FAILED, reason)
+    reason = tl.where(live, reason, _GOING_ON)
     kept = row < count
     tl.store(tokens + s * tokens_stride + size + row, samples, mask=kept)
     if COUNTED:
@@ -94,7 +73,16 @@ def commit_kernel(
     tl.store(length + s, size + count)
     tl.store(active + s, live & (reason == _GOING_ON))
     at = ring + place * ring_stride + s * slot_stride
-    emit(at, size, real, right, count, reason, k, tl.load(match + s), ids, samples, ROWS)
+    matched = tl.load(match + s)
+    tl.store(at, size)
+    tl.store(at + 1, real)
+    tl.store(at + 2, right)
+    tl.store(at + 3, count)
+    tl.store(at + 4, reason)
+    tl.store(at + 5, k)
+    tl.store(at + 6, matched)
+    tl.store(at + _HEAD + row, samples, mask=inside)
+    tl.store(at + _HEAD + k + 1 + row, ids, mask=row < k)
 
 
 def round_commit(

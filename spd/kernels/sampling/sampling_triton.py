@@ -47,12 +47,35 @@ VARYING = [
 
 
 @triton.jit
-def processed_logits(
-    logits, draft, bias, in_prompt, generated, repetition, presence, frequency, temperature, stop_ids,
-    length, min_length, mask, row, rows_per_slot, draft_stride, mask_stride, mask_words, ids,
-    vocab_size, usable_vocab, STOPS: tl.constexpr, NOISE: tl.constexpr,
+def block_rank(
+    x, seed, positions, temperature, row, rows_per_slot, position_stride_0, position_stride_1,
+    stream, first, ids, vocab_size, NOISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row's logits of a block of ids after every step before truncation; -inf beyond the vocabulary."""
+    """The greatest rank of a block of a row's processed logits."""
+    if NOISE:
+        slot, number = row // rows_per_slot, row % rows_per_slot
+        if tl.load(temperature + slot) > 0:
+            position = tl.load(positions + slot * position_stride_0 + number * position_stride_1)
+            groups = first // 4 + tl.arange(0, BLOCK // 4)
+            bits0, bits1, bits2, bits3 = random_bits4(tl.load(seed + slot), position, stream, groups)
+            x = x + gumbel_of(interleave4(bits0, bits1, bits2, bits3))
+    return tl.max(tl.where(ids < vocab_size, draw_rank(x, ids), NO_RANK))
+
+
+@triton.jit(do_not_specialize=VARYING)
+def process_kernel(
+    logits, draft, positions, temperature, repetition, presence, frequency, seed, bias, in_prompt,
+    generated, stop_ids, length, min_length, mask, ranks, processed, highest, rows_per_slot, draft_stride,
+    mask_stride, mask_words, position_stride_0, position_stride_1, stream, vocab_size, usable_vocab,
+    STOPS: tl.constexpr, NOISE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Take every step before truncation with a block of a row's logits; -inf beyond the vocabulary.
+
+    Write its greatest rank, int64 [rows, blocks], where there are ranks. Else the processed block, float32
+    [rows, V], and its highest order key, int32 [rows, blocks].
+    """
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = block * BLOCK + tl.arange(0, BLOCK)
     slot, number = row // rows_per_slot, row % rows_per_slot
     inside = ids < vocab_size
     x = tl.load(logits + row * vocab_size + ids, mask=ids < usable_vocab, other=float("-inf"))
@@ -78,43 +101,6 @@ def processed_logits(
         x = tl.where(((word >> (ids & 31)) & 1) != 0, x, float("-inf"))
     if NOISE:
         x = scaled_logit(x, tl.load(temperature + slot))
-    return x
-
-
-@triton.jit
-def block_rank(
-    x, seed, positions, temperature, row, rows_per_slot, position_stride_0, position_stride_1,
-    stream, first, ids, vocab_size, NOISE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The greatest rank of a block of a row's processed logits."""
-    if NOISE:
-        slot, number = row // rows_per_slot, row % rows_per_slot
-        if tl.load(temperature + slot) > 0:
-            position = tl.load(positions + slot * position_stride_0 + number * position_stride_1)
-            groups = first // 4 + tl.arange(0, BLOCK // 4)
-            bits0, bits1, bits2, bits3 = random_bits4(tl.load(seed + slot), position, stream, groups)
-            x = x + gumbel_of(interleave4(bits0, bits1, bits2, bits3))
-    return tl.max(tl.where(ids < vocab_size, draw_rank(x, ids), NO_RANK))
-
-
-@triton.jit(do_not_specialize=VARYING)
-def process_kernel(
-    logits, draft, positions, temperature, repetition, presence, frequency, seed, bias, in_prompt,
-    generated, stop_ids, length, min_length, mask, ranks, processed, highest, rows_per_slot, draft_stride,
-    mask_stride, mask_words, position_stride_0, position_stride_1, stream, vocab_size, usable_vocab,
-    STOPS: tl.constexpr, NOISE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Process a block of a row, and write its greatest rank, int64 [rows, blocks], where there are ranks.
-
-    Else the processed block, float32 [rows, V], and its highest order key, int32 [rows, blocks].
-    """
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ids = block * BLOCK + tl.arange(0, BLOCK)
-    x = processed_logits(
-        logits, draft, bias, in_prompt, generated, repetition, presence, frequency, temperature, stop_ids,
-        length, min_length, mask, row, rows_per_slot, draft_stride, mask_stride, mask_words, ids, vocab_size,
-        usable_vocab, STOPS, NOISE,
-    )  # fmt: skip
     if ranks is not None:
         rank = block_rank(
             x, seed, positions, temperature, row, rows_per_slot, position_stride_0, position_stride_1, stream,
@@ -206,66 +192,58 @@ def sample_rows(
     rows, blocks, device = slots * rows_per_slot, ceil_div(vocab_size, BLOCK), logits.device
     ranks = torch.empty(rows, blocks, dtype=torch.int64, device=device)
     if tensors.truncation and tensors.noise:
-        processed, highest = processed_rows(logits, draft, tensors)
+        processed, highest = _process(logits, draft, tensors)
         thresholds = find_thresholds(processed, highest, rows_per_slot, tensors)
         kept_draw_kernel[rows, blocks](
             processed, thresholds, positions, tensors.temperature, tensors.min_p, tensors.seed, ranks,
             rows_per_slot, positions.stride(0), positions.stride(1), stream, vocab_size, **OPTIONS,
         )  # fmt: skip
     else:
-        _process(logits, draft, tensors, (ranks, None, None), positions, stream)
+        _process(logits, draft, tensors, (ranks, positions, stream))
     sampled = torch.empty(slots, rows_per_slot, dtype=torch.int64, device=device)
-    finite = torch.empty(slots, rows_per_slot, dtype=torch.bool, device=device)
+    finite = torch.empty_like(sampled, dtype=torch.bool)
     choose_kernel[(rows,)](ranks, sampled, finite, blocks, BLOCK=power_of_two(blocks), PDL=0, num_warps=1)
     return sampled, finite
 
 
 def row_laws(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
     """Every tensor but draft lies dense."""
-    slots, rows_per_slot, vocab_size = logits.shape
-    processed, highest = processed_rows(logits, draft, tensors)
+    rows_per_slot, vocab_size = logits.shape[1:]
+    processed, highest = _process(logits, draft, tensors)
     rows, blocks = highest.shape
     truncation = tensors.truncation and tensors.noise
     thresholds = find_thresholds(processed, highest, rows_per_slot, tensors) if truncation else highest
     sums = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
-    firsts = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
+    firsts = torch.empty_like(highest)
     row = (processed, highest, thresholds, tensors.temperature, tensors.min_p)
     arguments = (*row, sums, firsts, rows_per_slot, vocab_size, blocks)
     options = {**OPTIONS, "TRUNCATION": truncation, "HIGHEST_BLOCKS": power_of_two(blocks)}
     weigh_kernel[rows, blocks](*arguments, **options)
     law_kernel[rows, blocks](*arguments, NOISE=tensors.noise, **options)
-    return processed.view(slots, rows_per_slot, vocab_size)
-
-
-def processed_rows(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> tuple[Tensor, Tensor]:
-    """Rows before truncation, float32 [S R, V], and order keys whose maximum is each row's highest.
-
-    int32 [S R, blocks]; see `sampling.process_rows`.
-    """
-    slots, rows_per_slot, vocab_size = logits.shape
-    rows, blocks = slots * rows_per_slot, ceil_div(vocab_size, BLOCK)
-    processed = torch.empty(rows, vocab_size, dtype=torch.float32, device=logits.device)
-    highest = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
-    _process(logits, draft, tensors, (None, processed, highest))
-    return processed, highest
+    return processed.view(logits.shape)
 
 
 def _process(
-    logits: Tensor,
-    draft: Tensor,
-    tensors: SamplingTensors,
-    outputs: tuple[Tensor | None, ...],
-    positions: Tensor | None = None,
-    stream: int = 0,
-) -> None:
-    """Launch the kernel that takes every step before truncation."""
+    logits: Tensor, draft: Tensor, tensors: SamplingTensors, draw: tuple[Any, ...] = (None, None, 0)
+) -> tuple[Any, Any]:
+    """Rows before truncation, float32 [S R, V], and order keys whose maximum is each row's highest.
+
+    int32 [S R, blocks]; see `sampling.process_rows`. Nothing where the blocks' ranks are to be written, of a
+    draw (ranks, positions, stream).
+    """
+    ranks, positions, stream = draw
     own, (slots, rows_per_slot, vocab_size) = tensors, logits.shape
+    rows, blocks = slots * rows_per_slot, ceil_div(vocab_size, BLOCK)
+    made: tuple[Any, Any] = (None, None)
+    if ranks is None:
+        made = logits.new_empty(rows, vocab_size), logits.new_empty(rows, blocks, dtype=torch.int32)
     numbers = (own.temperature, own.repetition_penalty, own.presence_penalty, own.frequency_penalty, own.seed)
     history = (own.bias, own.in_prompt, own.generated, own.stop_ids, own.length, own.min_length, own.mask)
     mask_strides = (0, 0) if own.mask is None else own.mask.stride()[:2]
     places = (0, 0) if positions is None else positions.stride()
-    process_kernel[slots * rows_per_slot, ceil_div(vocab_size, BLOCK)](
-        logits, draft, positions, *numbers, *history, *outputs, rows_per_slot, draft.stride(0), *mask_strides,
-        *places, stream, vocab_size, own.usable_vocab, STOPS=own.stop_ids.shape[1], NOISE=own.noise,
-        **OPTIONS,
+    process_kernel[rows, blocks](
+        logits, draft, positions, *numbers, *history, ranks, *made, rows_per_slot, draft.stride(0),
+        *mask_strides, *places, stream, vocab_size, own.usable_vocab, STOPS=own.stop_ids.shape[1],
+        NOISE=own.noise, **OPTIONS,
     )  # fmt: skip
+    return made

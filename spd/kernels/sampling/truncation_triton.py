@@ -112,13 +112,6 @@ def first_reached(amounts, need):
     return tl.min(tl.where(amounts >= need, tl.arange(0, BOUNDS), BOUNDS - 1))
 
 
-@triton.jit
-def goal(counts, masses, cuts_k, k, p):
-    """What the kept tokens must reach: (by count rather than mass, how much)."""
-    limit = mass_limit(p, pick(masses, BOUNDS - 1))
-    return cuts_k | (limit < 1), tl.where(cuts_k, k, tl.maximum(limit, 1))
-
-
 @triton.jit(do_not_specialize=["rows_per_slot"])
 def narrow_kernel(
     processed, highest, temperature, top_k, top_p, before, sums, plan, rows_per_slot, vocab_size,
@@ -137,7 +130,8 @@ def narrow_kernel(
         if not FIRST:
             count_parts, mass_parts = load_sums(before, row, blocks, BLOCKS)
             counts, masses = tl.sum(count_parts, axis=0), tl.sum(mass_parts, axis=0)
-            by_count, need = goal(counts, masses, cuts_k, k, p)
+            limit = mass_limit(p, pick(masses, BOUNDS - 1))
+            by_count, need = cuts_k | (limit < 1), tl.where(cuts_k, k, tl.maximum(limit, 1))
             i = first_reached(tl.where(by_count, counts, masses), need)
             low, high = first_bound(top, i), first_bound(top, i - 1)
             if block == 0:
