@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -60,16 +61,28 @@ CASES += [pytest.param(*case, slice(i % 2, i % 2 + 1)) for i, case in enumerate(
 CASES += [pytest.param(case, (SPLIT, None)[i % 2], slice(None)) for i, case in enumerate(CODED)]
 
 
+def choice(config: LinearConfig) -> Callable[..., LinearConfig]:
+    """In place of the twin's own: one for every weight."""
+    return lambda weight, *_, pair=False, **__: paired(config, weight.shape[0]) if pair else config
+
+
 @pytest.mark.parametrize(("shape", "config", "types"), CASES, ids=str)
 def test_products(
-    shape: Any, config: LinearConfig | None, types: slice, device: str, dtypes: tuple[torch.dtype, ...]
+    shape: Any,
+    config: LinearConfig | None,
+    types: slice,
+    device: str,
+    dtypes: tuple[torch.dtype, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Against float64; torch's form itself is right in float32."""
     kind, n, k, rows = shape
     for dtype in dtypes[types]:
         parts = 300 if n == 33 else 3  # more than a program holds at once
         o = Operands(n, k, rows, dtype, device, parts, kind)
-        own = config and replace(config, block_k=step_of(o.weight) or config.block_k)
+        if config is not None:
+            own = replace(config, block_k=step_of(o.weight) or config.block_k)
+            monkeypatch.setattr(twin, "_config", choice(own))
         x, residual, (weight, fed, pair) = o.x.double(), o.residual.double(), map(exact, o.weights)
         normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON)
         biases = [(None, None), (o.bias, o.pair_bias)]
@@ -91,7 +104,7 @@ def test_products(
                 table.append(("linear", (o.x, o.weight, bias), {}, x @ weight.T + shift))
             size = 1 + (x.abs() @ weight.abs().T).max().item() / k**0.5
             for name, given, more, right in table:
-                found = getattr(twin, name)(*given, **more, config=own)
+                found = getattr(twin, name)(*given, **more)
                 if name == "head_logits" and kind != "plain":
                     given = (o.x.float(), o.weight)
                 plain = getattr(reference, name)(*given, **more)
@@ -175,9 +188,7 @@ def test_each_head_has_its_own_product(form: Form, heads: int, a: int, b: int, r
             assert torch.equal(form.ops.head_linear(x[row : row + 1], kept)[0], found[row])
 
 
-def operations(
-    o: Operands, config: LinearConfig, rows: int
-) -> dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]]:
+def operations(o: Operands, rows: int) -> dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]]:
     """Every operation as a function of x [T, K] and the residual [T, N], all of whose results are by row."""
     device = o.x.device
     workspace = LinearWorkspace(
@@ -193,18 +204,18 @@ def operations(
 
     def normed(form: Callable[..., Any], weight: AnyWeight, bias: Tensor | None) -> Callable[..., Any]:
         given = (weight, bias, workspace)
-        return lambda x, _: form(x, *given, Norm(squares_of(x, 3), EPSILON), config=config)
+        return lambda x, _: form(x, *given, Norm(squares_of(x, 3), EPSILON))
 
     bias, pair_bias = o.bias, o.pair_bias
     found: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
         "normed linear": lambda x, _: normed(twin.linear, o.fed, bias)(x, _)[:1],
         "norm_gate_up": lambda x, _: (normed(twin.norm_gate_up, o.pair, pair_bias)(x, _),),
-        "linear": lambda x, r: twin.linear(x, o.weight, bias, workspace, residual=r, config=config),
-        "head_logits": lambda x, _: (twin.head_logits(x, o.weight, config=config),),
+        "linear": lambda x, r: twin.linear(x, o.weight, bias, workspace, residual=r),
+        "head_logits": lambda x, _: (twin.head_logits(x, o.weight),),
     }
     if isinstance(o.weight, Tensor):
         found |= {
-            "plain linear": lambda x, _: twin.linear(x, o.weight, bias, workspace, config=config)[:1],
+            "plain linear": lambda x, _: twin.linear(x, o.weight, bias, workspace)[:1],
             "rms_norm_rows": lambda x, _: (rows_twin.rms_norm_rows(x, squares_of(x, 3), o.scale, EPSILON),),
             "norm_residual": lambda x, r: rows_twin.norm_residual(r, o.tail.float(), EPSILON, r * 0.5),
             "head_sample": sample,
@@ -216,7 +227,11 @@ def operations(
 @FORMS
 @pytest.mark.parametrize("kind", ["plain", "int8", "e2m1 32", "int4 64"])
 def test_a_rows_bits_do_not_depend_on_its_place_and_neighbours(
-    kind: str, config: LinearConfig, device: str, dtypes: tuple[torch.dtype, ...]
+    kind: str,
+    config: LinearConfig,
+    device: str,
+    dtypes: tuple[torch.dtype, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor on how many rows there are."""
     tried, places = (range(1, 17), range(17)) if device == "cuda" else ((1, 16), (6,))
@@ -224,7 +239,8 @@ def test_a_rows_bits_do_not_depend_on_its_place_and_neighbours(
         n, k = (24, 80) if kind == "plain" else (48, 140 if kind == "int8" else 320)
         o = Operands(n, k, 17, dtype, device, kind=kind)
         config = replace(config, block_k=step_of(o.weight) or config.block_k)
-        for name, run in operations(o, config, 17).items():
+        monkeypatch.setattr(twin, "_config", choice(config))
+        for name, run in operations(o, 17).items():
             every = run(o.x, o.residual)
             for rows in tried:
                 some = run(o.x[:rows], o.residual[:rows])
@@ -256,11 +272,12 @@ def test_workspace_suffices_and_is_left_as_it_was_found(n: int, k: int, device: 
         assert not workspace.counters.any()
 
 
-def test_a_workspace_that_is_too_small_is_refused(device: str) -> None:
+def test_a_workspace_that_is_too_small_is_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(twin, "_config", choice(SPLIT))
     o = Operands(40, 200, 17, torch.float32, device)
     small = LinearWorkspace(torch.empty(10, device=device), torch.zeros(64, dtype=torch.int32, device=device))
-    with pytest.raises(ValueError, match="too small for 17 rows"):
-        twin.linear(o.x, o.weight, None, small, config=SPLIT)
+    with pytest.raises(AssertionError, match="too small"):
+        twin.linear(o.x, o.weight, None, small)
 
 
 @pytest.mark.parametrize("facts", [*DEVICES.values(), Device()], ids=lambda facts: str(facts.capability))
@@ -371,11 +388,13 @@ def drawn(
     x: Tensor, weight: Tensor, draw: Draw, known: Tensor | None = None, every: int = 0
 ) -> tuple[Tensor, Tensor]:
     """The head's tokens and flags, which are those that the full sampler gives by the head's own logits."""
-    logits, ids = twin.head_logits(x, weight, config=SMALL), ()
+    with mock.patch.object(twin, "_config", choice(SMALL)):
+        logits, ids = twin.head_logits(x, weight), ()
     if known is not None:
         ids = (known.to(x.device),)
         logits = logits.new_full((len(x), every), -math.inf).index_copy_(1, *ids, logits)
-    token, finite = twin.head_sample(x, weight, draw, *ids, config=SMALL)
+    with mock.patch.object(twin, "_config", choice(SMALL)):
+        token, finite = twin.head_sample(x, weight, draw, *ids)
     slots, zeros = len(draw.seed), torch.zeros_like(draw.temperature)
     none, logits = torch.zeros_like(draw.seed), logits.view(slots, -1, logits.shape[-1])
     numbers = (draw.temperature, zeros + 1, zeros, zeros + 1, zeros, zeros, none, draw.seed)

@@ -26,10 +26,9 @@ STRIP = 2**24  # values that are made at a time, in float32
 
 
 @dataclass(frozen=True)
-class GroupedWeight:
-    """A weight [N, K] as codes, or one an expert, [E, N, K].
+class Codes:
+    """What stands for a weight [N, K], or for one an expert, [E, N, K].
 
-    codes: uint8 [..., N, K], or [..., N, K / 2] of two codes, that of the even column in the low half.
     scales: float32 or bfloat16 [..., N, K / group], the last group of FP8 blocks partial. zeros: uint8 too,
     the integer code that stands for 0; None: `MIDDLE`. columns [K]: factors of the columns, such as the
     weight of the norm before.
@@ -43,15 +42,19 @@ class GroupedWeight:
     columns: Tensor | None = None
 
     @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.codes.device
+
+
+class GroupedWeight(Codes):
+    """codes: uint8 [..., N, K], or [..., N, K / 2] of two, that of the even column in the low half."""
+
+    @property
     def shape(self) -> torch.Size:
         """(N, K), behind the number of experts if there are any."""
         each = 2 if self.kind in ("int4", "e2m1") else 1
         return torch.Size((*self.codes.shape[:-1], each * self.codes.shape[-1]))
-
-    @property
-    def device(self) -> torch.device:
-        """Where it lies."""
-        return self.codes.device
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -85,7 +88,7 @@ class GroupedWeight:
 
 
 @dataclass(frozen=True)
-class TiledWeight:
+class TiledWeight(Codes):
     """A `GroupedWeight` [..., N, K] as tiles on a matrix unit read it, made by `tiled`.
 
     codes: uint8 [..., N, K]; or two of four bits in a byte, in whole steps of `step` columns: byte j of one
@@ -93,23 +96,12 @@ class TiledWeight:
     whose scales, of whole rows, meet the sums.
     """
 
-    kind: CodeKind
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    group: int
-    columns: Tensor | None
-    shape: torch.Size
+    shape: torch.Size = torch.Size()
 
     @property
     def step(self) -> int | None:
         """Columns that a tile takes at a time; None where any number will do."""
         return tile_step(self.kind, self.group) if self.group else None
-
-    @property
-    def device(self) -> torch.device:
-        """Where it lies."""
-        return self.codes.device
 
     def plain(self, dtype: torch.dtype) -> Tensor:
         """The weight [..., N, K] in a dtype, each value rounded once."""
@@ -239,11 +231,3 @@ def grouped_linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None)
     """
     wide = None if bias is None else bias.float()
     return F.linear(x.float(), weight.plain(torch.float32), wide).to(x.dtype)
-
-
-def expert_linear(x: Tensor, weights: Tensor | GroupedWeight | TiledWeight, expert: int) -> Tensor:
-    """x [T, K] times one of the weights [E, N, K], whatever form they are kept in: [T, N]."""
-    if isinstance(weights, GroupedWeight):
-        return grouped_linear(x, weights.expert(expert))
-    plain = weights if isinstance(weights, Tensor) else weights.plain(x.dtype)
-    return F.linear(x, plain[expert])

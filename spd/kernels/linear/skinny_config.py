@@ -117,8 +117,7 @@ def workspace_sizes(n: int, rows: int, config: LinearConfig) -> tuple[int, int]:
     rows, paired or not: (0, 0) unsplit."""
     if config.split_k == 1:
         return 0, 0
-    widest_tile = max(config.block_t, *TILES)
-    tokens = -(-rows // widest_tile) * widest_tile
+    tokens = -(-rows // TILES[-1]) * TILES[-1]
     widest = paired(config, n).block_n
     padded = -(-n // widest) * widest
     return padded * tokens * config.split_k, padded // config.block_n * (tokens // TOKEN_TILE)

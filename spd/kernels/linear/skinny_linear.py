@@ -6,8 +6,6 @@ its reader one factor a row. The norm's own weight is folded into the matrix tha
 are loaded: W' = W * norm_weight. Weights are [N, K], contiguous, as checkpoints store them.
 
 Where a contract says weight, a `TiledWeight` will do: codes of four or eight bits, with scales.
-
-The torch forms below also serve prompt chunks of hundreds of rows on a GPU.
 """
 
 from __future__ import annotations
@@ -65,12 +63,6 @@ def plain_weight(weight: AnyWeight, dtype: torch.dtype) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.plain(dtype)
 
 
-def _normed(x: Tensor, squares: Tensor, epsilon: float) -> Tensor:
-    """x over its root mean square, rounded once: before the product, where float16 cannot overflow."""
-    scale = torch.rsqrt(squares.sum(dim=-1, keepdim=True) / x.shape[1] + epsilon)
-    return (x.float() * scale).to(x.dtype)
-
-
 def linear(
     x: Tensor,
     weight: AnyWeight,
@@ -88,7 +80,8 @@ def linear(
     place. chunk: of a prompt, by a program of its own. Source: Zhang & Sennrich 2019.
     """
     if norm is not None:
-        x = _normed(x, *norm)
+        scale = torch.rsqrt(norm.squares.sum(dim=-1, keepdim=True) / x.shape[1] + norm.epsilon)
+        x = (x.float() * scale).to(x.dtype)  # before the product, where float16 cannot overflow
     if residual is None:
         return F.linear(x, plain_weight(weight, x.dtype), bias), None
     y = torch.addmm(residual, x, plain_weight(weight, x.dtype).t())
@@ -111,10 +104,7 @@ def norm_gate_up(
 
 def head_logits(x: Tensor, weight: AnyWeight) -> Tensor:
     """Logits float32 [T, V] of hidden states x [T, K] by weight [V, K]."""
-    weight = plain_weight(weight, x.dtype)
-    if x.is_cuda and x.dtype != torch.float32:
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return F.linear(x, weight).float()
+    return F.linear(x.float(), plain_weight(weight, torch.float32).float())
 
 
 def head_sample(x: Tensor, weight: AnyWeight, draw: Draw, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:

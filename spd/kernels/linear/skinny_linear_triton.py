@@ -1,14 +1,12 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Triton form of `skinny_linear`: one launch an operation, two for the draw; all tensors contiguous.
 
-`config` overrides the choices of `skinny_config`, for measuring them; `widest` says
-how wide tiles of tokens may be on the device.
+`widest` says how wide tiles of tokens may be on the device.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -40,24 +38,16 @@ CHOICE_BLOCK = 2048
 """Tiles that the last step of the draw compares at once."""
 
 
-@cache
-def _cached_config(
-    n: int, k: int, itemsize: int, step: int | None, device: torch.device, tile: int, pair: bool
-) -> LinearConfig:
-    facts = device_facts(device)
-    config = config_for(n, k, itemsize, facts, step)
-    return with_tile(paired(config, n) if pair else config, tile, itemsize, facts)
-
-
 def _config(
     weight: AnyWeight, x: Tensor, widest: Widest, *, pair: bool = False, most: int = TILES[-1]
 ) -> LinearConfig:
     """The choices for a weight, gate and up rows together if it is a pair, and the tile for x's rows."""
-    values = operands_of(weight)[0]
-    most = min(most, CROWDED_TILE if values.element_size() == 1 else most)
+    values, (n, k), facts = operands_of(weight)[0], weight.shape, device_facts(weight.device)
+    size = values.element_size()
+    most = min(most, CROWDED_TILE if size == 1 else most)
     tile = min(most, token_tile(x.shape[0], x.dtype, values.dtype, widest))
-    n, k = weight.shape
-    return _cached_config(n, k, values.element_size(), step_of(weight), weight.device, tile, pair)
+    config = config_for(n, k, size, facts, step_of(weight))
+    return with_tile(paired(config, n) if pair else config, tile, size, facts)
 
 
 def operands_of(weight: AnyWeight) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -108,10 +98,7 @@ def _workspace(
     if given is None:
         empty = torch.empty(partials, dtype=torch.float32, device=device)
         return empty, torch.zeros(counters, dtype=torch.int32, device=device)
-    if given.partials.numel() < partials or given.counters.numel() < counters:
-        raise ValueError(
-            f"workspace too small for {rows} rows of {n}: needs {partials} partials, {counters} counters"
-        )
+    assert given.partials.numel() >= partials and given.counters.numel() >= counters, "workspace too small"
     return given.partials, given.counters
 
 
@@ -124,13 +111,12 @@ def linear(
     residual: Tensor | None = None,
     *,
     chunk: bool = False,
-    config: LinearConfig | None = None,
     widest: Widest = NARROW,
 ) -> tuple[Tensor, Tensor | None]:
     """The norm's factor meets the float32 sums; squares have a part for each tile of the weight's rows."""
     rows, k = x.shape
     n = weight.shape[0]
-    config = config or (chunk_config(_config(weight, x, NARROW)) if chunk else _config(weight, x, widest))
+    config = chunk_config(_config(weight, x, NARROW)) if chunk else _config(weight, x, widest)
     tiles = ceil_div(n, config.block_n)
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     squares_out = None
@@ -155,13 +141,12 @@ def norm_gate_up(
     norm: Norm,
     act: Activation = SILU,
     *,
-    config: LinearConfig | None = None,
     widest: Widest = NARROW,
 ) -> Tensor:
     """A program holds gate rows and the up rows that belong to them."""
     rows, k = x.shape
     n = weight.shape[0] // 2
-    config = paired(config, 2 * n) if config else _config(weight, x, widest, pair=True)
+    config = _config(weight, x, widest, pair=True)
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     partials, counters = _workspace(workspace, 2 * n, rows, config, x.device)
     gate_up_kernel[(ceil_div(rows, config.block_t), ceil_div(2 * n, config.block_n), config.split_k)](
@@ -183,28 +168,20 @@ def _head(
     )
 
 
-def head_logits(
-    x: Tensor, weight: AnyWeight, *, config: LinearConfig | None = None, widest: Widest = NARROW
-) -> Tensor:
+def head_logits(x: Tensor, weight: AnyWeight, *, widest: Widest = NARROW) -> Tensor:
     n = weight.shape[0]
     logits = torch.empty(x.shape[0], n, dtype=torch.float32, device=x.device)
-    config = replace(config or _config(weight, x, widest), split_k=1)
+    config = replace(_config(weight, x, widest), split_k=1)
     _head(x, weight, n, logits, (None, None, None, 0, None, 1, None, 0), config)
     return logits
 
 
 def head_sample(
-    x: Tensor,
-    weight: AnyWeight,
-    draw: Draw,
-    ids: Tensor | None = None,
-    *,
-    config: LinearConfig | None = None,
-    widest: Widest = NARROW,
+    x: Tensor, weight: AnyWeight, draw: Draw, ids: Tensor | None = None, *, widest: Widest = NARROW
 ) -> tuple[Tensor, Tensor]:
     """The logits are the very bits that `head_logits` stores."""
     rows, device = x.shape[0], x.device
-    config = config or _config(weight, x, widest, most=TILES[-1] if ids is None else CROWDED_TILE)
+    config = _config(weight, x, widest, most=TILES[-1] if ids is None else CROWDED_TILE)
     config = replace(config, split_k=1)
     n = draw.usable_vocab if ids is None else weight.shape[0]
     tiles = ceil_div(n, config.block_n)
