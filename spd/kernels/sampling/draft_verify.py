@@ -42,6 +42,8 @@ def verify_drafts(
     """
     number = torch.arange(1, draft.shape[1] + 1, device=draft.device)
     joint = torch.ones_like(target[:, :, 0])
+    if draft_probs is None:
+        draft_probs = torch.zeros_like(target[:, :-1]).scatter_(-1, draft.unsqueeze(-1), 1.0)
     if by_block:
         chances, joint = block_chances(target, draft_probs, draft, num_drafts)
     else:
@@ -52,9 +54,13 @@ def verify_drafts(
         accepted = torch.cat((draft.new_zeros(draft.shape[0], 1), number * passed), dim=1).amax(dim=-1)
     else:
         accepted = passed.long().cumprod(dim=-1).sum(dim=-1)
-    scale = joint.gather(1, accepted.unsqueeze(-1)).squeeze(-1)
+    at = accepted.unsqueeze(-1)
+    scale, position = (each.gather(1, at).squeeze(-1) for each in (joint, positions))
     weights = last_token_weights(target, draft_probs, draft, num_drafts, accepted, scale)
-    return emit(draft, accepted, num_drafts, weights, seed, positions), accepted
+    last = draw_last(weights, accepted < num_drafts, seed, position)
+    drafted = torch.where(number <= at, draft, NO_TOKEN)
+    tokens = torch.cat((drafted, torch.full_like(at, NO_TOKEN)), dim=1)
+    return tokens.scatter(1, at, last.unsqueeze(-1)), accepted
 
 
 def row_stream(stream: int, row: int) -> int:
@@ -62,36 +68,21 @@ def row_stream(stream: int, row: int) -> int:
     return stream + NUM_STREAMS * row
 
 
-def draft_ratios(target: Tensor, draft_probs: Tensor | None, draft: Tensor) -> Tensor:
+def draft_ratios(target: Tensor, laws: Tensor, draft: Tensor) -> Tensor:
     """How much likelier each draft is under the target than under its drafter: [S, k]; 0 where q is 0."""
-    p = target[:, :-1].gather(-1, draft.unsqueeze(-1)).squeeze(-1)
-    if draft_probs is None:
-        return p
-    q = draft_probs.gather(-1, draft.unsqueeze(-1)).squeeze(-1)
+    p, q = (each.gather(-1, draft.unsqueeze(-1)).squeeze(-1) for each in (target[:, :-1], laws))
     return torch.where(q > 0, p / q, 0.0)
 
 
-def one_hot_if_absent(target: Tensor, draft_probs: Tensor | None, draft: Tensor) -> Tensor:
-    """The drafts' laws [S, k, V]."""
-    if draft_probs is not None:
-        return draft_probs
-    return torch.zeros_like(target[:, :-1]).scatter_(-1, draft.unsqueeze(-1), 1.0)
-
-
-def block_chances(
-    target: Tensor, draft_probs: Tensor | None, draft: Tensor, num_drafts: Tensor
-) -> tuple[Tensor, Tensor]:
+def block_chances(target: Tensor, laws: Tensor, draft: Tensor, num_drafts: Tensor) -> tuple[Tensor, Tensor]:
     """Each prefix's chance to pass [S, k], and the joint ratios [S, k + 1] that scale its residual."""
-    ratios = draft_ratios(target, draft_probs, draft)
-    joint = [torch.ones_like(target[:, 0, 0])]
-    for i in range(draft.shape[1]):
-        joint.append((joint[-1] * ratios[:, i]).clamp(max=1))
-    q = one_hot_if_absent(target, draft_probs, draft)
-    chances = []
+    ratios = draft_ratios(target, laws, draft)
+    joint, chances = [torch.ones_like(target[:, 0, 0])], []
     for i in range(1, draft.shape[1] + 1):
-        chance = joint[i]
+        chance = (joint[-1] * ratios[:, i - 1]).clamp(max=1)
+        joint.append(chance)
         if i < draft.shape[1]:
-            excess = (chance.unsqueeze(-1) * target[:, i] - q[:, i]).clamp(min=0).sum(dim=-1)
+            excess = (chance.unsqueeze(-1) * target[:, i] - laws[:, i]).clamp(min=0).sum(dim=-1)
             whole = excess + 1 - chance
             inner = torch.where(whole > 0, excess / whole, 1.0)
             chance = torch.where(num_drafts > i, inner, chance)
@@ -100,12 +91,7 @@ def block_chances(
 
 
 def last_token_weights(
-    target: Tensor,
-    draft_probs: Tensor | None,
-    draft: Tensor,
-    num_drafts: Tensor,
-    accepted: Tensor,
-    scale: Tensor,
+    target: Tensor, laws: Tensor, draft: Tensor, num_drafts: Tensor, accepted: Tensor, scale: Tensor
 ) -> Tensor:
     """The unnormalised law [S, V] of the token after the accepted drafts.
 
@@ -116,8 +102,7 @@ def last_token_weights(
     p = target.gather(1, at).squeeze(1)
     if not draft.shape[1]:
         return p
-    q = one_hot_if_absent(target, draft_probs, draft)
-    q = q.gather(1, at.clamp(max=draft.shape[1] - 1)).squeeze(1)
+    q = laws.gather(1, at.clamp(max=draft.shape[1] - 1)).squeeze(1)
     excess = (scale.unsqueeze(-1) * p - q).clamp(min=0)
     rejected = (accepted < num_drafts).unsqueeze(-1) & (excess > 0).any(dim=-1, keepdim=True)
     return torch.where(rejected, excess, p)
@@ -136,15 +121,3 @@ def draw_last(weights: Tensor, rejected: Tensor, seed: Tensor, position: Tensor)
     residual = gumbel(seed, position, STREAM_RESIDUAL, vocab_size)
     bonus = gumbel(seed, position, STREAM_TARGET, vocab_size)
     return (weights.log() + torch.where(rejected.unsqueeze(-1), residual, bonus)).argmax(dim=-1)
-
-
-def emit(
-    draft: Tensor, accepted: Tensor, num_drafts: Tensor, weights: Tensor, seed: Tensor, positions: Tensor
-) -> Tensor:
-    """Accepted drafts, a last token drawn from weights [S, V], NO_TOKEN beyond: int64 [S, R]."""
-    at = accepted.unsqueeze(-1)
-    position = positions.gather(1, at).squeeze(-1)
-    last = draw_last(weights, accepted < num_drafts, seed, position)
-    rows = torch.arange(positions.shape[1], device=draft.device)
-    tokens = torch.cat((draft, draft.new_full((draft.shape[0], 1), NO_TOKEN)), dim=1)
-    return torch.where(rows < at, tokens, NO_TOKEN).scatter(1, at, last.unsqueeze(-1))

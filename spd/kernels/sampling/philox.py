@@ -19,13 +19,9 @@ STREAM_TARGET = 0  # the stream of the draw that is emitted; coupled drafters sh
 
 
 def _multiply_high_low(value: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of value x multiplier, both below 2**32, without overflowing int64."""
-    low_half = value & 0xFFFF
-    high_half = value >> 16
-    low_product = low_half * multiplier
-    high_product = high_half * multiplier + (low_product >> 16)
-    low = ((high_product & 0xFFFF) << 16) | (low_product & 0xFFFF)
-    return high_product >> 16, low
+    """High and low 32 bits of value x multiplier, both below 2**32: int64 wraps, and keeps all 64 bits."""
+    product = value * multiplier
+    return (product >> 32) & MASK, product & MASK
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:

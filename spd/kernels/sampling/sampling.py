@@ -91,7 +91,8 @@ def process_rows(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Ten
     """The target's processed logits [S, R, V] for the R = k + 1 rows of draft [S, k]."""
     logits = adjust_rows(logits, draft, tensors)
     if tensors.noise:
-        logits = scale(logits, tensors.temperature)
+        temperature = tensors.temperature.view(-1, 1, 1)
+        logits = torch.where(temperature > 0, logits / temperature, logits)
     if tensors.truncation:
         logits = truncate(logits, tensors.top_k, tensors.top_p, tensors.min_p)
     return logits
@@ -110,7 +111,9 @@ def adjust_rows(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tens
     if tensors.min_length is not None:
         logits = hide_stops(logits, tensors)
     if tensors.mask is not None:
-        logits = apply_mask(logits, tensors.mask)
+        ids = torch.arange(logits.shape[-1], device=logits.device)
+        words = tensors.mask[:, : logits.shape[1]].index_select(-1, ids >> 5)
+        logits = logits.masked_fill((words >> (ids & 31).to(torch.int32)) & 1 == 0, NEGATIVE_INFINITY)
     return logits
 
 
@@ -124,12 +127,6 @@ def draw_rows(
     noise = gumbel(seed, positions, stream, processed.shape[-1])
     greedy = (tensors.temperature <= 0).view(-1, 1, 1)
     return torch.where(greedy, processed, processed + noise).argmax(dim=-1)
-
-
-def scale(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Logits [S, R, V] divided by the temperature [S]; unchanged at temperatures <= 0."""
-    temperature = temperature.view(-1, 1, 1)
-    return torch.where(temperature > 0, logits / temperature, logits)
 
 
 def count_rows(generated: Tensor, draft: Tensor) -> Tensor:
@@ -169,13 +166,6 @@ def hide_stops(logits: Tensor, tensors: SamplingTensors) -> Tensor:
     hidden = torch.zeros(ids.shape[0], logits.shape[-1] + 1, dtype=torch.bool, device=logits.device)
     hidden.scatter_(1, torch.where(ids < 0, logits.shape[-1], ids), True)
     return logits.masked_fill(early.unsqueeze(-1) & hidden[:, None, :-1], NEGATIVE_INFINITY)
-
-
-def apply_mask(logits: Tensor, mask: Tensor) -> Tensor:
-    """Logits [S, R, V] at -inf where a mask's bit is not set."""
-    ids = torch.arange(logits.shape[-1], device=logits.device)
-    words = mask[:, : logits.shape[1]].index_select(-1, ids >> 5)
-    return logits.masked_fill((words >> (ids & 31).to(torch.int32)) & 1 == 0, NEGATIVE_INFINITY)
 
 
 def token_mass(logits: Tensor, highest: Tensor) -> Tensor:
