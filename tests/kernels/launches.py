@@ -265,7 +265,7 @@ def rounds() -> Launches:
             found[f"{size}{'_kept' * kept}"] = partial(pairs, size, kept)
     for width in (2048, 32768):
         found[f"lookup_{width}"] = partial(OPS.ngram_lookup, state(width), 8, 3, 8, 0, True)
-    found["two"] = partial(OPS.committed_window, s, 2, s.active, places)
+    found["two"] = partial(OPS.committed_window, s, 2, s.active, places, None)
     found["many"] = partial(OPS.committed_window, s, 17, s.active, places, slots)
     found["draft"] = partial(OPS.draft_step, s, of(I64, 4, 1), 0, 8, places)
     found["end"] = partial(OPS.mark_time, s.times, s.counter, ENDED, True)

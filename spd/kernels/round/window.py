@@ -107,12 +107,7 @@ def round_window(state: RoundTensors, k: int, places: Places, usable_vocab: int)
 
 
 def committed_window(
-    state: RoundTensors,
-    width: int,
-    chosen: Tensor,
-    places: Places,
-    first: Tensor | None = None,
-    ahead: int = 0,
+    state: RoundTensors, width: int, chosen: Tensor, places: Places, first: Tensor | None, ahead: int = 0
 ) -> Rows:
     """The last `width` committed tokens of every slot, at positions length - width on, and `ahead` drafts.
 

@@ -106,32 +106,24 @@ def window_kernel(
     tl.store(out_count + s, count)
 
 
-def _empty(slots: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _empty(length: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Room for positions, whether they are valid, and their slots in the pools."""
-    positions, places = (torch.empty(slots, width, dtype=torch.int64, device=device) for _ in range(2))
-    return positions, torch.empty(slots, width, dtype=torch.bool, device=device), places
+    positions, places = (length.new_empty(length.shape[0], width) for _ in range(2))
+    return positions, torch.empty_like(positions, dtype=torch.bool), places
 
 
 def round_window(state: RoundTensors, k: int, places: Places, usable_vocab: int) -> RoundWindow:
     tokens, draft, table, length = state.tokens, state.draft, state.page_table, state.length
-    slots, device = length.shape[0], length.device
-    timer, now = timer_and_now(window_kernel)
-    ids = torch.empty(slots, k + 1, dtype=torch.int64, device=device)
-    window = RoundWindow(
-        ids,
-        *_empty(slots, k + 1, device),
-        draft=torch.empty(slots, k, dtype=torch.int64, device=device),
-        num_drafts=torch.empty(slots, dtype=torch.int64, device=device),
-    )
+    slots, (timer, now) = length.shape[0], timer_and_now(window_kernel)
+    ids, room = length.new_empty(slots, k + 1), _empty(length, k + 1)
+    window = RoundWindow(ids, *room, length.new_empty(slots, k), torch.empty_like(length))
     inputs = (tokens, length, draft, state.num_drafts, state.active, state.length_limit, table)
-    rows = (window.token_ids, window.positions, window.valid, window.kv_slots)
-    clock = (state.times, state.counter)
+    clock = (state.times, state.counter, state.draft_cap)
     strides = (tokens.stride(0), draft.stride(0), table.stride(0), table.shape[1])
     sizes = (k, usable_vocab, places.limit, places.trash_slot, state.times.shape[0], now)
     constants = {"PAGE": places.page_size, "ROWS": power_of_two(k + 1), "TIMER": timer}
-    outputs = (*rows, window.draft, window.num_drafts)
     window_kernel[(slots,)](
-        *inputs, *outputs, *clock, state.draft_cap, *strides, *sizes, **constants, num_warps=1
+        *inputs, *vars(window).values(), *clock, *strides, *sizes, **constants, num_warps=1
     )
     return window
 
@@ -174,23 +166,16 @@ def committed_kernel(
 
 
 def committed_window(
-    state: RoundTensors,
-    width: int,
-    chosen: Tensor,
-    places: Places,
-    first: Tensor | None = None,
-    ahead: int = 0,
+    state: RoundTensors, width: int, chosen: Tensor, places: Places, first: Tensor | None, ahead: int = 0
 ) -> Rows:
     tokens, length, table, draft = state.tokens, state.length, state.page_table, state.draft
-    slots, rows, device = length.shape[0], width + ahead, length.device
-    ids = torch.empty(slots, rows, dtype=torch.int64, device=device)
-    window = Rows(ids, *_empty(slots, rows, device))
+    slots, rows = length.shape[0], width + ahead
+    window = Rows(length.new_empty(slots, rows), *_empty(length, rows))
     inputs = (tokens, length, chosen, state.draft_limit, table, length if first is None else first, draft)
-    outputs = (ids, window.positions, window.valid, window.kv_slots)
     strides = (tokens.stride(0), table.stride(0), draft.stride(0), table.shape[1])
     sizes = (width, ahead, places.limit, places.trash_slot)
     constants = {"PAGE": places.page_size, "ROWS": power_of_two(rows), "BOUNDED": first is not None}
-    committed_kernel[(slots,)](*inputs, *outputs, *strides, *sizes, **constants, num_warps=1)
+    committed_kernel[(slots,)](*inputs, *vars(window).values(), *strides, *sizes, **constants, num_warps=1)
     return window
 
 
@@ -218,11 +203,9 @@ def step_kernel(
 
 def draft_step(state: RoundTensors, sampled: Tensor, step: int, k: int, places: Places) -> Rows:
     length, table, draft = state.length, state.page_table, state.draft
-    slots = length.shape[0]
-    window = Rows(sampled, *_empty(slots, 1, length.device))
+    room = _empty(length, 1)
     inputs = (sampled, length, state.active, state.draft_limit, table, draft, state.num_drafts)
-    outputs = (window.positions, window.valid, window.kv_slots)
     strides = (sampled.stride(0), table.stride(0), table.shape[1], draft.stride(0))
     sizes = (step, k, places.limit, places.trash_slot)
-    step_kernel[(slots,)](*inputs, *outputs, *strides, *sizes, PAGE=places.page_size, num_warps=1)
-    return window
+    step_kernel[(length.shape[0],)](*inputs, *room, *strides, *sizes, PAGE=places.page_size, num_warps=1)
+    return Rows(sampled, *room)
