@@ -402,14 +402,6 @@ def test_key_chunks_are_fixed_by_position(form: Form, monkeypatch: pytest.Monkey
 
 
 @triton
-@pytest.mark.parametrize("page", [1, 8, 24, 48])
-def test_pages_that_no_tile_fits_are_refused(form: Form, page: int) -> None:
-    cache = make_cache(form, torch.float32, 1, 48, 1, 1, 16, page)
-    with pytest.raises(ValueError, match=f"pages of {page} positions"):
-        attend(form, cache, [Window(3, 1)], torch.zeros(1, 1, 1, 16, device=form.device))
-
-
-@triton
 @pytest.mark.slow
 def test_at_the_real_chunk_sizes(form: Form) -> None:
     cache = make_cache(form, torch.float32, 4, 5160, 2, 1, 16, 64)
