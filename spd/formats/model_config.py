@@ -143,7 +143,7 @@ _read_single = partial(blocks.read_recurrent, kinds=blocks.SINGLE, corrects=Fals
 _read_conv = partial(blocks.read_recurrent, kinds=blocks.CONVOLVING)
 _lfm2 = partial(_Family, spelled=blocks.lfm2_keys, recurrent=_read_conv)
 _HUNYUAN = {"alpha": None, "num_experts_per_tok": 1, _SHARED: None}
-_QK, _BARE = {"use_qk_norm": True}, {"mlp_bias": False}
+_QK, _BARE, _LATENT = {"use_qk_norm": True}, {"mlp_bias": False}, {"attention_bias": False}
 _MINIMAX = {"rope_theta": 5e6, "head_dim": 128, _PARTLY: 1.0}
 _GRANITE4 = {**_GRANITE, "mamba_conv_bias": True, "num_experts": 8, _SHARED: 1024}
 _NEMOTRON = {**_GROUPS, "head_dim": 128, _SHARED: 7688, "mamba_conv_bias": True}
@@ -162,10 +162,10 @@ _CAUSAL = {
     "Gemma": _Family("gemma", {"hidden_act": _GELU, "head_dim": 256, **_TIED}, only={"hidden_act": _GELU}),
     "Gemma2": _Family("gemma2", {**_GEMMA, **_CAPS, **_SLIDES, "sliding_window_pattern": 2}),
     "Gemma3": _Family("gemma3_text", {**_GEMMA3, **_SLIDES, **_UNSAID}, local_base=_LOCAL),
-    "DeepseekV2": _Family("deepseek_v2", _DEEPSEEK2, blocks.ROUTED, latent=True, only=_RAW),
-    "DeepseekV3": _Family("deepseek_v3", {**_GROUPS, _DENSE: 3}, blocks.SIGMOID, latent=True),
+    "DeepseekV2": _Family("deepseek_v2", _DEEPSEEK2, blocks.ROUTED, latent=True, only={**_RAW, **_LATENT}),
+    "DeepseekV3": _Family("deepseek_v3", {**_GROUPS, _DENSE: 3}, blocks.SIGMOID, latent=True, only=_LATENT),
     "Glm4Moe": _Family("glm4_moe", {**_GROUPS, _PARTLY: 0.5, _DENSE: 1}, blocks.SIGMOID),
-    "Glm4MoeLite": _Family("glm4_moe_lite", _GLM4_LITE, blocks.SIGMOID, latent=True),
+    "Glm4MoeLite": _Family("glm4_moe_lite", _GLM4_LITE, blocks.SIGMOID, latent=True, only=_LATENT),
     "MiMo": _Family("mimo"),
     "Lfm2": _lfm2("lfm2", {**_LFM2, "block_auto_adjust_ff_dim": True}),
     "Lfm2Moe": _lfm2("lfm2_moe", {**_LFM2, **_GROUPS, _DENSE: 2}, blocks.LFM2),

@@ -256,6 +256,7 @@ REFUSED = [
     *each("deepseek_v3", scoring_func=("softmax",), topk_method=("greedy",), topk_group=(9,)),
     *each("deepseek_v3", num_experts_per_tok=(257, None), n_routed_experts=(10**6,), kv_lora_rank=(0,)),
     *each("deepseek_v3", q_lora_rank=(-1,), v_head_dim=("128",), compression_config=({},)),
+    *each("deepseek_v3", attention_bias=(True,)),
     ("deepseek_v3", {"n_group": 7}, ("n_group: 7 does not divide 8",)),
     ("deepseek_v3", {"n_group": 8, "topk_group": 8}, ("hold 1 each",)),
     ("deepseek_v3", {"num_experts_per_tok": 3, "topk_group": 1}, ("1 groups hold fewer than 3",)),

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from spd.errors import IncompatibleError
+from spd.formats.model_config import ModelConfig
 from spd.kernels.native.build import obstacle
 from spd.runtime import Request, SamplingParams
+from spd.runtime.models import family_layout, weights
 from spd.runtime.models.destinations import Shard
-from spd.runtime.models.layouts import DeltaLayout
+from spd.runtime.models.weights import ModelLayout
 from tests import helpers
 from tests.helpers import Run, accepted, drafts, make_engine, outputs, random_prompts, run_all, run_requests
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
@@ -102,17 +104,16 @@ def test_two_ranks_go_on_from_checkpoints(agreeing: Path) -> None:
 def test_a_wrong_part_is_seen(tmp_path: Path) -> None:
     """Where every rank takes the first one's part of a tensor."""
     folder = write_tiny_hybrid(tmp_path, num_hidden_layers=2, full_attention_interval=2)
-    said, honest = outputs(runs_of(folder, kernels="auto")), DeltaLayout._cuts
+    said, honest = outputs(runs_of(folder, kernels="auto")), weights.parts_of
     for name in SPLIT:
 
-        def cuts(layout: DeltaLayout, name: str = name) -> Any:
-            found = dict(honest(layout))
-            if layout.shard.size > 1:
-                found[name] = honest(replace(layout, shard=Shard(0, layout.shard.size)))[name]
-            return found
+        def parts(config: ModelConfig, layout: ModelLayout, name: str = name) -> Any:
+            first = honest(config, family_layout(config).sharded(Shard(0, layout.shard.size)))
+            own = honest(config, layout)
+            return {key: first[key] if f".{name}" in key else part for key, part in own.items()}
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(DeltaLayout, "_cuts", cuts)
+            patch.setattr(weights, "parts_of", parts)
             assert outputs(runs_of(folder, kernels="auto", tp=2)) != said, name
 
 

@@ -71,10 +71,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{f"gqa{8 // keys}": {"architecture": LLAMA, "heads": 8, "kv_heads": keys} for keys in (8, 4, 2, 1)},
     "deepseek_v3": {**DEEPSEEK, "rope": {**BOUND_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, "extra": V3},
     "deepseek_v3_lite": {**DEEPSEEK, "extra": {**V3, "q_lora_rank": None}},
-    "deepseek_v3_bias": {
-        **{**DEEPSEEK, "attention_bias": True},
-        "extra": {**V3, "norm_topk_prob": False, "topk_group": 4},
-    },
+    "deepseek_v3_groups": {**DEEPSEEK, "extra": {**V3, "norm_topk_prob": False, "topk_group": 4}},
     "deepseek_v2": {
         **{**DEEPSEEK_V2, "rope": {**BOUND_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
         "extra": {**V2, "topk_method": "group_limited_greedy"},
@@ -232,8 +229,6 @@ def is_biased(config: Json, name: str) -> bool:
     if not name.startswith("self_attn"):
         return bool(config.get("mlp_bias")) and "expert" not in name
     if architecture in ("MiMoForCausalLM", "Glm4MoeForCausalLM") and name.endswith("o_proj"):
-        return False
-    if name.endswith(("q_b_proj", "kv_b_proj")) or ("kv_lora_rank" in config and name.endswith(".q_proj")):
         return False
     return bool(config.get("attention_bias"))
 

@@ -125,7 +125,7 @@ def held(
     with Checkpoint.open(folder) as checkpoint, torch.inference_mode():
         builder = LayerBuilder(Place(torch.float16, "cpu", load_kernels("torch")), config.rms_norm_eps)
         builder.fold_norms |= fold
-        fill: Any = loader.direct_fill(checkpoint, meter)
+        fill: Any = loader.direct_fill(checkpoint, meter, {})
         if way == "threaded":
             fill = partial(read_tensors, checkpoint, advance=meter.advance)
         at_once = way == "threaded"

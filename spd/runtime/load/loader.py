@@ -28,7 +28,7 @@ from spd.runtime.models import family_layout, weights
 from spd.runtime.models.assistant_model import AssistantModel
 from spd.runtime.models.builder import Fill, LayerBuilder, LayerTensors, Place, WeightSpace
 from spd.runtime.models.decoder import AuxStates, Decoder, HeadModel, Parts, build_layer
-from spd.runtime.models.destinations import NOTHING, Cut, Cuts
+from spd.runtime.models.destinations import Cut, Cuts
 from spd.runtime.models.layouts import GqaLayout
 from spd.runtime.models.weights import HeadPart, HeadRules, ModelLayout
 
@@ -40,7 +40,7 @@ def read_part(checkpoint: Checkpoint, name: str, cut: Cut) -> Tensor:
     return torch.cat([checkpoint.read(name, rows) for rows in cut.ranges])
 
 
-def direct_fill(checkpoint: Checkpoint, meter: LoadMeter, cuts: Cuts = NOTHING) -> Fill:
+def direct_fill(checkpoint: Checkpoint, meter: LoadMeter, cuts: Cuts) -> Fill:
     """Fill a tensor at a time, each read to where it belongs, or of those in `cuts` a part."""
 
     def fill(views: Mapping[str, Tensor]) -> None:

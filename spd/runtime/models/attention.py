@@ -14,7 +14,7 @@ from spd.kernels.attention.rotary_store import RotatedRows, apply_rotary
 from spd.kernels.linear.norm_gate import rms_norm
 from spd.kernels.native.library import PackedWeight
 from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual, attended
-from spd.runtime.layers.linear import in_tiles, normed, unscaled_norm
+from spd.runtime.layers.linear import AnyLinear, in_tiles, normed, unscaled_norm
 from spd.runtime.layers.rotary import RotaryRows
 from spd.runtime.models.builder import LayerBuilder, Tensors
 from spd.runtime.models.layouts import GqaLayout, LatentLayout
@@ -149,7 +149,7 @@ class LatentAttention:
     def __init__(self, layout: LatentLayout, tensors: Tensors, build: LayerBuilder) -> None:
         """Of what `down` makes, the latent side stands behind the query side.
 
-        That is queries, or what `query` makes them of, or nothing where `query` reads the stream itself.
+        That is queries, or what `query` makes them of.
         """
         order, latent = layout.rotary.order, layout.latent
         if order is not None:
@@ -159,10 +159,9 @@ class LatentAttention:
             build.reorder(tensors, "down", order, slice(-latent.rope_dim, None))
         self.latent, self.layout, self.scale = latent, layout, layout.scale
         self.kernels, native = build.kernels, build.kernels.native
-        self.query_norm, self.query = tensors.get("query_norm"), None
+        self.query: tuple[Tensor, AnyLinear] | None = None
         if "query" in tensors:
-            make = build.after_norm if self.query_norm is None else build.matrix
-            self.query = make(tensors, "query")
+            self.query = tensors["query_norm"], build.matrix(tensors, "query")
         self.down, self.latent_norm = build.after_norm(tensors, "down"), tensors["latent_norm"]
         self.output = build.summed(tensors, "output")
         heads = tensors["up"].view(layout.num_heads, latent.nope_dim + latent.value_dim, latent.rank)
@@ -194,10 +193,8 @@ class LatentAttention:
         down = self.down(stream, batch).x
         query, latent = down[:, :-kept], down[:, -kept:]
         if self.query is not None:
-            read = stream
-            if self.query_norm is not None:
-                read = Residual(normed(Residual(query), self.query_norm, LATENT_EPSILON, self.kernels))
-            query = self.query(read, batch).x
+            norm, product = self.query
+            query = product(Residual(normed(Residual(query), norm, LATENT_EPSILON, self.kernels)), batch).x
         return query.reshape(query.shape[0], self.layout.num_heads, -1), latent
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from spd.errors import IncompatibleError
@@ -28,15 +27,34 @@ class Cut:
         """The ranges of a tensor, as views."""
         return tuple(tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges)
 
-    def indices(self, dim: int, size: int) -> list[int]:
-        """Where the part's elements along `dim` stand in the whole, of `size`."""
-        if dim != self.dim:
-            return list(range(size))
-        return [i for start, stop in self.ranges for i in range(start, stop)]
+
+Cuts = Mapping[str, Cut]
 
 
-Cuts = Mapping[str, Cut | None]
-NOTHING: Cuts = MappingProxyType({})
+class Rows(NamedTuple):
+    """The rows that a rank takes of a matrix: ranges of a `total`."""
+
+    total: int
+    ranges: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def below(cls, *pieces: Rows) -> Rows:
+        """Those of several pieces below each other."""
+        ranges, first = [], 0
+        for piece in pieces:
+            ranges += [(first + start, first + stop) for start, stop in piece.ranges]
+            first += piece.total
+        return cls(first, tuple(ranges))
+
+    @property
+    def taken(self) -> int:
+        """How many they are."""
+        return sum(stop - start for start, stop in self.ranges)
+
+    @property
+    def cut(self) -> Cut | None:
+        """None where all are taken."""
+        return None if self.taken == self.total else Cut(0, self.ranges)
 
 
 @dataclass(frozen=True)
@@ -53,27 +71,19 @@ class Shard:
             raise IncompatibleError(why, code="tensor_parallel")
         return count // self.size
 
-    def rows(self, *counts: int) -> Cut | None:
+    def rows(self, *counts: int) -> Rows:
         """The rows of this rank, which has so many of each of some pieces below each other."""
-        if self.size == 1:
-            return None
-        firsts = [self.rank * own + self.size * sum(counts[:i]) for i, own in enumerate(counts)]
-        return Cut(0, tuple((first, first + own) for first, own in zip(firsts, counts, strict=True)))
+        spans = ((self.size * own, ((self.rank * own, (self.rank + 1) * own),)) for own in counts)
+        return Rows.below(*(Rows(*span) for span in spans))
 
     def columns(self, count: int) -> Cut | None:
         """The columns of this rank, which has `count`."""
-        rows = self.rows(count)
-        return None if rows is None else replace(rows, dim=1)
+        return None if self.size == 1 else Cut(1, self.rows(count).ranges)
 
-    def key_heads(self, count: int) -> tuple[int, int]:
-        """The first of `count` key heads that this rank's query heads read, and how many they read.
-
-        With more ranks than key heads several ranks hold the same one.
-        """
-        if self.size > count and self.size % count == 0:
-            return self.rank * count // self.size, 1
-        own = self.share(count, "key and value heads")
-        return self.rank * own, own
+    def of_keys(self, count: int) -> Shard:
+        """The part of `count` key heads: with more ranks than key heads several ranks hold the same one."""
+        shared = self.size > count and self.size % count == 0
+        return Shard(self.rank * count // self.size, count) if shared else self
 
     def ids(self, vocab_size: int) -> tuple[int, int]:
         """The token ids of this rank: equally many, but for the last ranks, which may have fewer."""
@@ -129,20 +139,17 @@ class Destination:
 def fused(
     name: str,
     block: str,
-    rows: Mapping[str, int],
+    rows: Mapping[str, int | Rows],
     columns: int,
     *,
     biased: bool = False,
-    cuts: Cuts = NOTHING,
+    cut: Cut | None = None,
 ) -> dict[str, Destination]:
-    """A fused matrix of projections with the given numbers of rows, and NAME_bias if there is one.
-
-    cuts: by projection, of those taken in part; a bias follows its rows.
-    """
-    weight = (Part(f"{block}.{each}.weight", (n, columns), cuts.get(each)) for each, n in rows.items())
+    """A fused matrix of projections with the given rows, and NAME_bias if there is one. cut: of columns."""
+    own = {each: WHOLE.rows(n) if isinstance(n, int) else n for each, n in rows.items()}
+    weight = (Part(f"{block}.{each}.weight", (n.taken, columns), cut or n.cut) for each, n in own.items())
     found = {name: Destination(tuple(weight))}
     if biased:
-        by_rows = {each: cut for each, cut in cuts.items() if cut and cut.dim == 0}
-        bias = (Part(f"{block}.{each}.bias", (n,), by_rows.get(each)) for each, n in rows.items())
+        bias = (Part(f"{block}.{each}.bias", (n.taken,), n.cut) for each, n in own.items())
         found[f"{name}_bias"] = Destination(tuple(bias))
     return found

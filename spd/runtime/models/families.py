@@ -246,7 +246,7 @@ def deepseek(config: ModelConfig) -> ModelLayout:
     # YaRN's correction grows with the stretch of the context.
     correction = yarn_scale(rope.factor, rope.mscale_all_dim or 0.0) if rope.kind == "yarn" else 1.0
     scale = config.head_dim**-0.5 * correction**2
-    made = blocks.LatentLayout(config.hidden_size, config.num_heads, latent, scale, config.attention_bias)
+    made = blocks.LatentLayout(config.hidden_size, config.num_heads, latent, scale)
     return layered(config, made)
 
 

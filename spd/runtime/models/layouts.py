@@ -13,7 +13,7 @@ from typing import ClassVar
 from spd.formats.block_config import ExpertsConfig, LatentConfig
 from spd.formats.rope_config import RotaryDims
 from spd.kernels.linear.activation import SILU, Activation
-from spd.runtime.models.destinations import NOTHING, WHOLE, Cut, Cuts, Destination, Shape, Shard, fused
+from spd.runtime.models.destinations import WHOLE, Destination, Rows, Shape, Shard, fused
 from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout
 
 
@@ -63,27 +63,14 @@ class GqaLayout:
     gated: bool = False  # its result is scaled by sigmoids of gates, which stand beside each head's queries
     gates_apart: bool = False  # such gates are of a matrix of their own
     post_epsilon: float | None = None  # of the norm behind the block, where it is another
-    shard: Shard = WHOLE  # the rank that has these heads, of all ranks' `whole` key heads
-    whole: int = 0
+    shard: Shard = WHOLE  # the rank that has these heads
+    keys: Shard = WHOLE  # and its part of all key heads
 
     def sharded(self, shard: Shard) -> GqaLayout:
         """A rank's heads. The output reads its own columns, and makes a part of the sum."""
-        own = shard.share(self.num_heads, "attention heads")
-        _, keys = shard.key_heads(self.num_kv_heads)
-        return replace(self, num_heads=own, num_kv_heads=keys, shard=shard, whole=self.num_kv_heads)
-
-    def _cuts(self) -> Cuts:
-        size, own, values = self.head_dim, self.num_heads * self.head_dim, self.value_size
-        query = self.shard.rows(own * (1 + self.gates_beside))
-        if query is None:
-            return NOTHING
-        first, count = self.shard.key_heads(self.whole)
-        start, stop, queries = first * size, (first + count) * size, own * self.shard.size
-        key, value = (Cut(0, ((first * each, (first + count) * each),)) for each in (size, values))
-        behind = [(begin + start, begin + stop) for begin in (queries, queries + self.whole * size)]
-        both, output = Cut(0, (*query.ranges, *behind)), self.shard.columns(self.num_heads * values)
-        found = {"q_proj": query, "k_proj": key, "v_proj": value, "qkv_proj": both, "o_proj": output}
-        return found | {"g_proj": self.shard.rows(self.num_heads), "gate_proj": self.shard.rows(own)}
+        own, keys = shard.share(self.num_heads, "attention heads"), shard.of_keys(self.num_kv_heads)
+        key_heads = keys.share(self.num_kv_heads, "key and value heads")
+        return replace(self, num_heads=own, num_kv_heads=key_heads, shard=shard, keys=keys)
 
     @property
     def gates_beside(self) -> bool:
@@ -96,14 +83,15 @@ class GqaLayout:
         return self.value_dim or self.head_dim
 
     def destinations(self) -> dict[str, Destination]:
-        size, hidden = self.head_dim, self.hidden_size
-        query, key = self.num_heads * size, self.num_kv_heads * size
-        block, values = "self_attn", self.num_kv_heads * self.value_size
-        qkv = {"q_proj": query * (1 + self.gates_beside), "k_proj": key, "v_proj": values}
+        size, hidden, block = self.head_dim, self.hidden_size, "self_attn"
+        rows, heads, key_heads = self.shard.rows, self.num_heads, self.num_kv_heads
+        query, key = rows(heads * size), self.keys.rows(key_heads * size)
+        qkv = {"q_proj": rows(heads * size * (1 + self.gates_beside)), "k_proj": key}
+        qkv["v_proj"] = self.keys.rows(key_heads * self.value_size)
         if self.gates_apart:
             qkv["gate_proj"] = query
         if self.fused_qkv:
-            qkv = {"qkv_proj": query + 2 * key}
+            qkv = {"qkv_proj": Rows.below(*qkv.values())}
         if self.reads is not None:
             del qkv["k_proj"]
         if self.reads is not None or self.key_is_value:
@@ -112,22 +100,19 @@ class GqaLayout:
         found = _norms(self.pre_norm, self.post_norm, hidden, exact)
         if self.reads_pairs:
             found["state_norm"] = Destination.of({"hidden_norm.weight": (hidden,)})
-        width = 2 * hidden if self.reads_pairs else hidden
-        cuts = self._cuts()
-        found |= fused("qkv", block, qkv, width, biased=self.qkv_bias, cuts=cuts)
+        width, mixed = 2 * hidden if self.reads_pairs else hidden, heads * self.value_size
+        found |= fused("qkv", block, qkv, width, biased=self.qkv_bias)
         if self.head_gates:
-            found |= fused("gates", block, {"g_proj": self.num_heads}, hidden, cuts=cuts)
-        mixed = self.num_heads * self.value_size
-        found |= fused("output", block, {"o_proj": hidden}, mixed, biased=self.output_bias, cuts=cuts)
+            found |= fused("gates", block, {"g_proj": rows(heads)}, hidden)
+        columns = self.shard.columns(mixed)
+        found |= fused("output", block, {"o_proj": hidden}, mixed, biased=self.output_bias, cut=columns)
         if self.sinks:
-            count, own_heads = self.num_heads, self.shard.rows(self.num_heads)
-            found["sinks"] = Destination.of({f"{block}.sinks": (count,)}, exact=True, cut=own_heads)
-        for own, name in zip(("q_norm", "k_norm"), self.head_norms, strict=True):
+            found["sinks"] = Destination.of({f"{block}.sinks": (heads,)}, exact=True, cut=rows(heads).cut)
+        for own, name, whole in zip(("q_norm", "k_norm"), self.head_norms, (query, key), strict=True):
             if self.qk_norm and (own == "q_norm" or self.reads is None):
                 found[own] = Destination.of({f"{block}.{name}.weight": (size,)}, exact=exact)
             elif self.whole_norms:
-                rows = {f"{block}.{name}.weight": (query if own == "q_norm" else key,)}
-                found[own] = Destination.of(rows, cut=cuts.get(f"{own[0]}_proj"))
+                found[own] = Destination.of({f"{block}.{name}.weight": (whole.taken,)}, cut=whole.cut)
         return found
 
     @property
@@ -158,17 +143,11 @@ class LatentLayout:
     num_heads: int
     latent: LatentConfig
     scale: float
-    bias: bool = False
     shard: Shard = WHOLE  # the rank that has these heads; what all heads share is on every rank
 
     def sharded(self, shard: Shard) -> LatentLayout:
         """A rank's heads. The output reads its own columns, and makes a part of the sum."""
         return replace(self, num_heads=shard.share(self.num_heads, "attention heads"), shard=shard)
-
-    def _cuts(self) -> Cuts:
-        query, values = self.shard.rows(self.query_rows), self.num_heads * self.latent.value_dim
-        up = self.shard.rows(self.num_heads * self.latent.nope_dim + values)
-        return {"q_proj": query, "q_b_proj": query, "kv_b_proj": up, "o_proj": self.shard.columns(values)}
 
     @property
     def rotary(self) -> RotaryDims:
@@ -183,24 +162,18 @@ class LatentLayout:
     def destinations(self) -> dict[str, Destination]:
         hidden, rank, block, of = self.hidden_size, self.latent.rank, "self_attn", self.latent
         kept, query_rank = {"kv_a_proj_with_mqa": rank + of.rope_dim}, of.query_rank
+        query, mixed = self.shard.rows(self.query_rows), self.num_heads * of.value_dim
         found = {"norm": Destination.of({"input_layernorm.weight": (hidden,)})}
-        cuts = self._cuts()
         if query_rank is None:
-            query = {"q_proj": self.query_rows}
-            if self.bias:  # q_proj has none, so that the two share no matrix
-                found |= fused("query", block, query, hidden, cuts=cuts)
-                found |= fused("down", block, kept, hidden, biased=True)
-            else:
-                found |= fused("down", block, {**query, **kept}, hidden, cuts=cuts)
+            found |= fused("down", block, {"q_proj": query, **kept}, hidden)
         else:
-            found |= fused("down", block, {"q_a_proj": query_rank, **kept}, hidden, biased=self.bias)
+            found |= fused("down", block, {"q_a_proj": query_rank, **kept}, hidden)
             found["query_norm"] = Destination.of({f"{block}.q_a_layernorm.weight": (query_rank,)})
-            found |= fused("query", block, {"q_b_proj": self.query_rows}, query_rank, cuts=cuts)
+            found |= fused("query", block, {"q_b_proj": query}, query_rank)
         found["latent_norm"] = Destination.of({f"{block}.kv_a_layernorm.weight": (rank,)})
-        mixed = self.num_heads * of.value_dim
-        up = fused("up", block, {"kv_b_proj": self.num_heads * of.nope_dim + mixed}, rank, cuts=cuts)
-        found["up"] = replace(up["up"], wide=True)
-        return found | fused("output", block, {"o_proj": hidden}, mixed, biased=self.bias, cuts=cuts)
+        up = {"kv_b_proj": self.shard.rows(self.num_heads * of.nope_dim + mixed)}
+        found["up"] = replace(fused("up", block, up, rank)["up"], wide=True)
+        return found | fused("output", block, {"o_proj": hidden}, mixed, cut=self.shard.columns(mixed))
 
     @property
     def cache(self) -> tuple[Shape, ...]:
@@ -240,25 +213,19 @@ class MlpLayout:
         own = shard.share(self.intermediate_size, "elements of an MLP")
         return replace(self, intermediate_size=own, shard=shard)
 
-    def _cuts(self) -> Cuts:
-        inner, rows = self.intermediate_size, self.shard.rows
-        return {
-            **{"gate_proj": rows(inner), "up_proj": rows(inner), "gate_up_proj": rows(inner, inner)},
-            "down_proj": self.shard.columns(inner),
-        }
-
     def destinations(self) -> dict[str, Destination]:
         norms = _norms(self.pre_norm, self.post_norm, self.hidden_size, self.centred_norms)
         return norms | self.matrices()
 
     def matrices(self) -> dict[str, Destination]:
         """The destinations without the norm before them."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        rows = {"gate_up_proj": 2 * inner} if self.fused_gate_up else {"gate_proj": inner, "up_proj": inner}
-        rows = rows if self.act.gated else {"up_proj": inner}
-        cuts = self._cuts()
-        found = fused("gate_up", self.block, rows, hidden, biased=self.bias, cuts=cuts)
-        return found | fused("down", self.block, {"down_proj": hidden}, inner, biased=self.bias, cuts=cuts)
+        block, hidden, inner, of = self.block, self.hidden_size, self.intermediate_size, self.shard
+        rows = dict.fromkeys(("gate_proj", "up_proj") if self.act.gated else ("up_proj",), of.rows(inner))
+        if self.fused_gate_up:
+            rows = {"gate_up_proj": of.rows(inner, inner)}
+        found = fused("gate_up", block, rows, hidden, biased=self.bias)
+        down = {"down_proj": hidden}
+        return found | fused("down", block, down, inner, biased=self.bias, cut=of.columns(inner))
 
     @property
     def widest(self) -> int:
@@ -301,11 +268,11 @@ class MoeLayout:
         parts = ("up",) if not self.act.gated else ("gate_up",) if biased else ("gate", "up")
         rows = 2 * inner if biased else inner
         shapes: dict[str, Shape] = {**dict.fromkeys(parts, (rows, read)), "down": (read, inner)}
-        cuts = {"gate_up": self.shard.rows(rows), "down": self.shard.columns(inner)}
+        cuts = {"gate_up": self.shard.rows(rows).cut, "down": self.shard.columns(inner)}
         turned = biased and self.turned
         if turned:  # what a checkpoint packs is named as if it were gate and up: here halves of the rows
             shapes = {"gate": (hidden // 2, rows), "up": (hidden // 2, rows), "down": (inner, hidden)}
-            cuts = {"gate_up": self.shard.columns(rows), "down": self.shard.rows(inner)}
+            cuts = {"gate_up": self.shard.columns(rows), "down": self.shard.rows(inner).cut}
         exact: dict[str, tuple[str, Shape]] = {"router": ("gate.weight", (count, hidden))}
         if biased:
             exact["router_bias"] = ("gate.bias", (count,))

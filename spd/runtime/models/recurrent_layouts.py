@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from spd.formats.block_config import DeltaConfig
-from spd.runtime.models.destinations import WHOLE, Cuts, Destination, Shape, Shard, fused
+from spd.runtime.models.destinations import WHOLE, Destination, Rows, Shape, Shard, fused
 
 
 @dataclass(frozen=True)
@@ -43,47 +43,38 @@ class DeltaLayout:
         keys, values = self.sizes
         return 2 * keys + values
 
-    def _cuts(self) -> Cuts:
-        (keys, values), heads, rows = self.sizes, self.delta.value_heads, self.shard.rows
-        return {
-            **dict.fromkeys(("in_proj_qkv", "conv1d"), rows(keys, keys, values)),
-            **{"in_proj_z": rows(values), "out_proj": self.shard.columns(values)},
-            # Stored key head by key head.
-            **{"in_proj_qkvz": rows(self.channels + values), "in_proj_ba": rows(2 * heads)},
-            **dict.fromkeys(("in_proj_b", "in_proj_a", "A_log", "dt_bias"), rows(heads)),
-        }
-
     def destinations(self) -> dict[str, Destination]:
-        delta, hidden, cuts = self.delta, self.hidden_size, self._cuts()
-        (block, inputs, gates), heads = self._products, (delta.value_heads,)
-        exact: dict[str, tuple[str, Shape]] = {
-            "conv": ("conv1d.weight", (self.channels, 1, delta.kernel)),
-            **{"rate": ("A_log", heads), "step_bias": ("dt_bias", heads)},
-            "head_norm": ("norm.weight", (delta.value_dim * (1 if delta.corrects else delta.value_heads),)),
+        delta, hidden, values = self.delta, self.hidden_size, self.sizes[1]
+        (block, convolved, inputs, gates), heads = self._products, self.shard.rows(delta.value_heads)
+        exact: dict[str, tuple[str, Rows, Shape]] = {
+            "conv": ("conv1d.weight", convolved, (1, delta.kernel)),
+            **{"rate": ("A_log", heads, ()), "step_bias": ("dt_bias", heads, ())},
+            "head_norm": ("norm.weight", WHOLE.rows(delta.value_dim), ()),
         }
         if not delta.corrects:
-            exact["skip"] = ("D", heads)
+            exact |= {"skip": ("D", heads, ()), "head_norm": ("norm.weight", self.shard.rows(values), ())}
         if delta.conv_bias:
-            exact["conv_bias"] = ("conv1d.bias", (self.channels,))
+            exact["conv_bias"] = ("conv1d.bias", convolved, ())
         return {
             "norm": Destination.of({f"{self.pre_norm}.weight": (hidden,)}, exact=True),
-            **fused("inputs", block, inputs, hidden, cuts=cuts),
-            **(fused("gates", block, gates, hidden, cuts=cuts) if gates else {}),
+            **fused("inputs", block, inputs, hidden),
+            **(fused("gates", block, gates, hidden) if gates else {}),
             **{
-                key: Destination.of({f"{block}.{name}": shape}, exact=True, cut=cuts.get(name.split(".")[0]))
-                for key, (name, shape) in exact.items()
+                key: Destination.of({f"{block}.{name}": (rows.taken, *rest)}, exact=True, cut=rows.cut)
+                for key, (name, rows, rest) in exact.items()
             },
-            **fused("output", block, {"out_proj": hidden}, self.sizes[1], cuts=cuts),
+            **fused("output", block, {"out_proj": hidden}, values, cut=self.shard.columns(values)),
         }
 
     @property
-    def _products(self) -> tuple[str, dict[str, int], dict[str, int]]:
-        """What stands before the names, and the rows of the matrices that make inputs, and gates."""
-        heads, values = self.delta.value_heads, self.sizes[1]
-        if self.delta.interleaved:
-            return "linear_attn", {"in_proj_qkvz": self.channels + values}, {"in_proj_ba": 2 * heads}
-        inputs = {"in_proj_qkv": self.channels, "in_proj_z": values}
-        return "linear_attn", inputs, {"in_proj_b": heads, "in_proj_a": heads}
+    def _products(self) -> tuple[str, Rows, dict[str, Rows], dict[str, Rows]]:
+        """What stands before the names, rows of what is convolved, of what makes inputs, and gates."""
+        (keys, values), heads, rows = self.sizes, self.delta.value_heads, self.shard.rows
+        convolved, inputs = rows(keys, keys, values), {"in_proj_qkvz": rows(self.channels + values)}
+        if self.delta.interleaved:  # stored key head by key head
+            return "linear_attn", convolved, inputs, {"in_proj_ba": rows(2 * heads)}
+        inputs = {"in_proj_qkv": convolved, "in_proj_z": rows(values)}
+        return "linear_attn", convolved, inputs, dict.fromkeys(("in_proj_b", "in_proj_a"), rows(heads))
 
     @property
     def kernel(self) -> int:
@@ -122,17 +113,10 @@ class ScanLayout(DeltaLayout):
         keys, values = self.sizes
         return values, values, keys, keys, self.delta.value_heads
 
-    def _cuts(self) -> Cuts:
-        (keys, values), rows = self.sizes, self.shard.rows
-        return {
-            **{"in_proj": rows(*self.parts), "conv1d": rows(values, keys, keys)},
-            **{"norm": rows(values), "out_proj": self.shard.columns(values)},
-            **dict.fromkeys(("A_log", "dt_bias", "D"), rows(self.delta.value_heads)),
-        }
-
     @property
-    def _products(self) -> tuple[str, dict[str, int], dict[str, int]]:
-        return "mamba", {"in_proj": sum(self.parts)}, {}
+    def _products(self) -> tuple[str, Rows, dict[str, Rows], dict[str, Rows]]:
+        convolved = self.shard.rows(*self.parts[1:4])
+        return "mamba", convolved, {"in_proj": self.shard.rows(*self.parts)}, {}
 
 
 @dataclass(frozen=True)
@@ -151,14 +135,13 @@ class ConvLayout:
         return replace(self, channels=shard.share(self.channels, "channels of convolutions"), shard=shard)
 
     def destinations(self) -> dict[str, Destination]:
-        hidden, own, block, rows = self.hidden_size, self.channels, "conv", self.shard.rows
-        cuts = {"in_proj": rows(own, own, own), "conv": rows(own), "out_proj": self.shard.columns(own)}
+        hidden, own, block, shard = self.hidden_size, self.channels, "conv", self.shard
         taps = {f"{block}.conv.weight": (own, 1, self.kernel)}
         return {
             "norm": Destination.of({"input_layernorm.weight": (hidden,)}),
-            **fused("inputs", block, {"in_proj": 3 * own}, hidden, cuts=cuts),
-            "conv": Destination.of(taps, exact=True, cut=cuts.get("conv")),
-            **fused("output", block, {"out_proj": hidden}, own, cuts=cuts),
+            **fused("inputs", block, {"in_proj": shard.rows(own, own, own)}, hidden),
+            "conv": Destination.of(taps, exact=True, cut=shard.rows(own).cut),
+            **fused("output", block, {"out_proj": hidden}, own, cut=shard.columns(own)),
         }
 
     def slot_shapes(self, depth: int) -> tuple[tuple[Shape, bool], ...]:
