@@ -27,16 +27,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spd.errors import CheckpointError, IncompatibleError
-from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, Shape, Shapes, TensorMeta, check_tensors
-from spd.formats.json_file import Fields, listed, shown
+from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, TensorMeta
+from spd.formats.json_file import Fields, shown
 from spd.formats.model_config import MAX_LAYERS, MTP_HEAD, ModelConfig, model_config_of, refuse_head
-from spd.formats.quantized import UNUSED
 
 if TYPE_CHECKING:
     from spd.formats.folder import ModelFolder
 
 MODEL_TYPE, FINAL_NORM = "mtp", "model.norm.weight"
-_HOW_TO_ATTACH = (
+HOW_TO_ATTACH = (
     "--mtp HEAD with a folder that `spd convert-mtp ORIGINAL HEAD` made of the original checkpoint",
     "--spec ngram",
 )
@@ -144,18 +143,6 @@ class MtpSource:
     verifier: str = ""  # what a head folder was cut from; empty for a head in its own checkpoint
     verifier_sha256: str = ""
 
-    def glue_tensors(self, module: int) -> dict[str, Shape]:
-        """Names and shapes of what surrounds a module's decoder layer."""
-        hidden, named = self.config.hidden_size, self.layout.named
-        shapes = {"projection": (hidden, 2 * hidden)}
-        names = self.layout.family.glue.items()
-        return {named(name, module): shapes.get(key, (hidden,)) for key, name in names}
-
-    def copies(self, module: int) -> dict[str, Shape]:
-        """Names and shapes of the copies of embedding and head that a module's checkpoint may hold."""
-        shape, names = (self.config.vocab_size, self.config.hidden_size), self.layout.family.tables.values()
-        return {self.layout.named(name, module): shape for name in names}
-
 
 def is_mtp_tensor(name: str, num_layers: int) -> bool:
     """Whether a tensor beside a target's `num_layers` layers belongs to an MTP head."""
@@ -192,29 +179,7 @@ def no_mtp(folder: Path, num_layers: int, declared: int) -> IncompatibleError:
     reason = [f"no tensor such as model.layers.{num_layers}.eh_proj.weight, mtp.fc.weight or model.mtp_…"]
     if declared:
         reason.append(f"config.json speaks of {declared}: quantized copies are often written without them")
-    return IncompatibleError(f"{folder}: holds no MTP layers", reason=reason, fix=_HOW_TO_ATTACH)
-
-
-def check_mtp(checkpoint: Checkpoint, source: MtpSource, layer_tensors: Shapes) -> dict[str, Shape]:
-    """Names and shapes of all that the head's modules need, seen to be there. layer_tensors: of one layer."""
-    expected: dict[str, Shape] = {}
-    layout = source.layout
-    for module in range(layout.modules):
-        prefix, copies = layout.layer_prefix(module), source.copies(module)
-        expected |= source.glue_tensors(module)
-        expected |= {prefix + name: shape for name, shape in layer_tensors.items()}
-        expected |= {name: shape for name, shape in copies.items() if name in checkpoint.tensors}
-    what, how, kinds = "tensors of the MTP head", source.config.quantization, dict[str, tuple[str, ...]]()
-    if how is not None:
-        expected, kinds = how.stored(expected, checkpoint.tensors)
-    unexpected = check_tensors(checkpoint, expected, kinds=kinds, what=what, fix=_HOW_TO_ATTACH)
-    own = (name for name in unexpected if layout.owns(name))
-    foreign = [name for name in own if not name.endswith((*UNUSED, ".weight_scale"))]
-    if foreign:
-        why = "tensors of the MTP head belong to none of its layers as"
-        why = f"{checkpoint.folder}: {len(foreign)} {why} {layout.family.name} has them; first: {foreign[0]}"
-        raise CheckpointError(why, reason=listed(foreign), fix=["--spec ngram"])
-    return expected
+    return IncompatibleError(f"{folder}: holds no MTP layers", reason=reason, fix=HOW_TO_ATTACH)
 
 
 def verifier_hash(checkpoint: Checkpoint) -> str:
@@ -245,7 +210,7 @@ def head_config(
 
 
 def read_head_folder(folder: ModelFolder) -> MtpSource:
-    """Read what a head folder says, and find its modules; tensors are checked by `check_mtp`."""
+    """Read what a head folder says, and find its modules; `check_source` checks its tensors."""
     fields = folder.fields
     layer, speculators = fields.fields("transformer_layer_config"), fields.fields("speculators_config")
     kind = fields.get("speculators_model_type")

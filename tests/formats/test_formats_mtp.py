@@ -13,12 +13,16 @@ from spd.errors import CheckpointError, IncompatibleError
 from spd.formats import mtp
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.folder import ModelFolder
-from spd.formats.mtp import FAMILIES, MtpSource, check_mtp, find_mtp, is_mtp_tensor
+from spd.formats.json_file import Fields
+from spd.formats.model_config import model_config_of
+from spd.formats.mtp import FAMILIES, MtpSource, find_mtp, is_mtp_tensor
+from spd.runtime.models.mtp_weights import check_source, module_layer
 from tests.formats.formats_helpers import QWEN3, refused, write_json
 from tests.helpers import read_model_config
 
 HIDDEN, VOCAB, LAYERS = 8, 32, 2
-LAYER = {"input_layernorm.weight": (HIDDEN,), "mlp.down_proj.weight": (HIDDEN, 12)}
+TARGET = {**QWEN3, "hidden_size": HIDDEN, "vocab_size": VOCAB, "eos_token_id": 2}
+LAYER = module_layer(model_config_of(Fields("config.json", TARGET)), FAMILIES[0]).tensors()
 DEEPSEEK = {f"{name}.weight": (HIDDEN,) for name in ("enorm", "hnorm", "shared_head.norm")}
 DEEPSEEK["eh_proj.weight"] = (HIDDEN, 2 * HIDDEN)
 COPIES = {"embed_tokens.weight": (VOCAB, HIDDEN), "shared_head.head.weight": (VOCAB, HIDDEN)}
@@ -72,17 +76,17 @@ def test_a_complete_head_passes_and_anything_else_is_named(tmp_path: Path) -> No
     target = ModelFolder(head_folder(tmp_path / "target")).head.config
     source = MtpSource(ModelFolder(tmp_path), layout, target)
     with checkpoint_of(tmp_path / "whole", whole) as checkpoint:
-        assert set(check_mtp(checkpoint, source, LAYER)) == set(whole)
+        assert set(check_source(source, checkpoint)) == set(whole)
     scaled = {**whole, "model.layers.2.mlp.down_proj.weight_scale_inv": (1, 1)}
     with checkpoint_of(tmp_path / "scaled", scaled) as checkpoint:
-        assert set(check_mtp(checkpoint, source, LAYER)) == set(whole)
+        assert set(check_source(source, checkpoint)) == set(whole)
     for name in deepseek(modules=2):
         partial = {key: shape for key, shape in whole.items() if key != name}
         found = find_mtp("DeepseekV3ForCausalLM", set(partial), LAYERS)
         assert found == layout
         with checkpoint_of(tmp_path / name, partial) as checkpoint:
             with refused(CheckpointError, "tensors of the MTP head", "1 missing", name) as caught:
-                check_mtp(checkpoint, source, LAYER)
+                check_source(source, checkpoint)
             assert "--mtp HEAD" in caught.value.fix[0] and "convert-mtp" in caught.value.fix[0]
     for extra, shape, words in (
         ("model.layers.3.self_attn.indexer.wk.weight", (4,), "belong to none"),
@@ -90,10 +94,10 @@ def test_a_complete_head_passes_and_anything_else_is_named(tmp_path: Path) -> No
     ):
         checkpoint = checkpoint_of(tmp_path / words, {**whole, extra: shape})
         with checkpoint, refused(CheckpointError, words, extra):
-            check_mtp(checkpoint, source, LAYER)
+            check_source(source, checkpoint)
     checkpoint = checkpoint_of(tmp_path / "ints", whole, torch.int8)
     with checkpoint, refused(CheckpointError, "unsupported dtype"):
-        check_mtp(checkpoint, source, LAYER)
+        check_source(source, checkpoint)
 
 
 def test_a_lost_head_is_refused_with_the_way_to_attach_one(tmp_path: Path) -> None:
@@ -113,9 +117,8 @@ def test_a_lost_head_is_refused_with_the_way_to_attach_one(tmp_path: Path) -> No
 
 def head_folder(folder: Path, first: int = LAYERS, **changes: Any) -> Path:
     """A head of one module, numbered from layer `first` on."""
-    target = {**QWEN3, "hidden_size": HIDDEN, "vocab_size": VOCAB, "eos_token_id": 2}
     checkpoint_of(folder, deepseek(first)).close()
-    config = mtp.head_config(target, "org/model", "f" * 64, 1, quantized=False)
+    config = mtp.head_config(TARGET, "org/model", "f" * 64, 1, quantized=False)
     write_json(folder, "config.json", {**config, **changes})
     return folder
 

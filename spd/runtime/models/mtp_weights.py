@@ -6,15 +6,17 @@ import math
 from dataclasses import replace
 from functools import partial
 
-from spd.formats.checkpoint import Checkpoint
+from spd.errors import CheckpointError
+from spd.formats.checkpoint import Checkpoint, check_tensors
+from spd.formats.json_file import listed
 from spd.formats.model_config import ModelConfig
-from spd.formats.mtp import MtpFamily, MtpSource, check_mtp
+from spd.formats.mtp import HOW_TO_ATTACH, MtpFamily, MtpSource
+from spd.formats.quantized import UNUSED
 from spd.kernels.linear.activation import SILU
-from spd.runtime.models import family_layout
+from spd.runtime.models import family_layout, weights
 from spd.runtime.models.destinations import WHOLE, Destination, Shape, Shard
 from spd.runtime.models.families import usual_mlp
 from spd.runtime.models.layouts import LayerLayout, MlpLayout, MoeLayout, NoLayout
-from spd.runtime.models.weights import HeadPart, HeadRules, ModelLayout, SharedTable, WeightForm, layout_bytes
 
 
 def module_layer(config: ModelConfig, family: MtpFamily, shard: Shard = WHOLE) -> LayerLayout:
@@ -34,20 +36,19 @@ def module_layer(config: ModelConfig, family: MtpFamily, shard: Shard = WHOLE) -
 
 def _glue(source: MtpSource, module: int, shard: Shard) -> dict[str, Destination]:
     """What surrounds a module's layer, by the names of `HeadPart`; whole on each rank."""
-    layout = source.layout
-    shapes = source.glue_tensors(module)
-    full = {key: layout.named(name, module) for key, name in layout.family.glue.items()}
-    return {key: Destination.of({name: shapes[name]}) for key, name in full.items()}
+    hidden, named = source.config.hidden_size, source.layout.named
+    names, shapes = source.layout.family.glue.items(), {"projection": (hidden, 2 * hidden)}
+    return {key: Destination.of({named(name, module): shapes.get(key, (hidden,))}) for key, name in names}
 
 
-def module_parts(source: MtpSource, modules: int, checkpoint: Checkpoint | None) -> list[HeadPart]:
+def module_parts(source: MtpSource, modules: int, checkpoint: Checkpoint | None) -> list[weights.HeadPart]:
     """What loads the first `modules` modules, seen to be in a checkpoint. Raises CheckpointError."""
     if checkpoint is not None:
         check_source(source, checkpoint)
     config, layout, family = source.config, source.layout, source.layout.family
     parts = []
     for number in range(modules):
-        own = ModelLayout(
+        own = weights.ModelLayout(
             (module_layer(config, family),),
             centred_norm=family.centred_norms,
             tables=partial(_glue, source, number),
@@ -55,17 +56,19 @@ def module_parts(source: MtpSource, modules: int, checkpoint: Checkpoint | None)
             shift=number + 1,
         )
         masked = number + 1 if family.masks_first else -1
-        rules = HeadRules(masked, family.hidden_first, family.recycles_normed)
+        rules = weights.HeadRules(masked, family.hidden_first, family.recycles_normed)
         names = {key: layout.named(family.tables.get(key, ""), number) for key in ("embedding", "head")}
-        shared = {key: SharedTable(name, config.vocab_size) for key, name in names.items()}
-        parts.append(HeadPart(own, rules, shared))
+        shared = {key: weights.SharedTable(name, config.vocab_size) for key, name in names.items()}
+        parts.append(weights.HeadPart(own, rules, shared))
     return parts
 
 
-def module_bytes(source: MtpSource, module: int, dtype: str, form: WeightForm, shard: Shard = WHOLE) -> int:
+def module_bytes(
+    source: MtpSource, module: int, dtype: str, form: weights.WeightForm, shard: Shard = WHOLE
+) -> int:
     """Bytes of one module in a form, without embedding and head."""
     layout = module_parts(source, module + 1, None)[module].layout.sharded(shard)
-    return layout_bytes(source.config, layout, dtype, form)
+    return weights.layout_bytes(source.config, layout, dtype, form)
 
 
 def module_position_size(config: ModelConfig, family: MtpFamily, shard: Shard = WHOLE) -> int:
@@ -74,5 +77,20 @@ def module_position_size(config: ModelConfig, family: MtpFamily, shard: Shard = 
 
 
 def check_source(source: MtpSource, checkpoint: Checkpoint) -> dict[str, Shape]:
-    """Names and shapes of a head's tensors, seen to be there; see `check_mtp`."""
-    return check_mtp(checkpoint, source, module_layer(source.config, source.layout.family).tensors())
+    """Names and shapes of all that the head's modules need, seen to be there, and nothing else of it."""
+    config, layout, expected = source.config, source.layout, dict[str, Shape]()
+    for part in module_parts(source, layout.modules, None):
+        expected |= weights.expected_tensors(config, part.layout)
+        copies = {table.own: (table.rows, config.hidden_size) for table in part.shared.values()}
+        expected |= {name: shape for name, shape in copies.items() if name in checkpoint.tensors}
+    what, kinds = "tensors of the MTP head", dict[str, tuple[str, ...]]()
+    if config.quantization is not None:
+        expected, kinds = config.quantization.stored(expected, checkpoint.tensors)
+    unexpected = check_tensors(checkpoint, expected, kinds=kinds, what=what, fix=HOW_TO_ATTACH)
+    own = (name for name in unexpected if layout.owns(name))
+    foreign = [name for name in own if not name.endswith((*UNUSED, ".weight_scale"))]
+    if foreign:
+        why = "tensors of the MTP head belong to none of its layers as"
+        why = f"{checkpoint.folder}: {len(foreign)} {why} {layout.family.name} has them; first: {foreign[0]}"
+        raise CheckpointError(why, reason=listed(foreign), fix=["--spec ngram"])
+    return expected
