@@ -71,8 +71,9 @@ def _identity(status: os.stat_result) -> Identity:
 
 
 _WRAPPED = {"model.language_model.": "model.", "language_model.model.": "model."}
-_WRAPPED |= {"language_model.lm_head.": "lm_head.", "backbone.": "model."}
-"""What stands before the names of a text model's tensors inside one that sees images too, and without it."""
+_WRAPPED |= {"language_model.lm_head.": "lm_head.", "backbone.": "model.", "layers.0.": "midlayer."}
+"""What stands before the names of a text model's tensors inside one that sees images too, and without it;
+and before those of an EAGLE-3 head's layer, in vLLM's layout and in its authors'."""
 _PARTS, _SCALES = ("gate", "up", "down"), ("", "_scale", "_scale_2")
 _RENAMED = {
     **{"block_sparse_moe": "mlp", "router.layer": "gate", "mlp.router": "mlp.gate", "feed_forward": "mlp"},

@@ -34,7 +34,7 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 MODEL_TYPE, MOST_AUX = "eagle3", 16
 IDS, OTHER_IDS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
-LAYER_PREFIXES = ("midlayer.", "layers.0.")  # before the names of the head's layer; the first found counts
+LAYER = "midlayer."  # before the names of the head's layer, whatever its layout: see `text_name`
 OFFSETS = "d2t"
 _BUILT = {
     **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer"), (True,)),

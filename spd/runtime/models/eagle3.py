@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from spd.errors import CheckpointError
 from spd.formats.checkpoint import Checkpoint, check_tensors
-from spd.formats.eagle3 import EMBEDDING, FINAL_NORM, FUSE, HEAD, LAYER_PREFIXES, OFFSETS
+from spd.formats.eagle3 import EMBEDDING, FINAL_NORM, FUSE, HEAD, LAYER, OFFSETS
 from spd.formats.json_file import listed
 from spd.formats.model_config import ModelConfig
 from spd.runtime.models import weights
@@ -23,17 +23,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IGNORABLE = (OFFSETS, "t2d")  # what is read for itself, and what says nothing more
-UNDERSTOOD = ("fc", "input_norm", "norm")
-"""Beginnings of names outside the layer: what else begins so changes the states."""
+UNDERSTOOD = (LAYER, "fc", "input_norm", "norm")
+"""Beginnings of names: what else begins so changes the states."""
 INTEGERS = ("I64", "I32")
 
 
-def layout(
-    config: ModelConfig, prefix: str = LAYER_PREFIXES[0], *, without: tuple[str, ...] = ()
-) -> weights.ModelLayout:
-    """One layer that reads pairs, its names below `prefix`, and the tables around it but for some."""
+def layout(config: ModelConfig, without: tuple[str, ...] = ()) -> weights.ModelLayout:
+    """One layer that reads pairs, and the tables around it but for some."""
     layer = LayerLayout(replace(usual_attention(config), reads_pairs=True), usual_mlp(config))
-    return weights.ModelLayout((layer,), tables=partial(tables, config, without), prefix=prefix, shift=1)
+    return weights.ModelLayout((layer,), tables=partial(tables, config, without), prefix=LAYER, shift=1)
 
 
 def tables(config: ModelConfig, without: tuple[str, ...], shard: Shard) -> dict[str, Destination]:
@@ -56,14 +54,6 @@ def tables(config: ModelConfig, without: tuple[str, ...], shard: Shard) -> dict[
     return {name: each for name, each in found.items() if name not in without}
 
 
-def layer_prefix(checkpoint: Checkpoint) -> str:
-    """What stands before the layer's names in a head's checkpoint."""
-    for prefix in LAYER_PREFIXES:
-        if any(name.startswith(prefix) for name in checkpoint.tensors):
-            return prefix
-    return LAYER_PREFIXES[0]
-
-
 def shares_head(config: ModelConfig, checkpoint: Checkpoint) -> bool:
     """Whether the target's output head is used: the checkpoint has none of its own and maps no ids."""
     facts = config.eagle3
@@ -79,16 +69,15 @@ def check_eagle3(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
     tensors that would change what it drafts and are not read.
     """
     assert config.eagle3 is not None
-    prefix, rows = layer_prefix(checkpoint), config.eagle3.draft_vocab_size
-    without = ("head",) if shares_head(config, checkpoint) else ()
-    expected = weights.expected_tensors(config, layout(config, prefix, without=without))
+    rows, without = config.eagle3.draft_vocab_size, ("head",) if shares_head(config, checkpoint) else ()
+    expected = weights.expected_tensors(config, layout(config, without))
     if EMBEDDING in checkpoint.tensors:
         expected[EMBEDDING] = (config.vocab_size, config.hidden_size)
     if rows != config.vocab_size or OFFSETS in checkpoint.tensors:
         expected[OFFSETS] = (rows,)
     what = "tensors of the EAGLE-3 head"
     unused = check_tensors(checkpoint, expected, kinds={OFFSETS: INTEGERS}, what=what)
-    unread = [name for name in unused if name.startswith((prefix, *UNDERSTOOD))]
+    unread = [name for name in unused if name.startswith(UNDERSTOOD)]
     if unread:
         why = f"{checkpoint.folder}: {unread[0]}: this kind of EAGLE-3 head is not supported"
         reason = [f"{len(unread)} of its tensors are not read:", *listed(unread)]
@@ -115,8 +104,7 @@ def head_parts(config: ModelConfig, checkpoint: Checkpoint | None) -> list[weigh
     ids, order = _vocabulary(rows, size, checkpoint)
     if order is not None or shares_head(config, checkpoint):
         shared["head"] = weights.SharedTable(HEAD, rows, order)
-    own = layout(config, layer_prefix(checkpoint), without=(*shared,))
-    return [weights.HeadPart(own, rules, shared, ids)]
+    return [weights.HeadPart(layout(config, (*shared,)), rules, shared, ids)]
 
 
 def _vocabulary(rows: int, size: int, checkpoint: Checkpoint) -> tuple[Tensor | None, Tensor | None]:
