@@ -13,7 +13,6 @@ from spd.formats.folder import ModelFolder
 from spd.formats.model_config import ModelConfig
 from spd.runtime.models import family_layout
 from spd.runtime.models.layouts import LayerLayout, MoeLayout
-from spd.runtime.models.weights import logits_table
 from spd.runtime.plan.plan import possible_sizes
 
 SIZES = (1, 2, 4, 8, 16)
@@ -64,7 +63,7 @@ def streamed_bytes(config: ModelConfig, module: LayerLayout | None = None) -> fl
     module: the one layer of an MTP head that drafts for this model; a projection stands before it.
     """
     layout, hidden = family_layout(config), config.hidden_size
-    around = logits_table(config, layout).size + (0 if module is None else 2 * hidden * hidden)
+    around = config.vocab_size * hidden + (0 if module is None else 2 * hidden * hidden)
     total = 0.0
     for layer in layout.layers if module is None else (module,):
         own = float(sum(destination.size for destination in layer.destinations()))

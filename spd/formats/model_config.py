@@ -62,8 +62,6 @@ class ModelConfig:
     local_heads: tuple[int, int] | None = None  # their query and key heads, where they have others
     value_dim: int | None = None  # of a value head, where a key's is wider
     limits: tuple[tuple[float | None, float | None], ...] = ()  # see `read_limits`
-    query_scalar: float | None = field(default=None, metadata=keyed("query_pre_attn_scalar", 1e-6, 1e9))
-    """Scores are divided by its square root; None: by that of the head's size."""
     query_growth: tuple[float, int] | None = None  # see `read_growth`
     post_norm_eps: float | None = field(default=None, metadata=keyed("post_norm_eps", 1e-12, 0.1))
     """Of norms behind blocks, where it is another."""
@@ -361,6 +359,8 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         others = local, _key_heads(fields, key, local, num_kv_heads)
     still = tuple(window is None for window in sliding) if family.global_still else ()
     scales = fields.facts(blocks.Scales)
+    if "query_pre_attn_scalar" in fields:
+        scales = replace(scales, scores=fields.number("query_pre_attn_scalar", 1e-6, 1e9) ** -0.5)
     return fields.facts(
         ModelConfig,
         architecture=architecture,

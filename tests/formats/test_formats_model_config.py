@@ -340,10 +340,10 @@ def test_gemma_is_read(tmp_path: Path) -> None:
     bare = without(GEMMA2, "rope_theta")
     config = read(tmp_path, bare)
     assert config.tie_embeddings
-    assert (config.attention_softcap, config.logit_softcap, config.query_scalar) == (50.0, 30.0, 256.0)
+    assert (config.attention_softcap, config.logit_softcap, config.scales.scores) == (50.0, 30.0, 1 / 16)
     off = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "query_pre_attn_scalar": 144}
     config = read(tmp_path, {**bare, **off})
-    assert (config.attention_softcap, config.logit_softcap, config.query_scalar) == (None, None, 144.0)
+    assert (config.attention_softcap, config.logit_softcap, config.scales.scores) == (None, None, 144.0**-0.5)
     config = read(tmp_path, without(GEMMA3, "rope_theta"))
     assert (config.attention_softcap, config.logit_softcap) == (None, None)
     assert (config.rope, config.local_rope) == (RopeConfig("default", 1e6), RopeConfig("default", 1e4))

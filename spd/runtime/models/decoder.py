@@ -145,11 +145,7 @@ class Decoder:
         """For each layer, what tells the shapes of its cache."""
         self.reads = [each.reads if isinstance(each, layouts.GqaLayout) else None for each in self.caches]
         """For each layer the one whose cache it reads; None: its own."""
-        shapes = [getattr(layout, "heads", None) for layout in self.caches]
-        kinds = [
-            (type(layer.attention), type(layer.mlp), shape, source is None)
-            for layer, shape, source in zip(self.layers, shapes, self.reads, strict=True)
-        ]
+        kinds = [(layer.layout, type(layer.mlp)) for layer in self.layers]
         self.varied_layers = 1 + max(kinds.index(kind) for kind in set(kinds))
         """How many of the first layers there must be for one of every kind."""
         self.vocab_size, self.hidden_size = self.embedding.shape

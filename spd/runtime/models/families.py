@@ -28,13 +28,18 @@ def usual_attention(config: ModelConfig) -> blocks.GqaLayout:
         qkv_bias=config.attention_bias,
         output_bias=config.attention_bias,
         scale=config.scales.scores,
+        softcap=config.attention_softcap,
         query_growth=config.query_growth,
+        value_dim=config.value_dim,
+        value_scale=config.scales.values,
+        post_epsilon=config.post_norm_eps,
     )
 
 
 def usual_mlp(config: ModelConfig) -> blocks.MlpLayout:
     """The gated MLP; biases follow the configuration."""
-    return blocks.MlpLayout(config.hidden_size, config.intermediate_size, config.mlp_bias)
+    sizes = config.hidden_size, config.intermediate_size
+    return blocks.MlpLayout(*sizes, config.mlp_bias, post_epsilon=config.post_norm_eps)
 
 
 def usual_experts(config: ModelConfig, **own: Any) -> blocks.MoeLayout:
@@ -66,7 +71,9 @@ def layered(
     """
     dense, experts, recurrent = dense or usual_mlp(config), config.experts, config.recurrent
     wide, other, layers = config.quantization is None, usual_recurrent(config), list[blocks.LayerLayout]()
-    sparse = usual_experts(config, centred_norms=dense.centred_norms, turned=wide) if experts else dense
+    centred = isinstance(attention, blocks.GqaLayout) and attention.centred_norms
+    dense = replace(dense, centred_norms=centred)
+    sparse = usual_experts(config, centred_norms=centred, turned=wide) if experts else dense
     for i in range(config.num_layers):
         mixer: blocks.MixerLayout = attention
         if other is not None and recurrent is not None and recurrent.layers[i]:
@@ -85,7 +92,7 @@ def layered(
         layers.append(blocks.LayerLayout(mixer, mlp))
     scales = config.scales
     unit = scales.embedding / scales.residual
-    made = ModelLayout(tuple(layers), embedding_scale=None if unit == 1.0 else unit)
+    made = ModelLayout(tuple(layers), centred, embedding_scale=None if unit == 1.0 else unit)
     return replace(made, residual_scale=scales.residual, logit_scale=scales.logits)
 
 
@@ -150,6 +157,18 @@ phi3 = _family(
     _PROJECTIONS,
     fused_qkv=True,
 )
+qwen3_5 = _family(  # Source: `qwen3_next` and `qwen3_5` of transformers 5, and the published checkpoints
+    "Qwen3-Next, Qwen3.5, 3.6, 3.8: gated DeltaNet layers, and every few layers attention with gated output",
+    qk_norm=True,
+    centred_norms=True,
+    gated=True,
+)
+step3 = _family(
+    "Step-3.5 and 3.7-Flash (text): gates of heads, more heads where layers slide, gates that layers cut",
+    qk_norm=True,
+    centred_norms=True,
+    head_gates=True,
+)
 minimax_m2 = _family(
     "MiniMax-M2: one norm over all query heads together and one over all key heads, experts everywhere",
     whole_norms=True,
@@ -159,15 +178,6 @@ minimax_m2 = _family(
 def glm4_moe(config: ModelConfig) -> ModelLayout:
     """GLM-4.5, 4.6, with experts as DeepSeek-V3's, and Seed-OSS: the output has no bias."""
     return varied(config, output_bias=False, qk_norm=config.qk_norm)
-
-
-def qwen3_5(config: ModelConfig) -> ModelLayout:
-    """Qwen3-Next, Qwen3.5, 3.6, 3.8: gated DeltaNet layers, and every few layers attention with gated output.
-
-    Source: `qwen3_next` and `qwen3_5` of Hugging Face transformers 5, and the published checkpoints.
-    """
-    made = varied(config, {"centred_norms": True}, qk_norm=True, centred_norms=True, gated=True)
-    return replace(made, centred_norm=True)
 
 
 def nemotron_h(config: ModelConfig) -> ModelLayout:
@@ -205,15 +215,7 @@ def olmo3(config: ModelConfig) -> ModelLayout:
 
 def mimo_v2(config: ModelConfig) -> ModelLayout:
     """MiMo-V2-Flash: values narrower than keys; layers that slide have sinks and more key heads."""
-    values = replace(usual_attention(config), value_dim=config.value_dim, value_scale=config.scales.values)
-    return layered(config, values, sinks=True)
-
-
-def step3(config: ModelConfig) -> ModelLayout:
-    """Step-3.5 and 3.7-Flash (text): gates of heads, more heads where layers slide, gates that layers cut."""
-    norms = {"qk_norm": True, "centred_norms": True, "head_gates": True}
-    scale = None if config.query_scalar is None else config.query_scalar**-0.5
-    return replace(varied(config, {"centred_norms": True}, scale=scale, **norms), centred_norm=True)
+    return layered(config, usual_attention(config), sinks=True)
 
 
 def glm4(config: ModelConfig) -> ModelLayout:
@@ -259,22 +261,19 @@ def gemma(config: ModelConfig) -> ModelLayout:
     first = config.architecture == "GemmaForCausalLM"
     made = varied(
         config,
-        {"act": GELU, "centred_norms": True, **({} if first else _BETWEEN)},
+        {"act": GELU, **({} if first else _BETWEEN)},
         qk_norm=config.architecture == "Gemma3ForCausalLM",
-        scale=None if config.query_scalar is None else config.query_scalar**-0.5,
-        softcap=config.attention_softcap,
         centred_norms=True,
         post_norm=None if first else "post_attention_layernorm",
     )
-    return replace(made, centred_norm=True, embedding_scale=math.sqrt(config.hidden_size))
+    return replace(made, embedding_scale=math.sqrt(config.hidden_size))
 
 
 def muse_glimmer(config: ModelConfig) -> ModelLayout:
     """Muse-Glimmer (text): normed embeddings, gated attention, heads normed without scales, still layers."""
-    both = {"centred_norms": True, "post_epsilon": config.post_norm_eps}
-    own = {"bare_norms": True, "gated": True, "gates_apart": True, "post_norm": "post_attention_layernorm"}
-    made = varied(config, both | _BETWEEN, **both, **own)
-    return replace(made, centred_norm=True, plain_norm=FINAL_NORM, normed_embedding=True)
+    norms = {"bare_norms": True, "centred_norms": True, "post_norm": "post_attention_layernorm"}
+    made = varied(config, _BETWEEN, gated=True, gates_apart=True, **norms)
+    return replace(made, plain_norm=FINAL_NORM, normed_embedding=True)
 
 
 def gemma4(config: ModelConfig, reads: Mapping[bool, int] | None = None) -> ModelLayout:
@@ -293,6 +292,7 @@ def gemma4(config: ModelConfig, reads: Mapping[bool, int] | None = None) -> Mode
     wide = replace(wide, key_is_value=facts.key_is_value)
     behind = "post_feedforward_layernorm_1" if config.experts else "post_feedforward_layernorm"
     mlp = replace(usual_mlp(config), act=GELU, pre_norm="pre_feedforward_layernorm", post_norm=behind)
+    experts = config.experts and blocks.MoeLayout(config.hidden_size, config.experts, act=GELU)
     for i, window in enumerate(config.sliding or (None,) * config.num_layers):
         shares = i >= config.num_layers - facts.shared
         width = config.intermediate_size * (2 if shares and facts.double_wide else 1)
@@ -300,7 +300,7 @@ def gemma4(config: ModelConfig, reads: Mapping[bool, int] | None = None) -> Mode
             sources[window is None] = i
         own = replace(usual, sliding=window, local_rope=True) if window is not None else wide
         attention = replace(own, reads=sources[window is None] if shares else None)
-        side = blocks.SideLayout(replace(mlp, intermediate_size=width), config.experts, facts.per_layer, i)
+        side = blocks.SideLayout(replace(mlp, intermediate_size=width), experts, facts.per_layer, i)
         layers.append(blocks.LayerLayout(attention, side))
     per_layer = (facts.per_layer_vocab, facts.per_layer) if facts.per_layer else None
     return ModelLayout(tuple(layers), embedding_scale=math.sqrt(config.hidden_size), per_layer=per_layer)

@@ -313,14 +313,15 @@ class SideLayout:
     """
 
     mlp: MlpLayout
-    experts: ExpertsConfig | None
+    experts: MoeLayout | None
     per_layer: int  # elements of that embedding; 0: there is none
     index: int  # the layer's number
 
     def sharded(self, shard: Shard) -> SideLayout:
         """A rank's width of MLP and experts; the layer's embedding is there whole."""
-        experts = self.experts and MoeLayout(self.mlp.hidden_size, self.experts).sharded(shard).experts
-        return replace(self, mlp=self.mlp.sharded(shard), experts=experts)
+        return replace(
+            self, mlp=self.mlp.sharded(shard), experts=self.experts and self.experts.sharded(shard)
+        )
 
     def destinations(self) -> dict[str, Destination]:
         hidden, found = self.mlp.hidden_size, self.mlp.destinations()
@@ -333,11 +334,11 @@ class SideLayout:
             found["side_norm"] = Destination.of({"post_per_layer_input_norm.weight": (hidden,)})
         if self.experts is None:
             return found
-        routed = MoeLayout(hidden, self.experts, shard=self.mlp.shard).destinations()
+        routed = self.experts.destinations()
         for name in ("experts_gate_up", "experts_down"):
             parts = [part._replace(name=part.name.removeprefix("mlp.")) for part in routed[name].parts]
             found[name] = replace(routed[name], parts=tuple(parts))
-        count = self.experts.num_experts
+        count = self.experts.experts.num_experts
         exact: dict[str, tuple[str, Shape]] = {
             "router_scale": ("router.scale", (hidden,)),
             "router": ("router.proj.weight", (count, hidden)),
@@ -353,8 +354,7 @@ class SideLayout:
     @property
     def widest(self) -> int:
         """Elements a row of the intermediate results."""
-        routed = 0 if self.experts is None else MoeLayout(self.mlp.hidden_size, self.experts).widest
-        return self.mlp.widest + routed + 3 * self.per_layer
+        return self.mlp.widest + (self.experts.widest if self.experts else 0) + 3 * self.per_layer
 
 
 @dataclass(frozen=True)

@@ -148,14 +148,12 @@ class LayerEmbeddings:
 class SideExperts:
     """Routed experts of the stream before the block."""
 
-    def __init__(self, layout: SideLayout, tensors: Tensors, build: LayerBuilder) -> None:
-        assert layout.experts is not None
+    def __init__(self, layout: MoeLayout, tensors: Tensors, build: LayerBuilder) -> None:
         self.rule, self.epsilon = layout.experts.router, build.epsilon
         self.kernels, self.ranks = build.kernels, build.ranks
-        routed = MoeLayout(layout.mlp.hidden_size, layout.experts, act=layout.mlp.act)
-        self.experts = Experts(routed, tensors, build)
+        self.experts = Experts(layout, tensors, build)
         self.router, self.expert_scale = tensors["router"], tensors["expert_scale"]
-        self.router_norm = tensors["router_scale"] * layout.mlp.hidden_size**-0.5
+        self.router_norm = tensors["router_scale"] * layout.hidden_size**-0.5
         self.norms = tensors["before_norm"], tensors["behind_norm"]
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
@@ -176,7 +174,7 @@ class SideMlp:
     def __init__(self, layout: SideLayout, tensors: Tensors, build: LayerBuilder) -> None:
         self.index, self.epsilon, self.kernels = layout.index, build.epsilon, build.kernels
         self.mlp, self.scalar = GatedMlp(layout.mlp, tensors, build), float(tensors["scalar"])
-        self.experts = None if layout.experts is None else SideExperts(layout, tensors, build)
+        self.experts = None if layout.experts is None else SideExperts(layout.experts, tensors, build)
         self.joined_norm = tensors.get("joined_norm")
         self.side: tuple[AnyLinear, AnyLinear] | None = None
         if layout.per_layer:

@@ -138,12 +138,6 @@ def table_of_ids(name: str, rows: int, columns: int, shard: Shard) -> Destinatio
     return Destination.of({name: (end - first, columns)}, cut=cut)
 
 
-def logits_table(config: ModelConfig, layout: ModelLayout) -> Destination:
-    """The table that makes logits, or a rank's part of it: the embedding's where they are tied."""
-    tables = table_destinations(config, layout)
-    return next(tables[name] for name in ("head", "embedding", "ordered") if name in tables)
-
-
 def destinations(config: ModelConfig, layout: ModelLayout) -> Iterator[tuple[str, Destination]]:
     """Everything that is allocated for a model, each with the prefix of its parts' names."""
     for table in table_destinations(config, layout).values():

@@ -21,7 +21,7 @@ from spd.formats.mtp import MtpSource
 from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import Shard
 from spd.runtime.models.mtp_weights import module_layer
-from spd.runtime.models.weights import WIDE, logits_table
+from spd.runtime.models.weights import WIDE
 from spd.runtime.plan.config import LONG_MATCH, METHODS, NGRAM_MIN, EngineConfig, split_spec
 from spd.runtime.plan.drafter_choice import Drafter, choose_drafter
 from spd.runtime.plan.kernel_choice import choose_form, choose_kernels, native_obstacle
@@ -230,10 +230,8 @@ def divide(
 def possible_sizes(config: ModelConfig, sizes: Iterable[int]) -> list[int]:
     """Those numbers of ranks among which a model can be divided."""
     layout, found = family_layout(config), []
-    ids = logits_table(config, layout).shape[0]  # that logits are made for
     for size in sizes:
         with suppress(IncompatibleError):
-            Shard(0, size).ids(ids)
             layout.sharded(Shard(0, size))
             found.append(size)
     return found
