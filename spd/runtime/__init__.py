@@ -15,11 +15,8 @@ if TYPE_CHECKING:
     from spd.runtime.engine.request import Completion, Event, Request
     from spd.runtime.load.progress import LoadProgress, Progress
     from spd.runtime.load.quantize import quantization_config, rounded_names, rounded_outputs
-    from spd.runtime.models import family_layout
-    from spd.runtime.models.assistant import check_assistant
-    from spd.runtime.models.eagle3 import check_eagle3
+    from spd.runtime.models import unused_tensors
     from spd.runtime.models.mtp_weights import check_source, module_position_size
-    from spd.runtime.models.weights import check_weights
     from spd.runtime.plan.config import EngineConfig
     from spd.runtime.plan.drafter_choice import Drafter, choose_drafter
     from spd.runtime.plan.machine import foreseen_machine
@@ -34,11 +31,8 @@ _HOMES = {
     "engine.request": ("Completion", "Event", "Request"),
     "load.progress": ("LoadProgress", "Progress"),
     "load.quantize": ("quantization_config", "rounded_names", "rounded_outputs"),
-    "models": ("family_layout",),
-    "models.assistant": ("check_assistant",),
-    "models.eagle3": ("check_eagle3",),
+    "models": ("unused_tensors",),
     "models.mtp_weights": ("check_source", "module_position_size"),
-    "models.weights": ("check_weights",),
     "plan.config": ("EngineConfig",),
     "plan.drafter_choice": ("Drafter", "choose_drafter"),
     "plan.machine": ("foreseen_machine",),

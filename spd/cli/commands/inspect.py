@@ -14,7 +14,6 @@ from spd.errors import SpdError
 from spd.runtime.plan.config import METHODS, QUANTIZE, EngineConfig
 
 if TYPE_CHECKING:
-    from spd.formats.checkpoint import Checkpoint
     from spd.formats.folder import ModelFolder
     from spd.formats.model_config import ModelConfig
     from spd.runtime import Drafter, EnginePlan
@@ -73,6 +72,7 @@ def inspect(session: Session, options: InspectOptions) -> None:
 
 def describe(name: str, folder: ModelFolder) -> Facts:
     """Every fact about one model folder, as JSON values. Raises CheckpointError."""
+    from spd.runtime import unused_tensors
     from spd.runtime.plan.memory import position_size, state_bytes
 
     config = folder.config  # before the weights: what is no model folder at all lacks this first
@@ -95,7 +95,7 @@ def describe(name: str, folder: ModelFolder) -> Facts:
         "weight_bytes": Size(checkpoint.total_bytes),
         "tensors": len(checkpoint.tensors),
         "shards": len(checkpoint.shards),
-        "unexpected_tensors": check_names(checkpoint, config),
+        "unexpected_tensors": unused_tensors(config, checkpoint),
         "mtp": mtp_facts(folder),
         "head": head_facts(config),
         "kv_bytes_per_token": Size(position_size(config) * DTYPE_BYTES[config.dtype]),
@@ -108,17 +108,6 @@ def describe(name: str, folder: ModelFolder) -> Facts:
         "template": None,  # it is waited for last
         "notes": list(checkpoint.notes),
     }
-
-
-def check_names(checkpoint: Checkpoint, config: ModelConfig) -> Any:
-    """Names that the architecture does not use. Raises one CheckpointError for all that it lacks."""
-    from spd.runtime import check_assistant, check_eagle3, check_weights, family_layout
-
-    if config.eagle3 is not None:
-        return check_eagle3(config, checkpoint)
-    if config.assistant is not None:
-        return check_assistant(config, checkpoint)
-    return check_weights(checkpoint, config, family_layout(config))
 
 
 def mtp_facts(folder: ModelFolder) -> dict[str, Any] | None:

@@ -122,9 +122,9 @@ def ls(session: Session, options: JsonOptions) -> None:
 
 def cached_facts(name: str) -> dict[str, Any]:
     """What the cache holds of one model, from headers only; a fault is its `reason`, never an error."""
-    from spd.cli.commands.inspect import check_names
     from spd.formats.folder import ModelFolder
     from spd.formats.mtp import is_mtp_tensor
+    from spd.runtime import unused_tensors
 
     facts: dict[str, Any] = {"model": name, "bytes": _bytes_below(hub.cached_folder(name))}
     facts |= dict.fromkeys(("folder", "dtype", "architecture", "reason"))
@@ -133,7 +133,7 @@ def cached_facts(name: str) -> dict[str, Any]:
         folder = ModelFolder.named(name)
         facts["folder"] = str(folder)
         config, checkpoint = folder.config, folder.checkpoint
-        check_names(checkpoint, config)
+        unused_tensors(config, checkpoint)
         facts |= {"dtype": config.dtype, "architecture": config.architecture, "supported": True}
         facts["mtp"] = any(is_mtp_tensor(tensor, config.num_layers) for tensor in checkpoint.tensors)
         facts["head"] = config.head_kind is not None

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from spd.formats.assistant import ARCHITECTURE as ASSISTANT
+from spd.formats.checkpoint import Checkpoint
 from spd.formats.eagle3 import ARCHITECTURE as EAGLE3
 from spd.formats.model_config import ModelConfig
 from spd.runtime.models import assistant, eagle3, families
-from spd.runtime.models.weights import ModelLayout
+from spd.runtime.models.weights import ModelLayout, check_weights
 
 _NAMES: dict[Callable[[ModelConfig], ModelLayout], str] = {
     families.llama: "Llama Mistral SmolLM3 Granite GraniteMoe Ministral Ministral3 Mixtral",
@@ -44,3 +45,12 @@ LAYOUTS = FAMILIES | {EAGLE3: eagle3.layout, ASSISTANT: assistant.layout}
 def family_layout(config: ModelConfig) -> ModelLayout:
     """What the configuration's family makes of it."""
     return LAYOUTS[config.architecture](config)
+
+
+def unused_tensors(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
+    """Names that a model or a head does not use. Raises one CheckpointError for all that it lacks."""
+    if config.eagle3 is not None:
+        return eagle3.check_eagle3(config, checkpoint)
+    if config.assistant is not None:
+        return assistant.check_assistant(config, checkpoint)
+    return check_weights(checkpoint, config, family_layout(config))

@@ -17,8 +17,7 @@ from spd.formats.folder import ModelFolder
 from spd.formats.hub import assistant_of, cached_name
 from spd.formats.model_config import HEADS, ModelConfig, refuse_head
 from spd.formats.mtp import MtpSource, declared_modules, no_mtp, require_equal, verifier_hash
-from spd.runtime.models.assistant import check_assistant
-from spd.runtime.models.eagle3 import check_eagle3
+from spd.runtime.models import unused_tensors
 from spd.runtime.models.mtp_weights import check_source
 from spd.runtime.plan.config import METHODS, EngineConfig
 
@@ -122,8 +121,7 @@ def _asked_head(config: EngineConfig, target: ModelFolder, draft: ModelFolder) -
     check_target(head, draft.path, target.config, target.path)
     holds_embedding = False
     if config.load != "dummy":
-        check_names = check_eagle3 if kind == "eagle3" else check_assistant
-        check_names(head, draft.checkpoint)
+        unused_tensors(head, draft.checkpoint)
         holds_embedding = kind == "eagle3" and EMBEDDING in draft.checkpoint.tensors
     if draft.tokenizer is not None:
         _require_same_vocabulary(target, draft)
