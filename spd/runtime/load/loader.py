@@ -186,14 +186,11 @@ def build_model(
 def _rotary(config: ModelConfig, layout: ModelLayout, place: Place, positions: int) -> RotaryTable:
     # Kernels round the rotated head once, so that they can use exact tables.
     exact = torch.float32 if place.kernels.facts.exact_rotary else place.dtype
-    first = layout.attending[0].rotary
-    local = [block.rotary for block in layout.attending if isinstance(block, GqaLayout) and block.local_rope]
-    whole = [block.rotary for block in layout.attending if block.rotary not in local] or [first]
-    turning = partial(RotaryTable, max_positions=positions, dtype=exact)
-    table = turning(config.rope, dims=whole[0], device=place.device, shift=layout.shift)
+    dims = {isinstance(each, GqaLayout) and each.local_rope: each.rotary for each in layout.attending}
+    given = (positions, exact, place.device, layout.shift)
+    table = RotaryTable(config.rope, dims.get(False) or dims[True], *given)
     if config.local_rope is not None:
-        dims = (local or [first])[0]
-        table.local = turning(config.local_rope, dims=dims, device=place.device, shift=layout.shift)
+        table.local = RotaryTable(config.local_rope, dims.get(True) or dims[False], *given)
     return table
 
 

@@ -83,7 +83,9 @@ class WeightSpace:
                 made.grouped[name] = self._codes(each, prefix, spec)
                 made[name] = made.grouped[name].codes
             else:
-                made[name] = self._tensor(each, prefix)
+                dtype = torch.float32 if each.exact else self.place.dtype
+                whole = torch.empty(each.shape, dtype=dtype, device=self.place.device)
+                made[name] = self._viewed(whole, each, prefix)
         return made
 
     def _codes(self, destination: Destination, prefix: str, spec: PackedSpec) -> GroupedWeight:
@@ -98,11 +100,6 @@ class WeightSpace:
         scales = empty(groups, torch.float32 if spec.wide_scales else torch.bfloat16, "scales")
         zeros = empty(groups, torch.uint8, "zeros") if spec.zeros else None
         return GroupedWeight(spec.kind, codes, scales, zeros, spec.group or columns)
-
-    def _tensor(self, destination: Destination, prefix: str) -> Tensor:
-        dtype = torch.float32 if destination.exact else self.place.dtype
-        whole = torch.empty(destination.shape, dtype=dtype, device=self.place.device)
-        return self._viewed(whole, destination, prefix)
 
     def _viewed(self, whole: Tensor, destination: Destination, prefix: str, part: str = "") -> Tensor:
         """Keep which rows are each checkpoint tensor's, or belong to a part of it beside its codes."""

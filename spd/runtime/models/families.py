@@ -292,7 +292,7 @@ def gemma4(config: ModelConfig, reads: Mapping[bool, int] | None = None) -> Mode
     wide = replace(wide, key_is_value=facts.key_is_value)
     behind = "post_feedforward_layernorm_1" if config.experts else "post_feedforward_layernorm"
     mlp = replace(usual_mlp(config), act=GELU, pre_norm="pre_feedforward_layernorm", post_norm=behind)
-    experts = config.experts and blocks.MoeLayout(config.hidden_size, config.experts, act=GELU)
+    experts = None if config.experts is None else replace(usual_experts(config), act=GELU)
     for i, window in enumerate(config.sliding or (None,) * config.num_layers):
         shares = i >= config.num_layers - facts.shared
         width = config.intermediate_size * (2 if shares and facts.double_wide else 1)
