@@ -17,7 +17,7 @@ from math import isfinite, lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spd.errors import IncompatibleError, UsageError
+from spd.errors import UsageError
 from spd.runtime.engine.request import JSON_STYLE, GrammarText, ThinkingBudget
 from spd.runtime.round.limits import WORD, mask_width
 
@@ -180,11 +180,8 @@ class GrammarCompiler:
         return Grammar(matcher, self._tokenizer.eos_tokens, ends, text.after, budget, text.optional)
 
     def _read(self, kind: str, text: str) -> Any:
-        try:
-            from llguidance import LLMatcher, LLTokenizer
-        except ImportError as error:
-            needs = f"{FLAGS[kind][0]} needs llguidance, which is not installed"
-            raise IncompatibleError(needs, fix=["pip install llguidance"]) from error
+        from llguidance import LLMatcher, LLTokenizer
+
         if self._tokenizer is None:
             ids = mask_width(self.vocab_size) * WORD
             self._tokenizer = LLTokenizer(str(self.folder / "tokenizer.json"), n_vocab=ids)
@@ -207,13 +204,8 @@ class GrammarCompiler:
 def _check_states(text: str) -> None:
     """Raises UsageError for a schema whose numbers or combined patterns make a grammar of too many states."""
     nodes: list[dict[str, Any]] = []
-
-    def keep(node: dict[str, Any]) -> dict[str, Any]:
-        nodes.append(node)
-        return node
-
     with suppress(ValueError, RecursionError):  # of which the library says more
-        json.loads(text, object_hook=keep)
+        json.loads(text, object_hook=nodes.append)
     found = (node.get("multipleOf", 0) for node in nodes)
     steps = [Fraction(str(step)) for step in found if type(step) in (int, float) and step and isfinite(step)]
     if lcm(*(step.numerator * step.denominator for step in steps)) > MOST_STATES:
