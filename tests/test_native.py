@@ -14,7 +14,7 @@ from spd.formats.demo import demo_folder
 from spd.kernels.native import build
 from spd.kernels.native.build import instructions, obstacle
 from spd.runtime import EngineConfig, Request, SamplingParams
-from spd.runtime.plan.machine import cpu_has_fast_bfloat16
+from spd.runtime.plan.machine import Machine
 from spd.runtime.plan.plan import make_plan
 from tests import helpers
 from tests.helpers import Patch, Tiny, TinyShelf, logits_of, make_engine, outputs, random_prompts, run_all
@@ -112,7 +112,7 @@ def test_why_not(model: Tiny, monkeypatch: Patch) -> None:
 
 def test_the_dtype_follows_the_kernels(monkeypatch: Patch) -> None:
     """`auto` is bfloat16 where C kernels run; else it is torch's choice, and the plan still says why."""
-    of_torch = "bfloat16" if cpu_has_fast_bfloat16() else "float32"
+    of_torch = "bfloat16" if Machine("cpu", 0).fast_bfloat16 else "float32"
 
     def planned(**wishes: Any) -> tuple[str, str, str]:
         plan = make_plan(EngineConfig(model=demo_folder(), device="cpu", **wishes))

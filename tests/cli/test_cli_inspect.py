@@ -140,6 +140,7 @@ def test_a_gpu_is_foreseen_by_its_driver() -> None:
         return 0
 
     calls = {name: lambda *given: 0 for name in ("nvmlInit_v2", "nvmlDeviceGetHandleByIndex_v2")}
+    calls["nvmlDeviceGetCudaComputeCapability"] = lambda *given: 0
     here = machine.foreseen_machine(lambda name: SimpleNamespace(**calls, nvmlDeviceGetMemoryInfo=memory))
     assert (here.device, here.free) == ("cuda", 7 * 2**30)
     assert machine.foreseen_machine(lambda name: object()).device == "cpu"

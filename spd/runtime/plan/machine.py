@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,13 +24,17 @@ class Machine:
     device: str
     free: int
     capability: tuple[int, int] = (0, 0)  # of CUDA; (0, 0) without one, or where the driver does not say
-    fast_bfloat16: bool = True  # whether torch multiplies bfloat16 quickly
     foreseen: bool = False  # known from the driver alone: nothing is compiled for a plan on it
 
     @property
     def on_cpu(self) -> bool:
         """Whether no GPU takes part."""
         return self.device == "cpu"
+
+    @property
+    def fast_bfloat16(self) -> bool:
+        """Whether torch multiplies bfloat16 quickly: by AMX or AVX512-BF16 on a CPU."""
+        return not self.on_cpu or bool(processor_features() & FAST_BFLOAT16)
 
     def beside(self, ranks: int) -> int:
         """Ranks that share this machine's memory and cores: all of them on a CPU."""
@@ -42,7 +46,7 @@ def machine_of(wish: str) -> Machine:
     import torch
 
     if wish == "cpu" or (wish == "auto" and not torch.cuda.is_available()):
-        return Machine("cpu", free_memory("cpu"), (0, 0), cpu_has_fast_bfloat16())
+        return Machine("cpu", free_memory("cpu"))
     if not torch.cuda.is_available():
         raise ResourceError(f"--device {wish}, but torch sees no CUDA device", fix=["--device cpu"])
     device = "cuda" if wish == "auto" else wish
@@ -63,29 +67,16 @@ def foreseen_machine(load: Callable[[str], Any] = ctypes.CDLL) -> Machine:
             or library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
         )
         if status == OK:
-            ask = getattr(library, "nvmlDeviceGetCudaComputeCapability", None)
-            if ask is not None:
-                ask(device, ctypes.byref(major), ctypes.byref(minor))  # 0.0 where it fails
+            library.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor))
             return Machine("cuda", memory[1], (major.value, minor.value), foreseen=True)
-    return Machine("cpu", free_memory("cpu"), (0, 0), cpu_has_fast_bfloat16(), foreseen=True)
-
-
-def cpu_has_fast_bfloat16() -> bool:
-    """Whether torch multiplies bfloat16 quickly here: by AMX or AVX512-BF16."""
-    return bool(processor_features() & FAST_BFLOAT16)
+    return Machine("cpu", free_memory("cpu"), foreseen=True)
 
 
 def free_memory(device: str) -> int:
     """Bytes that can be had on a device; beyond all bounds where the system does not say."""
     if device == "cpu":
-        try:
-            available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            for line in Path("/proc/meminfo").read_text().splitlines():
-                if line.startswith("MemAvailable:"):
-                    available = int(line.split()[1]) * 1024
-        except (OSError, ValueError):
-            return 2**62
-        return available
+        said = re.search(r"^MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        return int(said[1]) * 1024 if said else 2**62
     import torch
 
     free, _ = torch.cuda.mem_get_info(device)
