@@ -49,10 +49,7 @@ Answer = Event | BaseException
 Listener = Callable[[Answer], None]  # hears of one request, in the engine's thread
 _Order = tuple[Callable[["Engine"], None], Listener]
 """What to do with the engine, and what hears that it failed."""
-
-
-class LoadingStopped(Exception):
-    """Loading was given up on request."""
+CLOSED = "the engine was closed"
 
 
 class EngineThread:
@@ -92,7 +89,7 @@ class EngineThread:
         """The engine, once it is loaded. Raises what loading raised."""
         self.ready.wait()
         if self._engine is None:
-            raise self.failure or LoadingStopped
+            raise self.failure or EngineError(CLOSED)
         return self._engine
 
     def close(self, seconds: float | None = None) -> bool:
@@ -155,14 +152,14 @@ class EngineThread:
         """A request's counters; all zero if it never began, or the engine was let go of."""
         try:
             return self.engine().metrics(request_id)
-        except (KeyError, LoadingStopped):
+        except (KeyError, EngineError):
             return RequestMetrics()
 
     # -- in the thread ---------------------------------------------------------------------------
 
     def _report(self, progress: LoadProgress) -> None:
         if self._leave.is_set():
-            raise LoadingStopped
+            raise EngineError(CLOSED)
         self.progress = progress
 
     def _work(self) -> None:
@@ -171,7 +168,7 @@ class EngineThread:
         except BaseException as error:
             self.failure = error
         self.ready.set()
-        ended = EngineError("the engine was closed")
+        ended = EngineError(CLOSED)
         if self._engine is None:
             ended = EngineError(f"there is no engine: {self.failure}")
         else:
