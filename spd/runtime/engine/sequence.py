@@ -114,20 +114,16 @@ class Sequence:
     placed: bool = False  # whether the device knows of its stay in the slot
     active: bool = False  # whether it takes part in rounds: prefilled, and waiting for nothing
     generated: list[int] = field(default_factory=list)
-    plain: bool = field(init=False)
-    """Whether its text ends by ids and length alone: nothing else looks at its tokens."""
     length: int = field(init=False)  # committed tokens the host knows of, the prompt included
     in_flight: int = 0
     """Widths (k + 1) of rounds enqueued and not yet read: what they commit is known late, see `bound`."""
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     arrived_at: float = field(default_factory=time.perf_counter)
-    first_token_at: float | None = None
     acceptance: Acceptance = field(default_factory=Acceptance)
     finish_reason: str | None = None
 
     def __post_init__(self) -> None:
         self.length = self.metrics.prompt_tokens = len(self.request.prompt_ids)
-        self.plain = self.grammar is None and not self.request.params.stop
 
     def take(
         self,
@@ -150,7 +146,7 @@ class Sequence:
             ended = "length" if self.length + len(tokens) >= self.length_limit else None
         reason, error = ended, None
         spoken = tokens[:-1] if ended == "stop" else tokens  # a stop id has no text
-        if self.plain:
+        if self.grammar is None and not self.request.params.stop:  # nothing else looks at its tokens
             text = self.detokenizer.pass_on(spoken, final=reason is not None)
         else:
             kept, found, error = self._walk(spoken)
@@ -205,11 +201,10 @@ class Sequence:
         self.generated += tokens
         self.length += len(tokens)
         metrics.completion_tokens += len(tokens)
-        if self.first_token_at is None:
-            self.first_token_at = now
-            metrics.first_tokens = len(tokens)
-            metrics.first_token_ms = 1000 * (now - self.arrived_at)
-        metrics.predicted_ms = 1000 * (now - self.first_token_at)
+        since = 1000 * (now - self.arrived_at)
+        if not metrics.first_tokens:
+            metrics.first_tokens, metrics.first_token_ms = len(tokens), since
+        metrics.predicted_ms = since - metrics.first_token_ms
 
     @property
     def bound(self) -> int:
