@@ -192,5 +192,5 @@ def test_a_silent_connection_keeps_no_rank_waiting(tiny: Tiny, monkeypatch: Patc
         monkeypatch.setattr(crew, "meet", lambda: SimpleNamespace(host=host, port=port))
         monkeypatch.setattr(crew, "announce", crowd)
         met = Crew(make_plan(EngineConfig(model=tiny("qwen3"), tp=2, rendezvous=2)))
-    met.kill()
+    met.close()
     assert list(met._lines) == [1]

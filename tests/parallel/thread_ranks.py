@@ -10,7 +10,7 @@ import torch
 
 from spd.runtime.engine.assembly import assemble
 from spd.runtime.ranks.communicator import Pulse, Ranks, open_ranks
-from spd.runtime.ranks.follower import LOOPBACK, obey
+from spd.runtime.ranks.follower import LOOPBACK
 
 
 class ThreadCrew:
@@ -38,8 +38,8 @@ class ThreadCrew:
             ranks = self.ranks(rank)
             plan = pickle.loads(pickle.dumps(self.plan))  # a rank reads the folder itself
             own = assemble(plan, usable_vocab, None, ranks)
-            orders = self._queues[rank - 1]
-            obey(own, lambda: pickle.loads(orders.get()), Pulse())
+            while order := pickle.loads(self._queues[rank - 1].get()):
+                getattr(own, order[0])(*order[1])
         except BaseException as error:
             self.failures.append(error)
 
@@ -54,6 +54,7 @@ class ThreadCrew:
     def close(self) -> None:
         if not self.broken:
             self.broken = True
-            self.guard(lambda: None, order=("end",))
+            for orders in self._queues:
+                orders.put(pickle.dumps(None))
             for thread in self._threads:
                 thread.join(30)

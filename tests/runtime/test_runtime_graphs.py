@@ -23,10 +23,8 @@ from spd.runtime.engine import assembly
 from spd.runtime.engine.draft_length import DraftLength
 from spd.runtime.engine.request import GrammarText
 from spd.runtime.plan.plan import _draft_tiers
-from spd.runtime.ranks.crew import ORDERS
 from spd.runtime.round.graphs import CapturedRounds, RoundShape
 from spd.runtime.round.limits import TRASH_PAGE
-from spd.runtime.round.round_queue import RoundQueue
 from spd.runtime.round.sampling_params import SamplerClass
 from spd.runtime.round.state import RING_DEPTH, RoundState, narrowed
 from tests import helpers
@@ -378,11 +376,6 @@ def test_where_memory_runs_out_rounds_are_captured_when_they_are_run(pairs: Pair
     queue.captured, queue.alone = CapturedRounds(queue.round, failing_after(0)), False
     with pytest.raises(torch.OutOfMemoryError):
         engine.capture_ahead([GREEDY])  # other ranks would wait
-
-
-def test_every_rank_is_asked_for_everything_that_is_done() -> None:
-    """What rank 0 captures the others capture, in its order; what a sequence needs is made of such orders."""
-    assert {name for name in vars(RoundQueue) if not name.startswith("_")} - {"close"} == set(ORDERS)
 
 
 SLOTS = 7

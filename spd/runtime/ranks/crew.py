@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
+from types import MethodType
 from typing import Any, TypeVar
 
 from spd.errors import EngineError, IncompatibleError, UsageError
@@ -27,7 +28,6 @@ from spd.runtime.ranks.watch import HANG_TICKS, TICK, Watch, end_words, failure
 from spd.runtime.round.round_queue import RoundQueue, Ticket
 
 START_SECONDS = 120  # in which a rank must have imported torch and said that it is there
-LAST_SECONDS = 3  # for which ranks are waited for at the end before they are killed
 PROGRAM = "from spd.cli.rank import main; main()"  # what another rank runs; the command line owns processes
 
 Result = TypeVar("Result")
@@ -65,7 +65,7 @@ class Crew:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._coming: list[Line] = []
         self._lines: dict[int, Line] = {}
-        self.broken = False  # whether an order broke off, so that it is not known where the other ranks are
+        self.broken = False  # whether an order broke off, or the others were ended
         self._host, self._place = LOOPBACK, ""
         try:
             if plan.wishes.rendezvous is None:
@@ -172,12 +172,12 @@ class Crew:
                 self._tell(*order)
             return act()
         except BaseException as error:
-            self.broken = True
+            self.broken = True  # where the other ranks are is not known
             lost = isinstance(error, (LostRank, OSError))
             # Of another rank's failure a moment tells.
             if lost or (isinstance(error, RuntimeError) and self._watch.failed.wait(4 * TICK)):
                 raise self._verdict(str(error)) from None
-            self.kill()
+            self.close()
             raise
         finally:
             self.pulse.waiting = False
@@ -185,7 +185,7 @@ class Crew:
     def _verdict(self, words: str) -> EngineError:
         """The error that says which rank failed, and how."""
         self._watch.failed.wait(TICK * (HANG_TICKS + 8))
-        self.kill()
+        self.close()
         return self._watch.failure or EngineError("the ranks lost each other", reason=[words])
 
     def _tell(self, *message: Any) -> None:
@@ -195,20 +195,8 @@ class Crew:
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the other ranks: by asking, where they still listen."""
-        self._watch.close()
-        if not self.broken:
-            self.broken = True
-            with suppress(OSError):
-                self._tell("end")
-            until = time.monotonic() + LAST_SECONDS
-            for process in self._processes.values():
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.0, until - time.monotonic()))
-        self.kill()
-
-    def kill(self) -> None:
-        """End the other ranks at once, whatever becomes known of them."""
+        """End the other ranks at once: they hold nothing that is worth keeping."""
+        self.broken = True
         self._watch.close()
         self._end()
 
@@ -227,14 +215,10 @@ class Crew:
 
 CLEARING = ("retire", "clear", "restart")
 """What is done after an end: no longer worth an error where everything has ended."""
-ORDERS = (
-    *("place", "show_pages", "write", "save", "flush", "allow", "resume", "set_active", "launch", "capture"),
-    *CLEARING,
-)
 
 
 class LeadingQueue:
-    """A `RoundQueue` whose orders are sent to all before they are carried out here, in one order for all."""
+    """A `RoundQueue` whose calls are sent to all before they are made here, in one order for all."""
 
     def __init__(self, queue: RoundQueue, crew: Crew) -> None:
         self._queue, self.crew = queue, crew
@@ -242,7 +226,7 @@ class LeadingQueue:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._queue, name)
-        if name not in ORDERS:
+        if not isinstance(found, MethodType):
             return found
 
         def ordered(*args: Any) -> Any:

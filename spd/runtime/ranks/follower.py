@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import queue
 import socket
 import threading
 import time
@@ -19,6 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from queue import SimpleQueue
 from typing import Any
 
 LOOPBACK = "127.0.0.1"
@@ -81,7 +81,7 @@ def connect(host: str, port: int, key: bytes) -> tuple[Line, str]:
 
 
 def serve(spec: dict[str, Any], leave: Callable[[int], None]) -> int:
-    """Connect, load what rank 0's plan says, and follow; returns the exit status.
+    """Connect, load what rank 0's plan says, and follow until something fails; returns the exit status.
 
     `leave` ends the process at once, wherever it is.
     """
@@ -90,7 +90,7 @@ def serve(spec: dict[str, Any], leave: Callable[[int], None]) -> int:
     from spd.runtime.engine.assembly import assemble
     from spd.runtime.ranks.communicator import LostRank, Pulse, describe_rank, open_ranks, open_store
 
-    pulse, rank, orders = Pulse(), spec["rank"], queue.SimpleQueue[Any]()
+    pulse, rank, orders = Pulse(), spec["rank"], SimpleQueue[Any]()
     try:
         if spec["lines"]:
             line, own_host = Line(spec["lines"][0]), spec["host"]
@@ -106,21 +106,16 @@ def serve(spec: dict[str, Any], leave: Callable[[int], None]) -> int:
         plan, usable_vocab, place = orders.get()
         plan = replace(plan, device=spec["device"])
         ranks = open_ranks(open_store(place), rank, plan, own_host, pulse)
-        obey(assemble(plan, usable_vocab, lambda _: pulse.beat(), ranks), orders.get, pulse)
+        queue = assemble(plan, usable_vocab, lambda _: pulse.beat(), ranks)
+        while True:
+            name, args = orders.get()
+            pulse.beat()
+            getattr(queue, name)(*args)
     except (LostRank, OSError):
         return COLLATERAL
     except BaseException as error:
         line.tell("error", rank, f"{type(error).__name__}: {error}", traceback.format_exc())
         return 1
-    return 0
-
-
-def obey(queue: Any, receive: Callable[[], Any], pulse: Any) -> None:
-    """Carry out orders on a round queue until the one that ends."""
-    while (order := receive())[0] != "end":
-        pulse.beat()
-        name, args = order
-        getattr(queue, name)(*args)
 
 
 def listen(line: Line, order: Callable[[Any], None], pulse: Any, leave: Callable[[int], None]) -> None:
