@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.linear.activation import SILU, Activation
-from spd.kernels.linear.few_bits import GroupedWeight, expert_linear
+from spd.kernels.linear.few_bits import GroupedWeight, grouped_linear
 from spd.kernels.linear.norm_gate import activate
 from spd.kernels.linear.rows import sum_of_squares
 from spd.kernels.linear.skinny_linear import AnyWeight, plain_weight
@@ -85,12 +85,16 @@ class ExpertWeights(NamedTuple):
 
     def through(self, rows: Tensor, expert: int) -> Tensor:
         """What one expert makes of rows [T, K], by torch's operations."""
-        inner = activate(_biased(rows, self.gate_up, self.gate_up_bias, expert), self.act)
-        return _biased(inner, self.down, self.down_bias, expert)
+        inner = activate(_linear(rows, self.gate_up, self.gate_up_bias, expert), self.act)
+        return _linear(inner, self.down, self.down_bias, expert)
 
 
-def _biased(rows: Tensor, weight: AnyWeight | GroupedWeight, bias: Tensor | None, expert: int) -> Tensor:
-    made = expert_linear(rows, weight, expert)
+def _linear(x: Tensor, weights: AnyWeight | GroupedWeight, bias: Tensor | None, expert: int) -> Tensor:
+    """x [T, K] times one of the weights [E, N, K], plus its bias [N]."""
+    if isinstance(weights, GroupedWeight):
+        made = grouped_linear(x, weights.expert(expert))
+    else:
+        made = F.linear(x, plain_weight(weights, x.dtype)[expert])
     return made if bias is None else made + bias[expert].to(made.dtype)
 
 

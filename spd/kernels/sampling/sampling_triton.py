@@ -225,7 +225,7 @@ def row_laws(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
 
 def _process(
     logits: Tensor, draft: Tensor, tensors: SamplingTensors, draw: tuple[Any, ...] = (None, None, 0)
-) -> tuple[Any, Any]:
+) -> tuple[Tensor, Tensor]:
     """Rows before truncation, float32 [S R, V], and order keys whose maximum is each row's highest.
 
     int32 [S R, blocks]; see `sampling.process_rows`. Nothing where the blocks' ranks are to be written, of a

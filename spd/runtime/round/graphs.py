@@ -48,7 +48,7 @@ class CapturedRounds:
         self.lazily = False  # nothing more is captured before it is run: memory ran out
         self._capture = capture or self.capture_cuda
         slots = round_.state.slots
-        self.sizes = (*(4**i for i in range(slots.bit_length()) if 4**i < slots), slots)
+        self.sizes: tuple[int, ...] = (*(4**i for i in range(slots.bit_length()) if 4**i < slots), slots)
         """1, 4, 16 and so on up to all slots: a wider round costs more, and each number its own graphs."""
 
     def slots_for(self, views: Sequence[SlotView]) -> int:
