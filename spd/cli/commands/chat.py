@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -51,13 +52,10 @@ def chat(session: Session, options: ChatOptions) -> int:
     from spd.cli.chat.conversation import SessionStore
     from spd.cli.chat.loop import Chat
 
-    store = SessionStore(session.state_folder / "sessions")
-    try:
+    with closing(SessionStore(session.state_folder / "sessions")) as store:
         talk = Chat(session, options, sink, store)
         try:
             return talk.run(interactive)
         finally:
             if session.guard.received is None:  # a signal ends the process at once
                 talk.model.close()
-    finally:
-        store.close()

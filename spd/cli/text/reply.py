@@ -8,6 +8,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -119,26 +120,24 @@ def _styled_lines(text: str, style: str) -> str:
     return "\n".join(out.paint(line, style, bool(style and line)) for line in text.split("\n"))
 
 
+@dataclass
 class Delivery:
     """Runs the request of `spd generate`; writes its text, or its token ids where there is no tokenizer."""
 
-    def __init__(
-        self,
-        session: out.Session,
-        options: GenerateOptions,
-        sink: out.Sink,
-        engine: Engine,
-        request: Request,
-        inside: bool | None,
-    ) -> None:
-        self.session, self.options, self.sink = session, options, sink
-        self.engine, self.request, self.inside = engine, request, inside
-        self.reply = Gathered()
-        splitter, hidden = ThinkingSplitter(inside), options.think == "hide"
-        self._view = ReplyView(session.console, sink, splitter, hidden=hidden)
-        engine.prefilling = self._view.reading
+    session: out.Session
+    options: GenerateOptions
+    sink: out.Sink
+    engine: Engine
+    request: Request
+    inside: bool | None
+    reply: Gathered = field(default_factory=Gathered)
+
+    def __post_init__(self) -> None:
+        splitter, hidden = ThinkingSplitter(self.inside), self.options.think == "hide"
+        self._view = ReplyView(self.session.console, self.sink, splitter, hidden=hidden)
+        self.engine.prefilling = self._view.reading
         self._view.at_row_start = False  # an empty reply is a line, too
-        self._streaming = engine.tokenizer is not None and not options.json
+        self._streaming = self.engine.tokenizer is not None and not self.options.json
 
     def run(self) -> int:
         """Decode and deliver; returns the exit status. Raises Interrupted between writes only."""
@@ -147,7 +146,12 @@ class Delivery:
             if trace is not None:
                 self._record(trace)
             try:
-                self.decode()
+                self.engine.add(self.request)
+                for events in drive(self.engine.step, lambda: self.engine.has_work):
+                    for event in events:
+                        with self.session.guard.hold():
+                            self._take(event)
+                    self.session.guard.check()
             except Interrupted:
                 self._give_up()
                 self._finish()
@@ -171,15 +175,6 @@ class Delivery:
         heat, plan = self.request.params.temperature, self.engine.plan.as_dict()
         record(TraceHeader(self.options.model, heat, plan))
         self.engine.trace = record
-
-    def decode(self) -> None:
-        """Run the request to its end. Raises Interrupted."""
-        self.engine.add(self.request)
-        for events in drive(self.engine.step, lambda: self.engine.has_work):
-            for event in events:
-                with self.session.guard.hold():
-                    self._take(event)
-            self.session.guard.check()
 
     def _take(self, event: Event) -> None:
         self.reply.take(event)
