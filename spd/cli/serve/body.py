@@ -12,35 +12,25 @@ from spd.formats.json_file import decode_utf8, parse_json
 
 MAX_BODY_ITEMS = 1 << 20
 """Tokens of JSON structure in a body: what it costs in memory is bounded by them."""
-ANTHROPIC = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error"}
-ANTHROPIC |= {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
-ANTHROPIC |= {500: "api_error", 529: "overloaded_error"}
-"""Kinds of errors by status."""
+KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+KINDS |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
+"""Kinds of errors by status, as Anthropic calls them."""
 Check = Callable[[Any, str], Any]
 """(value, its name) → the value as it is used. Raises ApiError."""
 
 
 class ApiError(Exception):
-    """A refusal as the API says it; `retry` after so many seconds."""
+    """A refusal as all APIs say it, each with its own fields of one body; `retry` after so many seconds."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry: int = 0
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.code = status, message, code
+        self.status, self.message = status, message
         self.headers = {"retry-after": str(retry)} if retry else {}
-        kind = "rate_limit" if status == 429 else "server" if status >= 500 else "invalid_request"
-        error = {"message": message, "type": f"{kind}_error", "param": param, "code": code}
-        self.body: dict[str, Any] = {"error": error}
-
-    def of_messages(self) -> ApiError:
-        """The same as Anthropic's API says it."""
-        status = {405: 404, 408: 400, 415: 400, 503: 529}.get(self.status, self.status)
-        if self.code == "context_length_exceeded":  # by these words agents know to shorten a conversation
-            self.message = f"prompt is too long: {self.message}"
-        self.body = {"type": "error", "error": {"type": ANTHROPIC[status], "message": self.message}}
-        self.status = status
-        return self
+        kind = KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+        error = {"message": message, "type": kind, "param": param, "code": code}
+        self.body: dict[str, Any] = {"type": "error", "error": error}
 
 
 def api_error(error: BaseException, *, param: str | None = None) -> ApiError:
@@ -51,7 +41,8 @@ def api_error(error: BaseException, *, param: str | None = None) -> ApiError:
         return ApiError(500, f"unexpected {type(error).__name__}", code="internal")
     message = error.message.replace("--schema", "the schema").replace("--prompt-ids", "the prompt")
     message = " ".join([f"{message}.", *error.reason]) if error.reason else message
-    if error.code == "context_overflow":
+    if error.code == "context_overflow":  # by these words agents know to shorten a conversation
+        message = f"prompt is too long: {message}"
         return ApiError(400, message, param="messages", code="context_length_exceeded")
     if isinstance(error, ResourceError):
         return ApiError(503, message, code=error.code, retry=1)
@@ -151,12 +142,15 @@ def listed(check: Check, most: int) -> Check:
 
 
 def fields(table: Mapping[str, Check], *needed: str, others: bool = False, **names: str) -> Check:
-    """An object with these fields and no `others`, each checked; null is as absent; `names` rename them."""
+    """An object with these fields, each checked; null is as absent; `names` rename them.
+
+    `others` are passed over, or have to be empty, and so ask for nothing.
+    """
 
     def check(value: Any, name: str) -> dict[str, Any]:
         where = f"{name}." if name else ""
-        for key in OBJECT(value, name):
-            if key not in table and not others:
+        for key, one in OBJECT(value, name).items():
+            if key not in table and one and not others:
                 param = f"{where}{key}"[:100]
                 raise ApiError(400, f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
         given = {key: one for key, one in value.items() if key in table and one is not None}

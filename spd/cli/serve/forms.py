@@ -186,12 +186,6 @@ class Form(NamedTuple):
     channels: Channels | None = None
     """How replies of messages are written."""
 
-    def read(self, text: str, schemas: Schemas) -> Found | bool:
-        """What begins a text: see `Reader`."""
-        is_python = self.is_bare and re.match(r"\s*\[\s*(?:[A-Za-z_]|\Z)", text)
-        reader = _python if is_python else self.pairs.read if self.pairs else _objects
-        return reader(text, self, schemas)
-
 
 SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
@@ -253,14 +247,12 @@ WRITTEN = " ".join(" ".join((*form[:3], form.pairs.text if form.pairs else "")) 
 MARKS = {mark for mark in re.findall(r"<[^<>\s]+>|\[[A-Z_]+\]", WRITTEN) if not re.search("NAME|KEY", mark)}
 MARKS |= {QUOTE, "[CALL_ID]", "<|channel>", "<channel|>", *ENDS}
 """What may be special tokens, which have no text of their own."""
-GUESSED = Form(*HERMES)
-"""The form where a template tells of none: what may be such a call slows no reply."""
 
 
 def call_form(template: str) -> Form:
-    """How a model writes calls, by its chat template."""
+    """How a model writes calls, by its chat template; where that tells of no form, as most do."""
     told = (one for one in FORMS.values() if all(sign in template for sign in one.signs or (one.opening,)))
-    return next(told, GUESSED)
+    return next(told, HERMES)
 
 
 NO_CALL = re.compile(BLANK + r'\{\s*[^\s"]')
@@ -276,8 +268,8 @@ class Tools:
     """The functions that a reply may call, or has to where it is `required`: any, or one that is `named`.
 
     A grammar holds calls to their schemas: those that have to come, and others from the form's opening mark
-    on. A mark of several tokens is looked for from the reply's beginning; for messages and for calls without
-    a mark that is done only where it is `strict`. `tokens` are the ids of marks that are tokens.
+    on, where that is one token. Where it is `strict` any mark is looked for from the reply's beginning.
+    `tokens` are the ids of marks that are tokens.
     """
 
     functions: Schemas
@@ -302,7 +294,7 @@ class Tools:
         answer = json_of(json.loads(self.answer.text)) if self.answer and not self.required else None
         whole = self.required or answer is not None
         mark = None if whole else self.tokens.get(form.opening)
-        if mark is None and not self.held and (form.is_bare or form.channels or form is GUESSED):
+        if mark is None and not self.held:
             return None
         chosen = self.functions if self.named is None else {self.named: self.functions[self.named]}
         rules = ["GAP: /\\n{0,2}/", "TEXT: /(.|\\n)*/"]
@@ -391,6 +383,7 @@ class CallParser:
 
     def __init__(self, tools: Tools) -> None:
         self._functions, self._form = tools.functions, tools.form
+        self._read = tools.form.pairs.read if tools.form.pairs else _objects
         head = rf"(?s:.*?){_loose(self._form.call.partition('ARGUMENTS')[0])}\s*(?=\{{)"
         streams = tools.held and self._form.pairs is None
         self._head = re.compile(f"{self._form.head}|{head}" if streams else "(?!)")
@@ -399,81 +392,65 @@ class CallParser:
         marks = "|".join(re.escape(mark) for mark in (self._form.opening, self._form.closing) if mark)
         self._stop = re.compile(rf'"(?:[^"\\]|\\.)*(?:"|\Z)|({marks})', re.DOTALL)
         """A mark, or a string of JSON, in which none counts."""
-        self._text, self._blanks, self._final = "", "", False
+        self._text, self._is_fresh = "", self._form.is_bare
         self._pieces: list[Piece] = []
-        self._is_inside: bool | None = None
-        """Whether a call may come next; None at the very beginning."""
-        self._opening: str | None = None
-        """The mark that is text if no call follows it; None where a reply began with a call."""
-        self._called = self._called_ever = False
-        """Whether a call has followed the mark, and any mark."""
-        self.notes: list[str] = []
-        """What was begun as a call and is text, in words."""
+        self._mark: str | None = None
+        """Where a call may come what is text if none does: a mark with the blanks before it, or nothing."""
+        self._called = False
+        """Whether a call has come."""
 
     def feed(self, text: str, *, final: bool = False) -> Sequence[Piece]:
         """What more text brings; what may be the beginning of a mark is held back unless it is `final`."""
-        self._text, self._final = self._text + text, final
-        if self._is_inside is None and (self._text.strip() or final):
-            self._is_inside = self._form.is_bare and re.match(r"\s*[{\[]", self._text) is not None
+        self._text += text
+        if self._is_fresh and (begun := self._text.lstrip()):
+            self._is_fresh, self._mark = False, "" if begun[0] in "{[" else None
         may_end = any(mark in text for mark in "{}>])")  # or what is inside goes on
-        if final or may_end or self._told is not None or not self._is_inside:
-            while self._is_inside is not None and (self._inside() if self._is_inside else self._outside()):
+        if final or may_end or self._told is not None or self._mark is None:
+            while self._outside(final) if self._mark is None else self._inside(final):
                 pass
-        if final and not self._called_ever:
-            self._pieces.append(Piece("text", self._blanks))
-        pieces, self._pieces = self._pieces, []
+        pieces, self._pieces = [one for one in self._pieces if one.text or one.name], []
         return pieces
 
-    def _say(self, text: str) -> None:
-        """Text; blanks at its end are held until more of it comes."""
-        said = (self._blanks + text).rstrip()
-        self._blanks = (self._blanks + text)[len(said) :]
-        if said:
-            self._pieces.append(Piece("text", said))
-
-    def _outside(self) -> bool:
-        """Take text up to an opening mark; says whether to go on."""
+    def _outside(self, final: bool) -> bool:
+        """Take text up to an opening mark and blanks before it; says whether to go on."""
         content, mark, rest = self._text.partition(self._form.opening)
-        held = 0 if mark or self._final else tail_of(self._form.opening, content)
-        self._say(content[: len(content) - held])
-        self._text = rest if mark else content[len(content) - held :]
-        if mark:
-            self._opening, self._called, self._is_inside = mark, False, True
+        held = 0 if mark or final else tail_of(self._form.opening, content)
+        said = content[: len(content) - held]
+        said = said if final and not mark and not self._called else said.rstrip()
+        self._pieces.append(Piece("text", said))
+        self._text, self._mark = (rest, content[len(said) :] + mark) if mark else (content[len(said) :], None)
         return bool(mark)
 
-    def _inside(self) -> bool:
+    def _inside(self, final: bool) -> bool:
         """Take the next call, or what shows that none comes; says whether to go on."""
         if self._told is not None:
             return self._arguments()
+        has_called = self._called and not self._mark
         if head := self._head.match(self._text):
-            self._text, self._blanks = self._text[head.end() :], ""
-            self._called = self._called_ever = True
+            self._text, self._mark, self._called = self._text[head.end() :], "", True
             return self._arguments(*filter(None, head.groups()))
-        found = self._form.read(self._text, self._functions)
+        found = self._read(self._text, self._form, self._functions)
         calls, end = found if isinstance(found, tuple) else ((), 0)
-        if self._opening is None and {name for name, *_ in calls} - {*self._functions}:
-            calls = ()  # without a mark, an object with a name is a call only if there is such a function
-        if calls and self._opening is None and not self._final and not self._text[end:].strip():
-            return False  # without a mark, calls are calls only where nothing comes behind them
+        if calls and not self._mark and not self._called:  # nothing but the whole reply, and a known function
+            if {name for name, *_ in calls} - {*self._functions}:
+                calls = ()
+            elif not final and not self._text[end:].strip():
+                return False
         if calls:
             self._pieces += [Piece("call", arguments, name, *ids) for name, arguments, *ids in calls]
-            self._text, self._blanks = self._text[end:], ""
-            self._called = self._called_ever = True
+            self._text, self._mark, self._called = self._text[end:], "", True
             return True
         stop = next((one for one in self._stop.finditer(self._text) if one[1]), None)
-        never = not self._called and (isinstance(found, tuple) or NO_CALL.match(self._text))
-        if not (self._final or never or (stop and found is not True)):
+        never = not has_called and (isinstance(found, tuple) or NO_CALL.match(self._text))
+        if not (final or never or (stop and found is not True)):
             return False
-        said = self._opening or ""
-        if self._called:
+        said, self._mark = self._mark or "", None
+        if has_called:  # the rest of the calls; brackets alone say nothing
             rest = self._text[: stop.start()] if stop else self._text
             self._text = self._text[stop.end() if stop and stop[1] == self._form.closing else len(rest) :]
             rest = _MARK.sub("", rest)[: None if stop else -tail_of(self._form.closing, rest) or None]
             said = rest if rest.strip(" \t\r\n,;]}`") else ""
-        self._say(said)
-        if said and self._opening:
-            self.notes.append(f"what follows {self._opening} is no whole call in this model's form: text")
-        self._is_inside = False
+        self._pieces.append(Piece("text", said))
         return True
 
     def _arguments(self, name: str | None = None, call_id: str = "") -> bool:

@@ -9,18 +9,17 @@ import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 
 from spd.cli.serve.body import TEXT, ApiError, api_error, fields, listed, parse_body, refuse, whole
 from spd.cli.serve.messages import read_messages
-from spd.cli.serve.replies import Choice, Grown
 from spd.cli.serve.responses import read_response
 from spd.cli.serve.wishes import Wish, read_chat, read_completion, read_tokenize, without_lines
 from spd.cli.text.job import check_ids, encode_asked
@@ -38,8 +37,9 @@ if TYPE_CHECKING:
     Prepared = tuple[Request, bool | None]
     """A request, and how its reply is parted: see `ThinkingSplitter`."""
 
-PING_SECONDS = 15.0
-"""After which a stream says that it goes on: a long prompt takes minutes, and agents give up after some."""
+COUNTED = ("prompt_tokens", "cached_tokens", "completion_tokens", "preemptions", "num_drafts", "draft_n")
+COUNTED += ("draft_n_accepted", "first_token_ms", "queue_ms")
+"""What `/metrics` adds up, by the names that JSON has for them."""
 
 
 class Service:
@@ -53,8 +53,8 @@ class Service:
         self._most = self.slots + waiting
         self.counters = defaultdict[str, float](int)
         """What has been served, by the names that `/metrics` shows."""
-        self.open = self.served = 0
-        """Requests that run or wait; those that have ended."""
+        self.open = 0
+        """Requests that run or wait."""
         self.draining = False
         self.used_at = time.monotonic()
 
@@ -78,13 +78,14 @@ class Service:
     def prepare(self, wish: Wish) -> list[Prepared]:
         """The requests of a call. Raises what encoding and compiling a grammar raise."""
         prepared: list[Prepared] = []
-        settings = self.settings
-        if wish.think is not None:
-            settings = dataclasses.replace(settings, think=str(wish.think))
+        settings, speculative = self.settings, wish.body.get("speculative", {})
+        draft_max = 0 if speculative.get("spec") == "off" else speculative.get("draft_max")
+        if (think := wish.body.get("think")) is not None:
+            settings = dataclasses.replace(settings, think=str(think))
         for asked in wish.prompts:
             request, inside = settings.request("", asked, wish.params, wish.grammar)
-            request = dataclasses.replace(request, draft_max=wish.draft_max)
-            for choice in range(wish.n):
+            request = dataclasses.replace(request, draft_max=draft_max)
+            for choice in range(wish.body.get("n", 1)):
                 seed = derived_seed(wish.params.seed, choice) if choice else wish.params.seed
                 params = dataclasses.replace(wish.params, seed=seed)
                 one = dataclasses.replace(request, id=secrets.token_hex(8), params=params)
@@ -99,32 +100,19 @@ class Service:
 
     def ended(self, metrics: RequestMetrics, reason: str) -> None:
         """Count a request that has ended."""
-        self.open, self.served, self.used_at = self.open - 1, self.served + 1, time.monotonic()
-        counters = self.counters
-        counters[f'requests_total{{reason="{reason}"}}'] += 1
-        counters["prompt_tokens_total"] += metrics.prompt_tokens
-        counters["cached_tokens_total"] += metrics.cached_tokens
-        counters["generation_tokens_total"] += metrics.completion_tokens
-        counters["preemptions_total"] += metrics.preemptions
-        counters["spec_decode_num_drafts_total"] += metrics.num_drafts
-        counters["spec_decode_num_draft_tokens_total"] += metrics.draft_n
-        counters["spec_decode_num_accepted_tokens_total"] += metrics.draft_n_accepted
+        self.open, self.used_at = self.open - 1, time.monotonic()
+        self.counters[f'requests_total{{reason="{reason}"}}'] += 1
+        for name in COUNTED:
+            self.counters[f"{name}_total"] += getattr(metrics, name)
         for position, count in enumerate(metrics.accepted_per_position):
-            counters[f'spec_decode_num_accepted_tokens_per_pos_total{{position="{position}"}}'] += count
-        counters["first_token_seconds_total"] += metrics.first_token_ms / 1000
-        counters["queue_seconds_total"] += metrics.queue_ms / 1000
+            self.counters[f'draft_n_accepted_per_pos_total{{position="{position}"}}'] += count
 
     def prometheus(self) -> str:
-        """Every figure, in the text format of version 0.0.4."""
+        """Every figure, in the text format of version 0.0.4, without types."""
         waiting, (used, pages) = max(0, self.open - self.slots), self.engine.pages
         figures = {**self.counters, "rounds_total": self.engine.rounds, "pages_used": used, "pages": pages}
         figures |= {"requests_running": self.open - waiting, "requests_waiting": waiting, "slots": self.slots}
-        lines: list[str] = []
-        for name, value in sorted(figures.items()):
-            family = name.partition("{")[0]
-            kind = f"# TYPE spd_{family} {'counter' if family.endswith('_total') else 'gauge'}"
-            lines += [f"spd_{name} {value}"] if kind in lines else [kind, f"spd_{name} {value}"]
-        return "\n".join([*lines, ""])
+        return "".join(f"spd_{name} {value}\n" for name, value in sorted(figures.items()))
 
 
 class Call:
@@ -182,69 +170,6 @@ class Call:
             self._end(index, "abort")
 
 
-class Answer:
-    """One call's answer, as an ASGI application. Raises ApiError as `Service.admit`."""
-
-    def __init__(self, service: Service, wish: Wish, prepared: Sequence[Prepared]) -> None:
-        self._service, self._wish = service, wish
-        tokenizer = service.settings.vocabulary.need_tokenizer()
-        made_of = wish.tools, wish.params.stop, tokenizer
-        self._choices = [Choice(i, inside, *made_of) for i, (_, inside) in enumerate(prepared)]
-        first = prepared[0][0]
-        self._reply = wish.reply(service, wish, self._choices, first.id, len(first.prompt_ids))
-        service.admit(len(prepared))
-        self._call = Call(service, [request for request, _ in prepared])
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            if self._wish.stream:
-                headers = {"cache-control": "no-cache"}
-                response: Response = StreamingResponse(self._stream(), 200, headers, "text/event-stream")
-            else:
-                request = HttpRequest(scope, receive)
-                while self._call.open and not await request.is_disconnected():
-                    await self._take(0.2)
-                if self._call.open:
-                    return
-                response = JSONResponse(self._reply.whole())
-            await response(scope, receive, send)
-        finally:
-            self._call.close()
-
-    async def _take(self, seconds: float | None = None) -> tuple[Choice, Event, list[Grown]] | None:
-        """The next event with what it added to its choice; None as `Call.next`."""
-        if (came := await self._call.next(seconds)) is None:
-            return None
-        index, event = came
-        grown = self._choices[index].take(event)
-        if event.finish_reason is not None:
-            self._reply.metrics[index] = self._call.metrics(index)
-            if malformed := len(self._choices[index].noted.get("notes", ())):
-                self._service.counters["malformed_calls_total"] += malformed
-        if event.finish_reason == "error":
-            why = event.error or "the model failed while generating"
-            raise ApiError(500, why, code="generation_failed")
-        return self._choices[index], event, grown
-
-    async def _stream(self) -> AsyncIterator[bytes]:
-        try:
-            begun = False
-            while self._call.open:
-                taken = await self._take(PING_SECONDS)
-                for data in () if begun else self._reply.begin(self._call.metrics(0).cached_tokens):
-                    yield data
-                begun = True
-                for data in (self._reply.ping(),) if taken is None else self._reply.grow(*taken):
-                    yield data
-            for data in self._reply.end():
-                yield data
-        except Exception as error:
-            refusal = api_error(error)
-            self._service.counters[f'refused_total{{status="{refusal.status}"}}'] += 1
-            for data in self._reply.fail(refusal):
-                yield data
-
-
 BODY_LIMIT = 16 << 20
 BODY_SECONDS = 60.0
 """For which a client may take to send a body."""
@@ -253,12 +178,11 @@ SEND_SECONDS = 60.0
 OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?", re.IGNORECASE)
 CHANGING = "x-anthropic-billing-header:"
 """How a line of Claude Code begins that is new in every request; X-Spd-Changing names others."""
-MODEL, MESSAGES = "/v1/models/", "/v1/messages"
 READERS: Mapping[str, Callable[[Any, Service], Wish]] = {
     "/v1/chat/completions": read_chat,
     "/v1/completions": read_completion,
     "/v1/responses": read_response,
-    MESSAGES: read_messages,
+    "/v1/messages": read_messages,
 }
 """What reads a body that asks for a reply."""
 _detokenize = fields({"tokens": listed(whole(0, 2**31 - 1), 1 << 20), "model": TEXT}, "tokens")
@@ -279,9 +203,8 @@ class App:
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._metrics),
             "/v1/models": ("GET", self._models),
-            MODEL: ("GET", self._models),
             **{path: ("POST", partial(self._complete, read)) for path, read in READERS.items()},
-            f"{MESSAGES}/count_tokens": ("POST", self._count_tokens),
+            "/v1/messages/count_tokens": ("POST", self._count_tokens),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenize),
         }
@@ -294,7 +217,7 @@ class App:
             request = HttpRequest(scope, receive)
             self._check(request)
             path, method = request.scope["path"], request.method
-            known, answer = self._paths.get(MODEL if path.startswith(MODEL) else path, ("", self._models))
+            known, answer = self._paths.get(path, ("", self._models))
             if method != known:
                 status, code = (405, "method_not_allowed") if known else (404, "unknown_url")
                 raise ApiError(status, f"Unknown request URL: {method} {path[:200]}.", code=code)
@@ -303,8 +226,6 @@ class App:
             pass  # the client has gone, or takes nothing
         except Exception as error:
             refusal = api_error(error)
-            if scope["path"].startswith(MESSAGES):
-                refusal = refusal.of_messages()
             self._service.counters[f'refused_total{{status="{refusal.status}"}}'] += 1
             shown = JSONResponse(refusal.body, refusal.status, refusal.headers)
             await shown(scope, receive, send)
@@ -336,17 +257,13 @@ class App:
         return PlainTextResponse(self._service.prometheus(), media_type="text/plain; version=0.0.4")
 
     async def _models(self, request: HttpRequest) -> ASGIApp:
-        service, path = self._service, request.scope["path"]
-        name = path.removeprefix(MODEL)
+        service = self._service
         card = {"id": service.name, "object": "model", "created": self._created, "owned_by": "spd"}
         card |= {"context_length": service.settings.context, "spec": service.plan.spec}
-        if name == path:
-            return JSONResponse({"object": "list", "data": [card]})
-        service.check_name(name)
-        return JSONResponse(card)
+        return JSONResponse({"object": "list", "data": [card]})
 
     async def _count_tokens(self, request: HttpRequest) -> ASGIApp:
-        wish = await self._wish(partial(read_messages, counted=True), request)
+        wish = await self._wish(read_messages, request)
         return JSONResponse({"input_tokens": len(await asyncio.to_thread(self._ids, wish.prompts[0]))})
 
     def _ids(self, asked: Asked) -> list[int]:
@@ -359,9 +276,11 @@ class App:
         return without_lines(read(await read_body(request), self._service), (CHANGING, *filter(None, named)))
 
     async def _complete(self, read: Callable[[Any, Service], Wish], request: HttpRequest) -> ASGIApp:
-        wish = await self._wish(read, request)
-        self._service.admit(len(wish.prompts) * wish.n)
-        return Answer(self._service, wish, await asyncio.to_thread(self._service.prepare, wish))
+        service, wish = self._service, await self._wish(read, request)
+        service.admit(len(wish.prompts) * wish.body.get("n", 1))
+        prepared = await asyncio.to_thread(service.prepare, wish)
+        service.admit(len(prepared))
+        return wish.reply(service, wish, prepared, Call(service, [request for request, _ in prepared]))
 
     async def _tokenize(self, request: HttpRequest) -> ASGIApp:
         asked, settings = read_tokenize(await read_body(request), self._service), self._service.settings
@@ -378,20 +297,14 @@ class App:
 
 async def read_body(request: HttpRequest) -> Any:
     """A request's body. Raises ApiError for one that is too large, too slow or no JSON."""
-    length = request.headers.get("content-length", "0")
-    too_large = ApiError(413, f"The body is larger than {BODY_LIMIT >> 20} MiB.", code="body_too_large")
-    if len(length) > 9 or int(length) > BODY_LIMIT:
-        raise too_large
-    if request.headers.get("content-encoding", "identity") != "identity":
-        why = "The body is compressed, and plain JSON is expected."
-        raise ApiError(415, why, code="unsupported_encoding")
     data = bytearray()
 
     async def read() -> None:
         async for part in request.stream():
             data.extend(part)
             if len(data) > BODY_LIMIT:
-                raise too_large
+                why = f"The body is larger than {BODY_LIMIT >> 20} MiB."
+                raise ApiError(413, why, code="body_too_large")
 
     try:
         await asyncio.wait_for(read(), BODY_SECONDS)

@@ -14,7 +14,6 @@ import socket
 import stat
 import sys
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
@@ -28,7 +27,6 @@ from spd.errors import EngineError, NotFoundError, ResourceError, SpdError
 from spd.formats.hub import resolve_model
 from spd.runtime import RequestMetrics
 from spd.runtime.engine.request import Event, GrammarText, Request, ThinkingBudget, TokenLogprob
-from spd.runtime.plan.config import show_size
 from spd.runtime.round.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -42,26 +40,18 @@ ANSWER_SECONDS = 5.0
 """For which a server may take to let a client in, to say how it is, and to end what was aborted."""
 
 
-def runtime_folder(folder: Path, *, create: bool = False) -> Path | None:
-    """The folder of sockets, None where there is none. Raises ResourceError if others could reach it."""
+def runtime_folder(folder: Path) -> Path:
+    """The folder of sockets, made if it is missing. Raises ResourceError if others could reach it."""
     try:
-        if create:
-            folder.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError as error:
-        if isinstance(error, FileNotFoundError) and not create:
-            return None
         raise ResourceError(f"cannot use {folder}: {error.strerror}", fix=["set XDG_RUNTIME_DIR"]) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         words, why = f"{folder} is not a folder of yours alone", ["Another user could answer in its place."]
         fix = [f"rm -r {folder}", "--no-server"]
         raise ResourceError(words, reason=why, fix=fix, code="runtime_folder")
     return folder
-
-
-def socket_name(model: os.PathLike[str], process: int | str) -> str:
-    """The name of a server's socket: of a model's folder, and of a process."""
-    return f"{zlib.crc32(os.fsencode(os.path.realpath(model))):08x}-{process}.sock"
 
 
 def identity(config: EngineConfig) -> dict[str, Any]:
@@ -130,18 +120,18 @@ def _lost() -> EngineError:
     return EngineError("the server has ended", fix=["run it again; in a chat, /model NAME", "--no-server"])
 
 
-def servers(session: Session, model: Path | None = None) -> Iterator[tuple[Line, dict[str, Any]]]:
-    """A connection to each server, of one model or of all, and what it says of itself."""
-    folder = runtime_folder(session.runtime_folder)
-    pattern = "*.sock" if model is None else socket_name(model, "*")
-    for path in [] if folder is None else sorted(folder.glob(pattern)):
+def servers(session: Session) -> Iterator[tuple[Line, dict[str, Any]]]:
+    """A connection to each server, and what it says of itself."""
+    if not os.path.lexists(session.runtime_folder):
+        return
+    for path in sorted(runtime_folder(session.runtime_folder).glob("*.sock")):
         try:
             line = Line(path)
             line.send(do="status")
             said = line.receive(ANSWER_SECONDS)
         except EngineError:  # it is stopped, or ends just now
-            pid = path.stem.rpartition("-")[2]
-            session.console.note(f"the server of process {pid} does not answer; kill -9 {pid} ends it")
+            words = f"the server of process {path.stem} does not answer; kill -9 {path.stem} ends it"
+            session.console.note(words)
         except OSError:
             pass
         else:
@@ -150,26 +140,25 @@ def servers(session: Session, model: Path | None = None) -> Iterator[tuple[Line,
 
 def control(session: Session, options: ServeOptions) -> int:
     """Carry out --status, or --stop until servers have ended. Raises NotFoundError where none runs."""
-    named = not {"model", "model_argument"}.isdisjoint(options.typed)
-    found = list(servers(session, resolve_model(options.model) if named else None))
+    found = list(servers(session))
+    if not {"model", "model_argument"}.isdisjoint(options.typed):
+        folder = os.path.realpath(resolve_model(options.model))
+        found = [one for one in found if one[1]["made_of"]["model"][0] == folder]
     if not found:
         raise NotFoundError("no server runs", fix=["spd serve --detach"], code="no_server")
     for line, said in found:
         line.close()
         if not options.stop:
             state = f"{said['running']} running" if said["running"] else f"idle {clock(said['idle_seconds'])}"
-            parts = [said["model"], said["url"], f"pid {said['pid']}", show_size(said["memory_bytes"])]
-            parts += [f"{said['requests']:,} requests", state, f"drafts {said['plan']['spec']}"]
+            parts = said["model"], said["url"], f"pid {said['pid']}", state, f"drafts {said['plan']['spec']}"
             Sink.stdout().write(" · ".join(parts) + "\n")
             continue
         tell(f"stopping {said['model']} at {said['url']}")
-        ends, command_line = time.monotonic() + 60.0, Path(f"/proc/{said['pid']}/cmdline")
+        command_line = Path(f"/proc/{said['pid']}/cmdline")
         with suppress(FileNotFoundError, ProcessLookupError):
             os.kill(said["pid"], signal.SIGTERM)
             while command_line.read_bytes():  # empty once it is a zombie
                 session.guard.check()
-                if time.monotonic() > ends:
-                    raise EngineError(f"process {said['pid']} goes on", fix=[f"kill {said['pid']}"])
                 time.sleep(0.05)
     return 0
 
@@ -178,19 +167,15 @@ def detach(session: Session, options: ServeOptions) -> int:
     """Start a server in the background, and return when it is ready; where it ends, with what it said."""
     import subprocess
 
-    folder = runtime_folder(session.runtime_folder, create=True)
-    assert folder is not None
+    folder = runtime_folder(session.runtime_folder)
     command = [sys.executable, "-m", "spd", *(word for word in sys.argv[1:] if word != "--detach")]
     path = folder / f"serve-{os.getpid()}.log"
     with path.open("wb") as log, loading(f"starting {options.model}", session.console):
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
-        quiet, name = session.console.quiet, f"*-{child.pid}.sock"
         try:
-            while child.poll() is None:  # it says last that it serves, unless it is quiet
-                if any(folder.glob(name)) if quiet else b"/v1 (" in path.read_bytes():
-                    break
+            while child.poll() is None and not (folder / f"{child.pid}.sock").exists():
                 session.guard.check()
                 time.sleep(0.05)
         except BaseException:
@@ -199,28 +184,28 @@ def detach(session: Session, options: ServeOptions) -> int:
     said = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     if (status := child.poll()) is not None:
         path.unlink()
-        if not said:
-            raise EngineError(f"the server ended at once, with status {status}", fix=["spd serve"])
         write_stderr("\n".join([*said, ""]))
         return status if status > 0 else 128 - status
-    for line in () if quiet else (*said, f"pid {child.pid}, log {path}; spd serve --stop ends it"):
+    for line in (
+        () if session.console.quiet else (*said, f"pid {child.pid}, log {path}; spd serve --stop ends it")
+    ):
         tell(line)
     return 0
 
 
 def served_engine(session: Session, options: ReplyOptions, slots: int = 1) -> Any:
     """The engine of a server that has the one which these options ask for; None where none runs."""
-    if options.no_server or not session.runtime_folder.exists():
+    if options.no_server:
         return None
     from spd.cli.text.job import engine_config
 
-    named, made_of = (options.model, options.draft_model, options.mtp), dict[str, Any]()
-    try:
-        model, *_ = [resolve_model(name) for name in named if name is not None]
-    except NotFoundError:
-        return None  # and none serves it
-    for line, said in servers(session, model):
-        made_of = made_of or identity(engine_config(options, model))
+    named = options.model, options.draft_model, options.mtp
+    for line, said in servers(session):
+        try:
+            model, *_ = [resolve_model(name) for name in named if name is not None]
+        except NotFoundError:
+            return None  # and none serves it
+        made_of = identity(engine_config(options, model))
         other = [name for name, value in said["made_of"].items() if made_of.get(name) != value]
         why = said["refuses"] or (f"another {', '.join(other)}" if other else None)
         if slots > said["slots"]:
@@ -244,7 +229,6 @@ class ServedEngine:
         """As `EnginePlan`, as far as it is asked."""
         self.tokenizer: Any = SimpleNamespace(token_bytes=lambda token_id: self._opened.token_bytes(token_id))
         """What names tokens; it is opened when it is asked, for few replies ask."""
-        line.send(do="attach")
         self._running: set[str] = set()
         self._aborting = False
         self._events: list[Event] = []
@@ -300,9 +284,9 @@ class ServedEngine:
         """Keep an event; False for a message that is none."""
         if "event" not in message:
             return False
-        name, ids, text, reason, drafted, logprobs, error = message["event"]
-        listed = (TokenLogprob(token, logprob, tuple(map(tuple, top))) for token, logprob, top in logprobs)
-        self._events.append(Event(name, tuple(ids), text, reason, tuple(drafted), tuple(listed), error))
+        name, ids, text, reason, drafted, logprobs, error = as_tuples(message["event"])
+        listed = tuple(TokenLogprob(*one) for one in logprobs)
+        self._events.append(Event(name, ids, text, reason, drafted, listed, error))
         if reason is not None:
             self._running.discard(name)
             self._aborting = False
@@ -319,15 +303,17 @@ class ServedEngine:
         self._line.close()
 
 
+def as_tuples(value: Any) -> Any:
+    """A JSON value with tuples for its lists, as requests and events have them."""
+    if isinstance(value, dict):
+        return {name: as_tuples(one) for name, one in value.items()}
+    return tuple(map(as_tuples, value)) if isinstance(value, list) else value
+
+
 def read_request(said: dict[str, Any]) -> Request:
     """A request from the JSON of its fields. Raises what its parts refuse."""
-
-    def tuples(value: Any) -> Any:
-        return tuple(map(tuples, value)) if isinstance(value, list) else value
-
-    fields = {name: tuples(value) for name, value in said.items()}
+    fields = as_tuples(said)
     parts = {"params": SamplingParams, "grammar": GrammarText, "thinking": ThinkingBudget}
     for name, kind in parts.items():
-        if fields[name] is not None:
-            fields[name] = kind(**{field: tuples(value) for field, value in fields[name].items()})
+        fields[name] = fields[name] and kind(**fields[name])
     return Request(**fields)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from spd.cli.serve import body as read
 from spd.cli.serve.body import FLAG, OBJECT, TEXT, ApiError, listed, one_of, refuse, some
-from spd.cli.serve.forms import as_json
 from spd.cli.serve.replies import Part, Reply, sse
 from spd.cli.serve.wishes import FUNCTION, SAMPLING, Wish, conversation, function, name_of, thinking, wish_of
 from spd.cli.text.prompt import CLOSING
@@ -19,9 +18,9 @@ if TYPE_CHECKING:
 
 _text = some({"text": TEXT}, "text", text="content")
 CALL = {"id": TEXT, "name": name_of, "input": OBJECT}
-PARTS = {"text": some({"text": TEXT}, "text"), **dict.fromkeys(("image", "document"), read.left_out)}
-PARTS["tool_reference"] = some({"tool_name": name_of}, "tool_name", tool_name="text")
-RESULT = {"tool_use_id": TEXT, "content": read.blocks(PARTS)}
+_named = some({"tool_name": name_of}, "tool_name", tool_name="text")
+_parts = read.texts("text", image=read.left_out, document=read.left_out, tool_reference=_named)
+RESULT = {"tool_use_id": TEXT, "content": _parts}
 BLOCKS = {
     "text": _text,
     "thinking": some({"thinking": TEXT}, "thinking", thinking="reasoning_content"),
@@ -31,7 +30,7 @@ BLOCKS = {
 }
 """They become pieces of a message as `conversation` wants them."""
 MESSAGE = {"role": one_of("user", "assistant", "system"), "content": read.blocks(BLOCKS)}
-TOOL = {**FUNCTION, "type": one_of("custom"), "input_schema": OBJECT, "defer_loading": FLAG}
+TOOL = {**FUNCTION, "type": one_of("custom"), "input_schema": OBJECT}
 CHOICE = {"type": one_of("auto", "any", "tool", "none"), "name": TEXT, "disable_parallel_tool_use": FLAG}
 THINKING = {"type": one_of("enabled", "disabled", "adaptive"), "budget_tokens": SAMPLING["max_tokens"]}
 _format = some({"type": one_of("json_schema"), "schema": OBJECT}, "type", "schema")
@@ -50,24 +49,17 @@ MESSAGES = {
     "container": read.unsupported("this server runs no code"),
 }
 """Others are passed over, for agents send new ones with each version."""
-_body = some(MESSAGES, "messages", "max_tokens", stop_sequences="stop")
+_body = some(MESSAGES, "messages", stop_sequences="stop")
 
 
-def read_messages(value: Any, service: Service, *, counted: bool = False) -> Wish:
-    """A body as a wish; one whose tokens are only `counted` may leave `max_tokens` out. Raises ApiError."""
-    body = _body({"max_tokens": 1, **value} if counted and isinstance(value, dict) else value, "")
-    given, said = body.get("tools", ()), [{**text, "role": "system"} for text in body.get("system", ())]
-    later = {tool["name"]: function(tool) for tool in given if tool.get("defer_loading")}
-    tools = [function(tool) for tool in given if not tool.get("defer_loading")]
-    told = len(tools)
-    for message in body["messages"]:
-        blocks = (block for block in message["content"] if block["type"] != "redacted_thinking")
-        blocks = (_shown(block, later, tools) if "tool_call_id" in block else block for block in blocks)
-        said += [{**block, "role": message["role"]} for block in blocks]
-    messages = conversation(said)
-    if not counted and messages and messages[-1]["role"] == "assistant":
+def read_messages(value: Any, service: Service) -> Wish:
+    """A body as a wish. Raises ApiError."""
+    body = _body(value, "")
+    turns = [{"role": "system", "content": body.get("system", ())}, *body["messages"]]
+    said = conversation({**block, "role": turn["role"]} for turn in turns for block in turn["content"])
+    if said and said[-1]["role"] == "assistant":
         refuse("messages", "the last one is the assistant's, and a reply cannot be begun for it")
-    chat = {**body, "messages": messages, "tools": tools, "told": told}
+    chat = {**body, "messages": said, "tools": [function(tool) for tool in body.get("tools", ())]}
     choice = body.get("tool_choice", {"type": "auto"})
     named = {"type": "function", "function": {"name": choice.get("name")}}
     chat["tool_choice"] = {"any": "required", "tool": named}.get(choice["type"], choice["type"])
@@ -78,18 +70,8 @@ def read_messages(value: Any, service: Service, *, counted: bool = False) -> Wis
     thinks = wanted["type"] != "disabled"
     chat["chat_template_kwargs"] = thinking(service, thinks, config.get("effort") if thinks else "low")
     tokenizer = service.settings.vocabulary.need_tokenizer()
-    think = wanted.get("budget_tokens") if thinks and tokenizer.token_to_id(CLOSING) is not None else None
-    return wish_of(chat, service, MessagesReply, think=think)
-
-
-def _shown(result: dict[str, Any], later: dict[str, Any], tools: list[Any]) -> dict[str, Any]:
-    """A result as text. Tools that came later are told in it: so the prompt's beginning stays as it was."""
-    lines = []
-    for part in result.get("content", ()):
-        tool = later.get(part["text"]) if part["type"] == "tool_reference" else None
-        tools += [tool] if tool is not None and tool not in tools else []
-        lines.append(part["text"] if tool is None else f"<function>{as_json(tool['function'])}</function>")
-    return {**result, "content": "\n".join(lines)}
+    chat["think"] = wanted.get("budget_tokens") if thinks and tokenizer.token_to_id(CLOSING) else None
+    return wish_of(chat, service, MessagesReply)
 
 
 class MessagesReply(Reply):
@@ -119,17 +101,15 @@ class MessagesReply(Reply):
         yield self._event("content_block_stop", index=part.index)
 
     def end(self) -> Iterator[bytes]:
-        ended = {"delta": self._ended, "usage": _usage(*self._counts[:3]), **self._choices[0].noted}
-        yield self._event("message_delta", **ended)
+        yield self._event("message_delta", delta=self._ended, usage=_usage(*self._counts[:3]))
         yield self._event("message_stop")
 
     def fail(self, error: ApiError) -> Iterator[bytes]:
-        yield sse(error.of_messages().body, "error")
+        yield sse(error.body, "error")
 
     def whole(self) -> dict[str, Any]:
         blocks = [_block(part) for part in self._choices[0].parts]
-        whole = self._message(blocks, *self._counts[:3], **self._ended)
-        return {**whole, **self._choices[0].noted}
+        return self._message(blocks, *self._counts[:3], **self._ended)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         return sse({"type": kind, **fields}, kind)

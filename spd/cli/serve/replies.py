@@ -6,21 +6,26 @@ import dataclasses
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from spd.cli.serve.body import ApiError, api_error
 from spd.cli.serve.forms import MARKS, CallParser, Piece, Tools
 from spd.cli.text.prompt import ThinkingSplitter
 from spd.cli.text.reply import logprob_entry
 
 if TYPE_CHECKING:
-    from spd.cli.serve.body import ApiError
-    from spd.cli.serve.http import Service
+    from starlette.types import Receive, Scope, Send
+
+    from spd.cli.serve.http import Call, Prepared, Service
     from spd.cli.serve.wishes import Wish
     from spd.formats.tokenizer import Tokenizer
     from spd.runtime import Event, RequestMetrics
     from spd.runtime.engine.request import TokenLogprob
+
+PING_SECONDS = 15.0
+"""After which a stream says that it goes on: a long prompt takes minutes, and agents give up after some."""
 
 
 @dataclass
@@ -111,12 +116,6 @@ class Choice:
         """The calls in it."""
         return [part for part in self.parts if part.kind == "call"]
 
-    @property
-    def noted(self) -> dict[str, Any]:
-        """What a reply says of malformed calls, which are text; nothing where there are none."""
-        notes = self._parser.notes if self._parser is not None else ()
-        return {"notes": notes} if notes else {}
-
     def message(self) -> dict[str, Any]:
         """The whole reply as a message of a chat."""
         message: dict[str, Any] = {"role": "assistant", "content": self.all("text")}
@@ -134,13 +133,62 @@ class Choice:
 
 
 class Reply:
-    """What one API tells of a call's choices, streamed or whole; `metrics` of those that have ended."""
+    """What one API tells of a call's choices, streamed or whole, as an ASGI application."""
 
-    def __init__(self, service: Service, wish: Wish, choices: Sequence[Choice], name: str, size: int) -> None:
-        """`name` is the first request's, `size` that of its prompt in tokens."""
-        self._service, self._wish, self._choices, self._name, self._size = service, wish, choices, name, size
+    def __init__(self, service: Service, wish: Wish, prepared: Sequence[Prepared], call: Call) -> None:
+        self._service, self._wish, self._call = service, wish, call
+        made_of = wish.tools, wish.params.stop, service.settings.vocabulary.need_tokenizer()
+        self._choices = [Choice(at, inside, *made_of) for at, (_, inside) in enumerate(prepared)]
+        self._name, self._size = prepared[0][0].id, len(prepared[0][0].prompt_ids)
         self._created = int(time.time())
-        self.metrics: dict[int, RequestMetrics] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        from starlette.requests import Request
+        from starlette.responses import JSONResponse, Response, StreamingResponse
+
+        try:
+            if self._wish.body.get("stream"):
+                headers = {"cache-control": "no-cache"}
+                response: Response = StreamingResponse(self._stream(), 200, headers, "text/event-stream")
+            else:
+                request = Request(scope, receive)
+                while self._call.open and not await request.is_disconnected():
+                    await self._take(0.2)
+                if self._call.open:
+                    return
+                response = JSONResponse(self.whole())
+            await response(scope, receive, send)
+        finally:
+            self._call.close()
+
+    async def _take(self, seconds: float) -> tuple[Choice, Event, list[Grown]] | None:
+        """The next event with what it added to its choice; None as `Call.next`."""
+        if (came := await self._call.next(seconds)) is None:
+            return None
+        index, event = came
+        grown = self._choices[index].take(event)
+        if event.finish_reason == "error":
+            why = event.error or "the model failed while generating"
+            raise ApiError(500, why, code="generation_failed")
+        return self._choices[index], event, grown
+
+    async def _stream(self) -> AsyncIterator[bytes]:
+        try:
+            begun = False
+            while self._call.open:
+                taken = await self._take(PING_SECONDS)
+                for data in () if begun else self.begin(self._call.metrics(0).cached_tokens):
+                    yield data
+                begun = True
+                for data in (self.ping(),) if taken is None else self.grow(*taken):
+                    yield data
+            for data in self.end():
+                yield data
+        except Exception as error:
+            refusal = api_error(error)
+            self._service.counters[f'refused_total{{status="{refusal.status}"}}'] += 1
+            for data in self.fail(refusal):
+                yield data
 
     def begin(self, cached: int) -> Iterator[bytes]:
         """What a stream begins with, as far as it is known by then how much of the prompt was cached."""
@@ -175,10 +223,15 @@ class Reply:
         return b": ping\n\n"
 
     @property
+    def _metrics(self) -> list[RequestMetrics]:
+        """The counters of each choice."""
+        return [self._call.metrics(choice.index) for choice in self._choices]
+
+    @property
     def _counts(self) -> tuple[int, int, int, int]:
         """Tokens of prompts (each counts once), the cached ones, those of replies, those of thinking."""
-        each = [metrics for _, metrics in sorted(self.metrics.items())]
-        prompts = each[:: self._wish.n]
+        each = self._metrics
+        prompts = each[:: self._wish.body.get("n", 1)]
         return (
             sum(one.prompt_tokens for one in prompts),
             sum(one.cached_tokens for one in prompts),
@@ -199,12 +252,17 @@ class ChatReply(Reply):
     kind, prefix = "chat.completion", "chatcmpl"
 
     def _object(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
-        kind = self.kind + ".chunk" * (self._wish.stream and self.kind == ChatReply.kind)
+        kind = self.kind + ".chunk" * (self._wish.body.get("stream", False) and self.kind == ChatReply.kind)
         head = {"id": f"{self.prefix}-{self._name}", "object": kind, "created": self._created}
         return {**head, "model": self._service.name, "choices": choices, **more}
 
+    @property
+    def _includes_usage(self) -> bool:
+        """Whether a stream says its usage at its end."""
+        return bool(self._wish.body.get("stream_options", {}).get("include_usage"))
+
     def _chunk(self, choice: Choice, **fields: Any) -> bytes:
-        usage: dict[str, Any] = {"usage": None} if self._wish.include_usage else {}
+        usage: dict[str, Any] = {"usage": None} if self._includes_usage else {}
         shown = {"index": choice.index, "logprobs": None, "finish_reason": None, **fields}
         return sse(self._object([shown], **usage))
 
@@ -225,12 +283,10 @@ class ChatReply(Reply):
                 delta[key] = delta.get(key, "") + text
         if delta or event.finish_reason is not None or event.logprobs:
             logprobs = self._logprobs(event.logprobs)
-            ended = choice.noted if event.finish_reason is not None else {}
-            shown = {"delta": delta, "logprobs": logprobs, "finish_reason": self._reason(choice), **ended}
-            yield self._chunk(choice, **shown)
+            yield self._chunk(choice, delta=delta, logprobs=logprobs, finish_reason=self._reason(choice))
 
     def end(self) -> Iterator[bytes]:
-        if self._wish.include_usage:
+        if self._includes_usage:
             yield sse(self._object([], **self._figures()))
         yield b"data: [DONE]\n\n"
 
@@ -246,8 +302,7 @@ class ChatReply(Reply):
         if choice.calls:
             message["content"] = message["content"] or None
         logprobs, reason = self._logprobs(choice.logprobs), self._reason(choice)
-        shown = {"index": choice.index, "logprobs": logprobs, "finish_reason": reason, "message": message}
-        return {**shown, **choice.noted}
+        return {"index": choice.index, "logprobs": logprobs, "finish_reason": reason, "message": message}
 
     def _reason(self, choice: Choice) -> str | None:
         """How it ended, as the API says it; a call that was asked for by name is a stop."""
@@ -268,7 +323,7 @@ class ChatReply(Reply):
 
     def _figures(self) -> dict[str, Any]:
         """Tokens of all choices; times and acceptance of the first one."""
-        each, plan = [metrics for _, metrics in sorted(self.metrics.items())], self._service.plan
+        each, plan = self._metrics, self._service.plan
         prompt, cached, completion, reasoning = self._counts
         speculation = each[0].speculative_decoding(plan.spec, plan.shape.draft_max)
         drafted, accepted = sum(one.draft_n for one in each), sum(one.draft_n_accepted for one in each)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.serve import body as read
@@ -20,7 +20,7 @@ CALL = {"call_id": TEXT, "name": name_of, "arguments": past_arguments}
 RESULT = {"call_id": TEXT, "output": _shown}
 ITEMS = {
     "message": some({"role": read.one_of(*ROLES), "content": _texts}, "role", "content"),
-    "reasoning": some({"content": _texts, "summary": _texts, "encrypted_content": TEXT}),
+    "reasoning": some({"encrypted_content": TEXT}, encrypted_content="reasoning_content"),
     "function_call": some(CALL, *CALL, call_id="id"),
     "function_call_output": some(RESULT, *RESULT, call_id="tool_call_id", output="content"),
 }
@@ -54,8 +54,8 @@ def read_response(value: Any, service: Service) -> Wish:
     body = _body(value, "")
     instructions = {"role": "system", "content": body.get("instructions")}
     said = [instructions] if "instructions" in body else []
-    messages = wishes.conversation([*said, *map(_piece, body["input"])])
-    tools, _ = _flat(body.get("tools", ()))
+    messages = wishes.conversation([*said, *body["input"]])
+    tools = [tool for tool, _, _ in _flat(body.get("tools", ()))]
     chat = {**body, "messages": messages, "tools": tools}
     if not tools and body.get("tool_choice", "auto") == "auto":
         chat["tool_choice"] = "none"
@@ -66,36 +66,20 @@ def read_response(value: Any, service: Service) -> Wish:
     effort = body.get("reasoning", {}).get("effort")
     thinks = None if effort is None else effort != "none"
     chat["chat_template_kwargs"] = wishes.thinking(service, thinks, effort)
-    return wish_of(chat, service, ResponseReply, asked=value)
+    return wish_of({**chat, "asked": value}, service, ResponseReply)
 
 
-def _piece(item: dict[str, Any]) -> dict[str, Any]:
-    """An item; thinking that comes back is told by one of its fields."""
-    if item["type"] != "reasoning":
-        return item
-    told = (item.get(name) for name in ("content", "encrypted_content", "summary"))
-    return {"reasoning_content": next(filter(None, told), "")}
+def _flat(tools: Iterable[Mapping[str, Any]], space: str = "") -> Iterator[tuple[dict[str, Any], str, str]]:
+    """Functions as chat completions write them, each with its namespace and its name there.
 
-
-def _flat(tools: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, tuple[Any, str]]]:
-    """Functions as chat completions write them, and (namespace, name there) of those that have one.
-
-    A name that is there already stands behind its namespace. What OpenAI's servers would run is left out.
+    A name stands behind its namespace. What OpenAI's servers would run is left out.
     """
-    shown, spaces = list[dict[str, Any]](), dict[str, tuple[Any, str]]()
     for tool in tools:
-        if tool["type"] == "function":
-            if "name" not in tool:
-                refuse("tools", "a name is missing", "missing_required_parameter")
-            shown.append(function(tool))
-        elif tool["type"] == "namespace":
-            inner, _ = _flat(_tools(tool.get("tools") or [], "tools"))
-            for one in (each["function"] for each in inner):
-                name, taken = one["name"], {each["function"]["name"] for each in shown}
-                one["name"] = f"{tool.get('name')}__{name}"[:64] if name in taken else name
-                spaces[one["name"]] = tool.get("name"), name
-            shown += inner
-    return shown, spaces
+        if tool["type"] == "namespace":
+            yield from _flat(_tools(tool.get("tools") or [], "tools"), tool.get("name", ""))
+        elif tool["type"] == "function":
+            name = tool.get("name") or refuse("tools", "a name is missing", "missing_required_parameter")
+            yield function({**tool, "name": f"{space}__{name}"[:64] if space else name}), space, name
 
 
 class ResponseReply(Reply):
@@ -104,7 +88,8 @@ class ResponseReply(Reply):
     _number = -1
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
-        body, usual = self._wish.asked, {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
+        body = self._wish.body["asked"]
+        usual = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
         names = (*usual, "instructions", "max_output_tokens", "temperature", "top_p")
         head = {"id": f"resp_{self._name}", "object": "response", "created_at": self._created}
         told = {name: usual.get(name) if body.get(name) is None else body[name] for name in names}
@@ -155,8 +140,7 @@ class ResponseReply(Reply):
         usage |= {"output_tokens": completion, "output_tokens_details": {"reasoning_tokens": reasoning}}
         usage["total_tokens"] = prompt + completion
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        ended = {"output": output, "usage": usage, "incomplete_details": why, **choice.noted}
-        return self._response(status, **ended)
+        return self._response(status, output=output, usage=usage, incomplete_details=why)
 
     def _of(self, part: Part, kind: str, /, **fields: Any) -> bytes:
         """An event of an item's content."""
@@ -172,8 +156,9 @@ class ResponseReply(Reply):
             status = "incomplete"
         item = {"id": f"{_IDS[part.kind]}_{part.id}", "type": _ITEMS[part.kind], "status": status}
         if part.kind == "call":
-            spaces = _flat(self._wish.asked.get("tools") or ())[1]
-            space, name = spaces.get(part.name or "", (None, part.name))
+            given = _flat(self._wish.body["asked"].get("tools") or ())
+            spaces = {tool["function"]["name"]: (space, name) for tool, space, name in given}
+            space, name = spaces.get(part.name, ("", part.name))
             item |= {"namespace": space} if space else {}
             return {**item, "call_id": part.id, "name": name, "arguments": part.text}
         content = [_content(part)] if part.text else []

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import json
 import os
-import resource
 import secrets
 import signal
 import socket
@@ -24,13 +23,12 @@ import uvicorn
 from spd.cli.commands.models import ensure_models
 from spd.cli.options import GenerateOptions
 from spd.cli.serve.http import App, Call, Service
-from spd.cli.serve.local import LINE_LIMIT, identity, read_request, runtime_folder, socket_name
+from spd.cli.serve.local import LINE_LIMIT, identity, read_request, runtime_folder
 from spd.cli.signals import Interrupted
 from spd.cli.text.job import plan_settings
 from spd.cli.text.output import loading, tell
 from spd.cli.text.prompt import Asked
-from spd.errors import EngineError, SpdError, UsageError
-from spd.formats.folder import ModelFolder
+from spd.errors import EngineError, ResourceError, SpdError, UsageError
 from spd.runtime.engine.driver import EngineThread
 from spd.runtime.engine.request import GrammarText
 
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
     from spd.cli.commands.serve import ServeOptions
     from spd.cli.text.job import Settings
     from spd.cli.text.output import Session
-    from spd.runtime import Engine, EnginePlan, Progress
+    from spd.runtime import EnginePlan
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 HEADER_SECONDS = 30.0
@@ -59,20 +57,18 @@ def run(session: Session, options: ServeOptions) -> int:
         ensure_models(session, options)
         settings = plan_settings(options.as_generate())
         settings.vocabulary.need_tokenizer()
-        folder = runtime_folder(session.runtime_folder, create=True)
-        assert folder is not None and isinstance(settings.config.model, ModelFolder)
-        path = folder / socket_name(settings.config.model, os.getpid())
+        folder = runtime_folder(session.runtime_folder)
+        path = folder / f"{os.getpid()}.sock"
         made_of = identity(settings.config)
         solo = make_plan(dataclasses.replace(settings.config, slots=1))
         thread = load(session, options, settings)
         try:
             service = Service(settings, options.model, thread)
-            server = Server(service, options)
             host = f"[{options.host}]" if ":" in options.host else options.host
             url = f"http://{host}:{listener.getsockname()[1]}/v1"
             what = f"{service.slots} at once, context {service.plan.shape.ctx:,}, drafts: {service.plan.spec}"
             words = "" if session.console.quiet else f"serving {options.model} at {url} ({what})"
-            server.warm = WarmFront(service, solo, made_of, url), path, words
+            server = Server(service, options, WarmFront(service, solo, made_of, url, path), words)
             asyncio.run(server.serve([listener]))
         finally:
             path.unlink(missing_ok=True)
@@ -118,13 +114,10 @@ def listen(host: str, port: int) -> socket.socket:
 def load(session: Session, options: ServeOptions, settings: Settings) -> EngineThread:
     """The engine in a thread of its own, loaded. Raises what loading raised."""
 
-    def start(progress: Progress) -> Engine:
-        from spd.runtime import Engine
+    from spd.runtime import Engine
 
-        return Engine(settings.config, progress=progress)
-
-    expected = [settings.sampling.params]
-    thread = EngineThread(start, lambda: expected, short=lambda error: None)
+    build, expected = partial(Engine, settings.config), [settings.sampling.params]
+    thread = EngineThread(lambda progress: build(progress=progress), lambda: expected, lambda error: None)
     thread.start()
     try:
         with loading(f"loading {options.model}", session.console) as display:
@@ -142,7 +135,10 @@ def load(session: Session, options: ServeOptions, settings: Settings) -> EngineT
 class Server(uvicorn.Server):
     """A server that ends as the rest of spd does: the first signal lets replies end, the second does not."""
 
-    def __init__(self, service: Service, options: ServeOptions) -> None:
+    def __init__(
+        self, service: Service, options: ServeOptions, front: WarmFront | None = None, words: str = ""
+    ) -> None:
+        """`front` answers the command line, and `words` are said when the server listens."""
         app = App(service, key=options.api_key, loopback=options.host in LOOPBACK)
         quiet: dict[str, Any] = {"log_config": None, "log_level": "error", "access_log": False}
         config = uvicorn.Config(
@@ -153,35 +149,31 @@ class Server(uvicorn.Server):
             lifespan="off",
             limit_concurrency=CONNECTIONS,
             timeout_keep_alive=round(HEADER_SECONDS),
-            timeout_graceful_shutdown=DRAIN_SECONDS,
+            timeout_graceful_shutdown=5,  # replies have ended by then
             h11_max_incomplete_event_size=32 << 10,
         )
         super().__init__(config)
-        self._service, self._idle = service, options.idle
+        self._service, self._idle, self._words, self.front = service, options.idle, words, front
         self.received: int | None = None
         """The signal that ended it."""
-        self.warm: tuple[WarmFront, Path, str] | None = None
-        """What answers the command line, and where, and what is said when it listens."""
         self._silent: dict[tuple[Any, Any], float] = {}
         """Connections without a whole head behind their last request, and since when they are so."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(PREPARERS, "spd prepare"))
         await super().startup(sockets)
-        if self.warm is not None:
-            front, path, words = self.warm
-            try:
-                self.servers.append(await asyncio.start_unix_server(front.answer, path, limit=LINE_LIMIT))
-            except OSError as error:  # a path too long for a socket, for one
-                tell(f"spd generate will not find this server: {path}: {error.strerror or error}")
-            if words:
-                tell(words)
+        if self._words:
+            tell(self._words)
+        if self.front is not None:
+            await self.front.listen()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().shutdown(sockets)
         ends = time.monotonic() + DRAIN_SECONDS
-        while self._service.open and time.monotonic() < ends:  # those of the command line
+        while self._service.open and time.monotonic() < ends:
             await asyncio.sleep(0.05)
+        for client in [] if self.front is None else [*self.front.clients]:
+            client.close()
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.received = sig
@@ -196,7 +188,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         service, idle, now = self._service, self._idle, time.monotonic()
-        if service.open or (self.warm and self.warm[0].clients):
+        if service.open or (self.front and self.front.clients):
             service.used_at = now
         if idle is not None and now - service.used_at > idle:
             self.drain()
@@ -215,42 +207,43 @@ Message = dict[str, Any]
 class WarmFront:
     """Answers connections of this user's commands. `solo` is the plan that each would have had alone."""
 
-    def __init__(self, service: Service, solo: EnginePlan, made_of: Message, url: str) -> None:
-        self._service, self._made_of, self._url = service, made_of, url
+    def __init__(self, service: Service, solo: EnginePlan, made_of: Message, url: str, path: Path) -> None:
+        self._service, self._made_of, self._url, self._path = service, made_of, url, path
         tokenizer = service.settings.vocabulary.tokenizer
         self._alone: Any = SimpleNamespace(plan=solo, load_ms=0.0, tokenizer=tokenizer)
         """The engine as it would be alone."""
-        self.clients = 0
-        """Commands that use the engine as theirs."""
+        self.clients = set[asyncio.StreamWriter]()
+        """The open connections: a server that has some is not idle."""
 
-    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one client until it goes; what runs for it then is aborted."""
-        running, attached, prefix = set[asyncio.Task[None]](), False, f"{secrets.token_hex(8)} "
-        reading = asyncio.ensure_future(reader.readline())
+    async def listen(self) -> None:
+        """Begin to answer. Raises ResourceError for a path too long for a socket, for one."""
         try:
-            while running or not self._service.draining:
-                await asyncio.wait({reading}, timeout=0.5)
-                if not reading.done():
-                    continue
-                if not (line := reading.result()):
-                    return
-                message, reading = json.loads(line), asyncio.ensure_future(reader.readline())
+            await asyncio.start_unix_server(self._answer, self._path, limit=LINE_LIMIT)
+        except OSError as error:
+            raise ResourceError(
+                f"cannot listen at {self._path}: {error}", fix=["set XDG_RUNTIME_DIR"]
+            ) from None
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one client until it goes; what runs for it then is aborted."""
+        running, prefix = set[asyncio.Task[None]](), f"{secrets.token_hex(8)} "
+        self.clients.add(writer)
+        try:
+            while line := await reader.readline():
+                message = json.loads(line)
                 if message["do"] == "status":
                     _send(writer, self._status())
-                elif message["do"] == "attach":
-                    attached, self.clients = True, self.clients + 1
                 elif message["do"] == "abort":
                     self._service.thread.end(prefix + message["id"])
                 elif message["do"] == "prepare":
                     _send(writer, await _tried(asyncio.to_thread(self._prepare, message)))
                 elif message["do"] == "add":
-                    begun = self._begin(message["request"], prefix, running, writer)
-                    _send(writer, await _tried(begun))
+                    _send(writer, await _tried(self._begin(message["request"], prefix, running, writer)))
         except (OSError, ValueError, LookupError, TypeError):
             pass  # it has gone, or is not spd
         finally:
-            self.clients -= attached
-            for task in (reading, *running):
+            self.clients.discard(writer)
+            for task in running:
                 task.cancel()
             with suppress(OSError):
                 writer.close()
@@ -262,9 +255,7 @@ class WarmFront:
             refuses = f"alone the context would be {plan.shape.ctx:,}"
         shown = {"made_of": self._made_of, "plan": plan.as_dict(), "refuses": refuses, "model": service.name}
         shown |= {"url": self._url, "pid": os.getpid(), "slots": service.slots, "running": service.open}
-        idle = 0.0 if service.open else round(time.monotonic() - service.used_at, 1)
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {**shown, "requests": service.served, "idle_seconds": idle, "memory_bytes": memory}
+        return {**shown, "idle_seconds": time.monotonic() - service.used_at}
 
     def _prepare(self, message: Message) -> Message:
         """A prompt with its parameters, as `spd generate` makes them, and what it says before."""

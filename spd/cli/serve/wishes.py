@@ -7,7 +7,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.serve import body as read
@@ -90,7 +90,6 @@ def _message(value: Any, name: str) -> dict[str, Any]:
     return {"role": ROLES[said["role"]], "content": said.get("content", ""), **message}
 
 
-_absent = read.unsupported("it is not offered here")
 _CALL = {"id": TEXT, **dict.fromkeys(("type", "index"), read.anything)}
 _CALL["function"] = fields({"name": name_of, "arguments": past_arguments}, "name")
 _MESSAGE = fields(
@@ -99,7 +98,6 @@ _MESSAGE = fields(
         "content": read.texts("text"),
         "tool_calls": listed(fields(_CALL, "function"), 1024),
         **dict.fromkeys(("name", "tool_call_id", "reasoning_content", "reasoning"), TEXT),
-        **dict.fromkeys(("audio", "function_call"), _absent),
         **dict.fromkeys(("refusal", "annotations"), read.anything),
     },
     "role",
@@ -128,20 +126,16 @@ SAMPLING = {
 IGNORED = dict.fromkeys(("metadata", "prediction", "service_tier", "store", "user"), read.anything)
 IGNORED |= dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "safety_identifier"), read.anything)
 """Fields that change no text."""
-UNSUPPORTED = dict.fromkeys(("audio", "functions", "function_call", "suffix", "verbosity"), _absent)
-UNSUPPORTED |= {"best_of": whole(1, 1), "modalities": listed(read.one_of("text"), 1)}
-UNSUPPORTED["web_search_options"] = _absent
 SHARED = {
     **SAMPLING,
     **IGNORED,
-    **UNSUPPORTED,
     "model": TEXT,
     "n": whole(1, 128),
     "stream": FLAG,
     "stream_options": fields(
         {"include_usage": FLAG, "continuous_usage_stats": FLAG, "include_obfuscation": FLAG}
     ),
-    "speculative": fields({"spec": TEXT, "draft_max": whole(0, MAX_DRAFT)}),
+    "speculative": fields({"spec": read.one_of("auto", "off"), "draft_max": whole(0, MAX_DRAFT)}),
 }
 CHAT = {
     **SHARED,
@@ -158,44 +152,34 @@ CHAT = {
     "tool_choice": read.anything,
     "parallel_tool_calls": FLAG,
 }
-COMPLETION = {**SHARED, "prompt": _prompts, "logprobs": whole(0, MAX_LOGPROBS), "echo": _absent}
-_chat, _completion = fields(CHAT), fields(COMPLETION, "prompt")
+COMPLETION = {**SHARED, "prompt": _prompts, "logprobs": whole(0, MAX_LOGPROBS)}
+_chat, _completion = fields(CHAT, max_completion_tokens="max_tokens"), fields(COMPLETION, "prompt")
 _tokenize = fields({"model": TEXT, "prompt": TEXT, "messages": CHAT["messages"]})
 
 
 @dataclass(frozen=True)
 class Wish:
-    """One call: its prompts, how each is answered `n` times, and what tells the replies."""
+    """One call: its prompts, how they are answered, what tells the replies, and its body as it was read.
+
+    Beside the fields of `CHAT` the body may have `think`, the most tokens of thinking, and `asked`, what a
+    reply repeats of another API's body.
+    """
 
     prompts: tuple[Asked, ...]
     params: SamplingParams
     reply: type[Reply]
-    n: int
-    stream: bool
-    include_usage: bool
-    """Whether a stream says its usage at its end."""
-    draft_max: int | None
+    body: Mapping[str, Any]
     grammar: GrammarText | None = None
     tools: Tools | None = None
-    think: int | None = None
-    """Tokens of thinking at most."""
-    asked: Mapping[str, Any] = field(default_factory=dict)
-    """The request's body, where a reply repeats it."""
 
 
 def read_chat(value: Any, service: Service) -> Wish:
     """The body of a chat completion. Raises ApiError."""
-    body = _chat(value, "")
-    if "top_logprobs" in body and not body.get("logprobs"):
-        refuse("top_logprobs", "it needs `logprobs`: true")
-    most = body.pop("max_completion_tokens", None)
-    if most is not None and body.setdefault("max_tokens", most) != most:
-        refuse("max_tokens", "`max_completion_tokens` says otherwise")
-    return wish_of(body, service, ChatReply)
+    return wish_of(_chat(value, ""), service, ChatReply)
 
 
-def wish_of(body: Mapping[str, Any], service: Service, reply: type[Reply], **more: Any) -> Wish:
-    """The wish of a chat with the fields of `CHAT`. Raises ApiError."""
+def wish_of(body: Mapping[str, Any], service: Service, reply: type[Reply]) -> Wish:
+    """The wish of a body: see `Wish.body`. Raises ApiError."""
     service.check_name(body.get("model", service.name))
     vocabulary = service.settings.vocabulary
     template = vocabulary.need_template()
@@ -207,16 +191,15 @@ def wish_of(body: Mapping[str, Any], service: Service, reply: type[Reply], **mor
         tools = dataclasses.replace(tools, answer=grammar)
         grammar = tools.grammar
         if "tools" in source:
-            variables["tools"] = list(body["tools"][: body.get("told")])
+            variables["tools"] = list(body["tools"])
     messages = body.get("messages", ())
     if not messages:
         refuse("messages", "expected at least one message", "missing_required_parameter")
     messages = alternating(messages) if "must alternate" in source else messages
     messages = tuple(for_template(message, source) for message in messages)
-    logprobs = body.get("top_logprobs", 0) if body.get("logprobs") else None
+    logprobs = body.get("top_logprobs", 0 if body.get("logprobs") else None)
     params = _params(body, service.settings, logprobs)
-    asked = (Asked(messages=messages, variables=variables),)
-    return Wish(asked, params, reply, **_delivery(body, service), grammar=grammar, tools=tools, **more)
+    return Wish((Asked(messages=messages, variables=variables),), params, reply, body, grammar, tools)
 
 
 def alternating(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -252,17 +235,15 @@ _JOINED = re.compile(r"""(?s)(?!.*arguments['"\]]*\s*\|\s*tojson).*\+\s*[\w.'"\[
 
 def without_lines(wish: Wish, beginnings: tuple[str, ...]) -> Wish:
     """The same without the lines of its instructions that begin so: no cache would know its prompts."""
+    line = f"(?:{'|'.join(map(re.escape, beginnings))})[^\n]*"
+    lines = re.compile(rf"\A(?:{line}\n*)+|\n{line}")
 
-    def kept(asked: Asked) -> Asked:
-        messages = []
-        for message in asked.messages:
-            lines = message["content"].split("\n") if message["role"] == "system" else []
-            left = [line for line in lines if not line.startswith(beginnings)]
-            said = message if left == lines else {**message, "content": "\n".join(left).strip("\n")}
-            messages += [said] if said is message or said["content"] else []
-        return dataclasses.replace(asked, messages=tuple(messages or asked.messages))
+    def kept(message: Mapping[str, Any]) -> Mapping[str, Any]:
+        is_told = message["role"] == "system"
+        return {**message, "content": lines.sub("", message["content"])} if is_told else message
 
-    return dataclasses.replace(wish, prompts=tuple(map(kept, wish.prompts)))
+    asked = (dataclasses.replace(one, messages=tuple(map(kept, one.messages))) for one in wish.prompts)
+    return dataclasses.replace(wish, prompts=tuple(asked))
 
 
 def read_completion(value: Any, service: Service) -> Wish:
@@ -271,7 +252,7 @@ def read_completion(value: Any, service: Service) -> Wish:
     service.check_name(body.get("model", service.name))
     body.setdefault("max_tokens", 16)  # the API's own number
     params = _params(body, service.settings, body.get("logprobs"))
-    return Wish(body["prompt"], params, CompletionReply, **_delivery(body, service))
+    return Wish(body["prompt"], params, CompletionReply, body)
 
 
 def read_tokenize(value: Any, service: Service) -> Asked:
@@ -281,22 +262,6 @@ def read_tokenize(value: Any, service: Service) -> Asked:
     if ("prompt" in body) == ("messages" in body):
         refuse("prompt", "expected a text, or `messages`", "missing_required_parameter")
     return Asked(text=body.get("prompt"), messages=body.get("messages", ()), variables={})
-
-
-def _delivery(body: Mapping[str, Any], service: Service) -> dict[str, Any]:
-    """How a reply is delivered and speculated for; the text does not depend on it."""
-    stream, options = body.get("stream", False), body.get("stream_options")
-    if options is not None and not stream:
-        refuse("stream_options", "it is only allowed with `stream`: true")
-    options, wish, spec = options or {}, body.get("speculative", {}), service.plan.spec
-    if wish.get("spec", "auto") not in ("auto", "off", spec):
-        refuse("speculative.spec", f"this server drafts by {spec}; off and auto are known, too")
-    return {
-        "n": body.get("n", 1),
-        "stream": stream,
-        "include_usage": options.get("include_usage", False),
-        "draft_max": 0 if wish.get("spec") == "off" else wish.get("draft_max"),
-    }
 
 
 def _params(body: Mapping[str, Any], settings: Settings, logprobs: int | None) -> SamplingParams:
@@ -338,7 +303,7 @@ def conversation(pieces: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             messages.append({"role": "tool", "content": text, "tool_call_id": piece["tool_call_id"]})
             continue
         thinks, calls = "reasoning_content" in piece, "arguments" in piece
-        role = "assistant" if thinks or calls else ROLES[piece["role"]]
+        role = "assistant" if thinks or calls else ROLES[piece.get("role", "assistant")]
         if role == "system" and any(one["role"] != "system" for one in messages):
             role = "user"
         if not messages or messages[-1]["role"] != role:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spd.cli.serve import http
+from spd.cli.serve import replies
 from spd.cli.serve.forms import FORMS, Tools
 from spd.cli.serve.http import CHANGING
 from spd.cli.serve.messages import read_messages
@@ -150,32 +150,6 @@ def test_how_a_reply_ends(served: Served, path: str) -> None:
     assert (last if "mess" in path else last["response"])["error"]["message"]
 
 
-NO_CALL = "<tool_call>[1]</tool_call> So."
-
-
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/chat/completions"])
-@pytest.mark.parametrize(("text", "reason"), [(SAID[8:50], "length"), (NO_CALL, "stop")])
-def test_a_malformed_call_is_text_with_a_note(served, path, text, reason) -> None:
-    """Whole and streamed, in every API; a reply without one has none."""
-    body = calm(path)
-    with scripted(served, text, text, reason=reason):
-        whole = served.ask(path, body)
-        events = served.stream(path, **body) if "chat" in path else served.named_events(path, **body)
-    with scripted(served, SAID):
-        fine = served.ask(path, body)
-    if "chat" in path:
-        whole, last, fine = whole["choices"][0], events[-1]["choices"][0], fine["choices"][0]
-        told = whole["message"]["content"]
-    elif "resp" in path:
-        last, told = events[-1]["response"], whole["output"][0]["content"][0]["text"]
-    else:
-        last, told = events[-2], whole["content"][0]["text"]
-    (note,) = whole["notes"]
-    assert told == text and "notes" not in fine and last["notes"] == [note]
-    assert note.startswith("what follows <tool_call> is no whole call")
-    assert served.service.counters["malformed_calls_total"] >= 2
-
-
 def test_the_demo_answers_both(served: Served) -> None:
     """The text is that of chat completions; a stop string is named; a limit beyond the context is fine."""
     text = served.say(max_tokens=24)
@@ -256,7 +230,7 @@ def test_lines_that_change_are_left_out_by_a_rule(served: Served) -> None:
     ids, prompts = [request.prompt_ids for request in script.requests], script.prompts
     assert ids[10] == ids[2], "a part is no part of the line before it"
     assert ids[:3] == ids[3:6] and ids[6:9] != ids[:3] and counted == [len(ids[0])] * 2 + [len(ids[6])]
-    assert "system" not in prompts[8] and "Time: now" in prompts[8]
+    assert prompts[8].startswith("<|im_start|>system\n<|im_end|>") and "Time: now" in prompts[8]
     assert "Time: 12:02" in prompts[9], "nothing is left out unasked"
 
 
@@ -269,7 +243,7 @@ def test_tools_of_codex(served: Served) -> None:
         {"type": "web_search", "external_web_access": False},
     ]
     call = '<tool_call>{"name": "ask", "arguments": {"path": "a"}}</tool_call>'
-    with scripted(served, call + call.replace("ask", "other__ask")) as script:
+    with scripted(served, call.replace("ask", "team__ask") + call.replace("ask", "other__ask")) as script:
         whole = served.ask("/v1/responses", calm("/v1/responses", tools=tools))
     (text,) = script.prompts
     assert "web_search" not in text and "patch" not in text and "ask" in text
@@ -313,27 +287,6 @@ def test_an_image_that_a_tool_brought_ends_no_conversation(served: Served) -> No
     said = "left out, for this model reads nothing but text]"
     assert f"red.png:\n[image: {said}\n[document: {said}" in script.prompts[0]
     assert f"[input_image: {said}" in script.prompts[1]
-
-
-def test_tools_that_claude_code_finds_later(served: Served) -> None:
-    """They are told where they were found, and can be called from then on; what came before stays."""
-    held = [{"name": name, "input_schema": TOOL, "defer_loading": True} for name in ("crons", "plans")]
-    tools = [{"name": "find", "input_schema": {"type": "object"}}, *held]
-    found = [{"type": "tool_reference", "tool_name": name} for name in ("crons", "gone", "crons")]
-    brought = result([*found, {"type": "text", "text": "So."}])
-    turns, told = [say(use(name="find"), role="assistant"), say(brought)], list[Any]()
-    tell = "{% if tools %}{{ tools | tojson }}{% endif %}"
-    template = tell + TEMPLATE.replace(tell, "")
-    with scripted(served, "Well", SAID.replace('"read"', '"crons"'), template=template) as script:
-        for said in ([USER], [USER, *turns]):
-            body = calm("/v1/messages", tools=tools, messages=said)
-            told.append(read_messages(body, served.service).tools)
-            whole = served.ask("/v1/messages", body)
-    assert [list(one.functions) for one in told] == [["find"], ["find", "crons"]]
-    assert whole["stop_reason"] == "tool_use" and whole["content"][1]["name"] == "crons"
-    begin, prompt = script.prompts[0].removesuffix("<|im_start|>assistant\n"), script.prompts[1]
-    assert prompt.startswith(begin) and "crons" not in begin and "plans" not in prompt
-    assert prompt.count('<function>{"name": "crons", "parameters": ') == 2 and "gone\n" in prompt
 
 
 SHOWN = "{{ messages | tojson }}"
@@ -405,7 +358,7 @@ for _ in range(6):
 CALLED = {"type": "function_call", "call_id": "c", "name": "f"}
 HOSTILE: dict[str, list[dict[str, Any]]] = {
     "messages": [
-        *({"max_tokens": most} for most in (None, "many", 0)),
+        *({"max_tokens": most} for most in ("many", 0)),
         *({"messages": turns} for turns in (None, [], "Hi", [3], [USER, {**USER, "role": "assistant"}])),
         *({"messages": [{**USER, **more}]} for more in ({"role": "wizard"}, {"content": 3})),
         *({"messages": [{**USER, "content": said}]} for said in ("\ud800", "word " * 9000)),
@@ -448,18 +401,14 @@ def test_hostile_conversations(served: Served, path: str) -> None:
             status, answer = served.send("POST", f"/v1/{path}", body)
         assert status == (404 if "model" in fields else 400), (fields, answer)
         error = answer["error"]
-        if path == "messages":
-            assert set(answer) == {"type", "error"} and set(error) == {"type", "message"}
-            kind = "not_found_error" if status == 404 else "invalid_request_error"
-            assert (answer["type"], error["type"]) == ("error", kind)
-        else:
-            assert set(answer) == {"error"} and set(error) == {"message", "type", "param", "code"}
+        kind = "not_found_error" if status == 404 else "invalid_request_error"
+        assert (answer["type"], error["type"]) == ("error", kind)
         assert error["message"] and len(error["message"]) < 2000 and served.service.open == 0
 
 
 def test_a_stream_says_that_it_goes_on(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """While nothing comes, and a client that leaves then is noticed."""
-    monkeypatch.setattr(http, "PING_SECONDS", 0.0005)
+    monkeypatch.setattr(replies, "PING_SECONDS", 0.0005)
     events = served.named_events("/v1/messages", **PLAIN)
     assert [event["type"] for event in events].count("ping") > 2
     events = served.named_events("/v1/responses", **response(tools=[], temperature=0, max_output_tokens=24))

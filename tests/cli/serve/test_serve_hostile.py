@@ -34,9 +34,9 @@ LIMITED = {
     "temperature": (-1, True, 10**400),
     "logit_bias": ({"999999999": 1}, {"1": 10**400}, {str(i): 1 for i in range(2000)}),
     **{"messages": ([],), "model": ("gpt-4",), "top_p": (0,), "top_k": (1.5,), "max_tokens": (0,), "n": (5,)},
-    **{"seed": (2**70,), "stop_token_ids": ([10**9],), "top_logprobs": (3,), "tool_choice": ("required",)},
-    **{"stream_options": ({"include_usage": True},), "chat_template_kwargs": ({"tools": []},)},
-    **{"chat_template": ("{{ 1 }}",), "reasoning_effort": ("high",)},
+    **{"seed": (2**70,), "stop_token_ids": ([10**9],), "tool_choice": ("required",)},
+    **{"chat_template_kwargs": ({"tools": []},), "chat_template": ("{{ 1 }}",)},
+    **{"reasoning_effort": ("high",), "modalities": (["audio"],)},
 }
 """Values that a field does not take."""
 FIELDS: list[tuple[dict[str, Any], str | None]] = [
@@ -50,7 +50,6 @@ FIELDS: list[tuple[dict[str, Any], str | None]] = [
     (user("x", tool_calls=[{}]), "messages[0].tool_calls[0].function"),
     ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages[0].tool_calls[0]"),
     *((user("word " * 5000), "messages"), (user("\ud800"), None), ({"temperature": math.inf}, None)),
-    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
     *(({"stop": ["a", 3]}, "stop[1]"), ({"stop": "x" * 300}, None)),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -65,7 +64,6 @@ FIELDS: list[tuple[dict[str, Any], str | None]] = [
     *((schema(value), None) for value in ({"type": "flower"}, {"$ref": "file:///etc/passwd"})),
     (schema({"type": "string", "pattern": "(((((a*)*)*)*)*)*(b|(" * 30}), None),
     (schema({"enum": ["x" * 100] * 2000}), None),
-    ({"modalities": ["audio"]}, "modalities[0]"),
 ]
 
 
@@ -73,8 +71,9 @@ FIELDS: list[tuple[dict[str, Any], str | None]] = [
 def test_fields(served: Served, fields: dict[str, Any], param: str | None) -> None:
     found, answer = served.send("POST", CHAT_PATH, {"messages": MESSAGES, "max_tokens": 4, **fields})
     assert found == (404 if "model" in fields else 400), answer
-    assert set(answer) == {"error"} and set(answer["error"]) == {"message", "type", "param", "code"}
-    assert answer["error"]["message"] and answer["error"]["type"] == "invalid_request_error"
+    assert answer["type"] == "error" and set(answer["error"]) == {"message", "type", "param", "code"}
+    kind = "not_found_error" if "model" in fields else "invalid_request_error"
+    assert answer["error"]["message"] and answer["error"]["type"] == kind
     assert param is None or answer["error"]["param"] == param, answer
 
 
@@ -105,9 +104,7 @@ HEADS: dict[str, list[dict[str, str]]] = {
         *({"Host": host} for host in ("localhost@evil.example", "192.168.1.2:7373")),
         *({"Origin": origin} for origin in ("https://evil.example", "http://localhost:1", "null")),
     ],
-    "415": [{"Content-Encoding": "gzip"}],
     "400": [{"Content-Length": "x"}, {"X-Long": "x" * 40_000}],
-    "413": [{"Content-Length": "9" * 11}],
 }
 
 
@@ -139,7 +136,8 @@ PATHS = [
 @pytest.mark.parametrize(("method", "path", "status"), PATHS)
 def test_paths(served: Served, method: str, path: str, status: int) -> None:
     found, answer = served.send(method, path)
-    assert found == status and answer["error"]["type"] == "invalid_request_error"
+    assert found == status
+    assert answer["error"]["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
 
 
 OTHERS: dict[str, list[dict[str, Any]]] = {
