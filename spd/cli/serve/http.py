@@ -9,8 +9,7 @@ import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,15 +29,15 @@ from spd.runtime.engine.request import derived_seed
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from spd.cli.serve.replies import Prepared
     from spd.cli.text.job import Settings
-    from spd.runtime import Engine, Event, Request, RequestMetrics
-    from spd.runtime.engine.driver import EngineThread, Listener
+    from spd.runtime import Engine, RequestMetrics
+    from spd.runtime.engine.driver import EngineThread
 
-    Prepared = tuple[Request, bool | None]
-    """A request, and how its reply is parted: see `ThinkingSplitter`."""
-
-COUNTED = ("prompt_tokens", "cached_tokens", "completion_tokens", "preemptions", "num_drafts", "draft_n")
-COUNTED += ("draft_n_accepted", "first_token_ms", "queue_ms")
+COUNTED = (
+    *("prompt_tokens", "cached_tokens", "completion_tokens", "preemptions", "first_token_ms", "queue_ms"),
+    *("num_drafts", "draft_n", "draft_n_accepted"),
+)
 """What `/metrics` adds up, by the names that JSON has for them."""
 
 
@@ -113,61 +112,6 @@ class Service:
         figures = {**self.counters, "rounds_total": self.engine.rounds, "pages_used": used, "pages": pages}
         figures |= {"requests_running": self.open - waiting, "requests_waiting": waiting, "slots": self.slots}
         return "".join(f"spd_{name} {value}\n" for name, value in sorted(figures.items()))
-
-
-class Call:
-    """Requests that are answered together; `close` it whatever happens: what still runs is aborted then.
-
-    Raises EngineError where there is no engine.
-    """
-
-    def __init__(self, service: Service, requests: Sequence[Request]) -> None:
-        self._service, self._requests = service, requests
-        self._loop = asyncio.get_running_loop()
-        self._answers: asyncio.Queue[tuple[int, Event | BaseException]] = asyncio.Queue()
-        self.open: dict[int, Listener] = {}
-        """What hears the requests that have not ended."""
-        try:
-            for index, request in enumerate(requests):
-                listener = partial(self._hear, index)
-                service.thread.submit(request, listener)
-                self.open[index] = listener
-                service.open += 1
-        except BaseException:
-            self.close()
-            raise
-
-    def _hear(self, index: int, answer: Event | BaseException) -> None:
-        with suppress(RuntimeError):  # the loop has ended: nothing listens any more
-            self._loop.call_soon_threadsafe(self._answers.put_nowait, (index, answer))
-
-    async def next(self, seconds: float | None = None) -> tuple[int, Event] | None:
-        """The next event with its request's number; None where none comes. Raises what the engine raised."""
-        if not self.open:
-            return None
-        try:
-            index, answer = await asyncio.wait_for(self._answers.get(), seconds)
-        except asyncio.TimeoutError:
-            return None
-        if isinstance(answer, BaseException):
-            raise answer
-        if answer.finish_reason is not None:
-            self._end(index, answer.finish_reason)
-        return index, answer
-
-    def metrics(self, index: int) -> RequestMetrics:
-        """A request's counters."""
-        return self._service.thread.metrics(self._requests[index].id)
-
-    def _end(self, index: int, reason: str) -> None:
-        del self.open[index]
-        self._service.ended(self.metrics(index), reason)
-
-    def close(self) -> None:
-        """Abort what still runs, within a round."""
-        for index, listener in list(self.open.items()):
-            self._service.thread.forget(self._requests[index], listener)
-            self._end(index, "abort")
 
 
 BODY_LIMIT = 16 << 20
@@ -280,7 +224,7 @@ class App:
         service.admit(len(wish.prompts) * wish.body.get("n", 1))
         prepared = await asyncio.to_thread(service.prepare, wish)
         service.admit(len(prepared))
-        return wish.reply(service, wish, prepared, Call(service, [request for request, _ in prepared]))
+        return wish.reply(service, wish, prepared)
 
     async def _tokenize(self, request: HttpRequest) -> ASGIApp:
         asked, settings = read_tokenize(await read_body(request), self._service), self._service.settings

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import select
 import signal
 import socket
 import stat
@@ -87,12 +86,13 @@ class Line:
         """Send one object. Raises EngineError where the server has gone."""
         try:
             line = json.dumps(message, default=lambda value: getattr(value, "__dict__", None) or str(value))
+            self._socket.settimeout(None)
             self._socket.sendall(line.encode() + b"\n")
         except OSError:
             raise _lost() from None
 
     def receive(self, seconds: float | None = None) -> dict[str, Any]:
-        """The next object. Raises what the server refuses, and EngineError where it has gone or is late."""
+        """The next object, {} where none comes in time. Raises what the server refuses, and EngineError."""
         self._socket.settimeout(seconds)
         try:
             while (end := self._data.find(b"\n")) < 0:
@@ -100,16 +100,14 @@ class Line:
                     raise _lost()
                 self._data += more
             message: dict[str, Any] = json.loads(self._data[:end])
+        except (TimeoutError, BlockingIOError):
+            return {}
         except (OSError, ValueError):
             raise _lost() from None
         del self._data[: end + 1]
         if name := message.pop("refused", None):
             raise getattr(errors, name, SpdError)(message.pop("message"), **message)
         return message
-
-    def pending(self, seconds: float) -> bool:
-        """Whether an object has come, or comes within this time."""
-        return b"\n" in self._data or bool(select.select([self._socket], (), (), seconds)[0])
 
     def close(self) -> None:
         """Hang up; the server aborts what is under way."""
@@ -129,13 +127,13 @@ def servers(session: Session) -> Iterator[tuple[Line, dict[str, Any]]]:
             line = Line(path)
             line.send(do="status")
             said = line.receive(ANSWER_SECONDS)
-        except EngineError:  # it is stopped, or ends just now
+        except (OSError, EngineError):
+            continue  # it has ended
+        if said:
+            yield line, said
+        else:
             words = f"the server of process {path.stem} does not answer; kill -9 {path.stem} ends it"
             session.console.note(words)
-        except OSError:
-            pass
-        else:
-            yield line, said
 
 
 def control(session: Session, options: ServeOptions) -> int:
@@ -158,7 +156,6 @@ def control(session: Session, options: ServeOptions) -> int:
         with suppress(FileNotFoundError, ProcessLookupError):
             os.kill(said["pid"], signal.SIGTERM)
             while command_line.read_bytes():  # empty once it is a zombie
-                session.guard.check()
                 time.sleep(0.05)
     return 0
 
@@ -176,7 +173,6 @@ def detach(session: Session, options: ServeOptions) -> int:
         )
         try:
             while child.poll() is None and not (folder / f"{child.pid}.sock").exists():
-                session.guard.check()
                 time.sleep(0.05)
         except BaseException:
             child.terminate()
@@ -208,8 +204,6 @@ def served_engine(session: Session, options: ReplyOptions, slots: int = 1) -> An
         made_of = identity(engine_config(options, model))
         other = [name for name, value in said["made_of"].items() if made_of.get(name) != value]
         why = said["refuses"] or (f"another {', '.join(other)}" if other else None)
-        if slots > said["slots"]:
-            why = why or f"it decodes {said['slots']} together"
         session.console.detail(f"server  {said['url']}" + (f": not used: {why}" if why else ""))
         if why is None:
             return ServedEngine(line, model, {**said["plan"], "slots": slots})
@@ -274,9 +268,10 @@ class ServedEngine:
 
     def step(self) -> list[Event]:
         """What has come, or comes within a moment; after `abort` an end is waited for."""
-        seconds = ANSWER_SECONDS if self._aborting else 0.05
-        while self._running and self._line.pending(seconds if self._aborting or not self._events else 0.0):
-            self._take(self._line.receive())
+        while self._running:
+            seconds = ANSWER_SECONDS if self._aborting else 0.0 if self._events else 0.05
+            if not self._take(self._line.receive(seconds)):
+                break
         events, self._events = self._events, []
         return events
 

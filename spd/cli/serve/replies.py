@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from spd.cli.serve.body import ApiError, api_error
@@ -18,11 +21,15 @@ from spd.cli.text.reply import logprob_entry
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from spd.cli.serve.http import Call, Prepared, Service
+    from spd.cli.serve.http import Service
     from spd.cli.serve.wishes import Wish
     from spd.formats.tokenizer import Tokenizer
-    from spd.runtime import Event, RequestMetrics
+    from spd.runtime import Event, Request, RequestMetrics
+    from spd.runtime.engine.driver import Answer
     from spd.runtime.engine.request import TokenLogprob
+
+    Prepared = tuple[Request, bool | None]
+    """A request, and how its reply is parted: see `ThinkingSplitter`."""
 
 PING_SECONDS = 15.0
 """After which a stream says that it goes on: a long prompt takes minutes, and agents give up after some."""
@@ -132,15 +139,57 @@ class Choice:
         return next((stop for stop in self._stops if stop in spoken), None)
 
 
+class Call:
+    """Requests that are answered together: `hear` is told each one's number and what comes, in the loop.
+
+    `close` it whatever happens: what still runs is aborted then, within a round.
+    """
+
+    def __init__(
+        self, service: Service, requests: Sequence[Request], hear: Callable[[int, Answer], None]
+    ) -> None:
+        self._service, self._requests, self._hear = service, requests, hear
+        self._open, self._loop = {*range(len(requests))}, asyncio.get_running_loop()
+        service.open += len(requests)
+        for index, request in enumerate(requests):
+            service.thread.submit(request, partial(self._take, index))
+
+    def _take(self, index: int, answer: Answer) -> None:
+        with suppress(RuntimeError):  # the loop has ended: nothing listens any more
+            self._loop.call_soon_threadsafe(self._tell, index, answer)
+
+    def _tell(self, index: int, answer: Answer) -> None:
+        reason = "error" if isinstance(answer, BaseException) else answer.finish_reason
+        if reason is not None:
+            self._open.discard(index)
+            self._service.ended(self.metrics(index), reason)
+        self._hear(index, answer)
+
+    def metrics(self, index: int) -> RequestMetrics:
+        """A request's counters."""
+        return self._service.thread.metrics(self._requests[index].id)
+
+    def close(self) -> None:
+        for index in self._open:
+            self._service.thread.end(self._requests[index].id)
+
+
 class Reply:
     """What one API tells of a call's choices, streamed or whole, as an ASGI application."""
 
-    def __init__(self, service: Service, wish: Wish, prepared: Sequence[Prepared], call: Call) -> None:
-        self._service, self._wish, self._call = service, wish, call
+    def __init__(self, service: Service, wish: Wish, prepared: Sequence[Prepared]) -> None:
+        self._service, self._wish = service, wish
         made_of = wish.tools, wish.params.stop, service.settings.vocabulary.need_tokenizer()
         self._choices = [Choice(at, inside, *made_of) for at, (_, inside) in enumerate(prepared)]
         self._name, self._size = prepared[0][0].id, len(prepared[0][0].prompt_ids)
         self._created = int(time.time())
+        self._answers: asyncio.Queue[tuple[int, Answer]] = asyncio.Queue()
+        requests = [request for request, _ in prepared]
+        self._call = Call(service, requests, lambda *answer: self._answers.put_nowait(answer))
+
+    @property
+    def _has_ended(self) -> bool:
+        return all(choice.reason is not None for choice in self._choices)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         from starlette.requests import Request
@@ -152,9 +201,9 @@ class Reply:
                 response: Response = StreamingResponse(self._stream(), 200, headers, "text/event-stream")
             else:
                 request = Request(scope, receive)
-                while self._call.open and not await request.is_disconnected():
+                while not (self._has_ended or await request.is_disconnected()):
                     await self._take(0.2)
-                if self._call.open:
+                if not self._has_ended:
                     return
                 response = JSONResponse(self.whole())
             await response(scope, receive, send)
@@ -162,20 +211,22 @@ class Reply:
             self._call.close()
 
     async def _take(self, seconds: float) -> tuple[Choice, Event, list[Grown]] | None:
-        """The next event with what it added to its choice; None as `Call.next`."""
-        if (came := await self._call.next(seconds)) is None:
+        """The next event with what it added to its choice; None where none comes. Raises what ended it."""
+        try:
+            index, event = await asyncio.wait_for(self._answers.get(), seconds)
+        except asyncio.TimeoutError:
             return None
-        index, event = came
-        grown = self._choices[index].take(event)
+        if isinstance(event, BaseException):
+            raise event
         if event.finish_reason == "error":
             why = event.error or "the model failed while generating"
             raise ApiError(500, why, code="generation_failed")
-        return self._choices[index], event, grown
+        return self._choices[index], event, self._choices[index].take(event)
 
     async def _stream(self) -> AsyncIterator[bytes]:
         try:
             begun = False
-            while self._call.open:
+            while not self._has_ended:
                 taken = await self._take(PING_SECONDS)
                 for data in () if begun else self.begin(self._call.metrics(0).cached_tokens):
                     yield data
@@ -310,14 +361,14 @@ class ChatReply(Reply):
         called = choice.reason == "stop" and tools is not None and tools.named is None and choice.calls
         return "tool_calls" if called else choice.reason
 
-    def _logprobs(self, entries: Sequence[TokenLogprob], offset: int = 0) -> dict[str, Any] | None:
-        """Log-probabilities in the API's form; `offset` is that of the first token's text."""
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        """Log-probabilities in the API's form."""
         if self._wish.params.logprobs is None:
             return None
         tokenizer = self._service.settings.vocabulary.need_tokenizer()
-        return self._shown([_finite(logprob_entry(entry, tokenizer)) for entry in entries], offset)
+        return self._shown([_finite(logprob_entry(entry, tokenizer)) for entry in entries])
 
-    def _shown(self, entries: Sequence[dict[str, Any]], offset: int) -> dict[str, Any]:
+    def _shown(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Entries in the API's form."""
         return {"content": [{"top_logprobs": one.pop("top"), **one} for one in entries], "refusal": None}
 
@@ -344,20 +395,18 @@ class CompletionReply(ChatReply):
     def grow(self, choice: Choice, event: Event, grown: Sequence[Grown]) -> Iterator[bytes]:
         text = "".join(text for _, text, _ in grown)
         if text or event.finish_reason is not None or event.logprobs:
-            logprobs = self._logprobs(event.logprobs, len(choice.all("text")) - len(text))
+            logprobs = self._logprobs(event.logprobs)
             yield self._chunk(choice, text=text, logprobs=logprobs, finish_reason=choice.reason)
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
         logprobs, text = self._logprobs(choice.logprobs), choice.all("text")
         return {"index": choice.index, "logprobs": logprobs, "finish_reason": choice.reason, "text": text}
 
-    def _shown(self, entries: Sequence[dict[str, Any]], offset: int) -> dict[str, Any]:
-        tokens = [entry["token"] for entry in entries]
+    def _shown(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "tokens": tokens,
+            "tokens": [entry["token"] for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],
             "top_logprobs": [{one["token"]: one["logprob"] for one in entry["top"]} for entry in entries],
-            "text_offset": [offset + sum(map(len, tokens[:at])) for at in range(len(tokens))],
         }
 
 

@@ -12,7 +12,6 @@ import socket
 import time
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -22,15 +21,16 @@ import uvicorn
 
 from spd.cli.commands.models import ensure_models
 from spd.cli.options import GenerateOptions
-from spd.cli.serve.http import App, Call, Service
+from spd.cli.serve.http import App, Service
 from spd.cli.serve.local import LINE_LIMIT, identity, read_request, runtime_folder
+from spd.cli.serve.replies import Call
 from spd.cli.signals import Interrupted
 from spd.cli.text.job import plan_settings
 from spd.cli.text.output import loading, tell
 from spd.cli.text.prompt import Asked
 from spd.errors import EngineError, ResourceError, SpdError, UsageError
-from spd.runtime.engine.driver import EngineThread
-from spd.runtime.engine.request import GrammarText
+from spd.runtime.engine.driver import Answer, EngineThread
+from spd.runtime.engine.request import Event, GrammarText
 
 if TYPE_CHECKING:
     from spd.cli.commands.serve import ServeOptions
@@ -89,8 +89,6 @@ def check_address(options: ServeOptions) -> None:
         raise UsageError("--api-key is empty or not ASCII", fix=["SPD_API_KEY=$(openssl rand -hex 16)"])
     if options.host in LOOPBACK:
         return
-    if "host" not in options.typed:
-        raise UsageError("--host beyond this machine has to be typed", fix=[f"--host {options.host}"])
     if options.api_key is None:
         words = f"--host {options.host} lets other machines ask, and there is no key"
         fix = ["--host with --api-key KEY, or SPD_API_KEY", "leave --host out"]
@@ -116,19 +114,16 @@ def load(session: Session, options: ServeOptions, settings: Settings) -> EngineT
 
     from spd.runtime import Engine
 
-    build, expected = partial(Engine, settings.config), [settings.sampling.params]
-    thread = EngineThread(lambda progress: build(progress=progress), lambda: expected, lambda error: None)
-    thread.start()
-    try:
-        with loading(f"loading {options.model}", session.console) as display:
-            while not thread.ready.wait(0.05):
-                session.guard.check()
-                if thread.progress is not None:
-                    display(thread.progress)
-        thread.engine()
-    except BaseException:
-        thread.close(1.0)
-        raise
+    expected = [settings.sampling.params]
+    with loading(f"loading {options.model}", session.console) as display:
+        build = partial(Engine, settings.config, progress=display)
+        thread = EngineThread(lambda _: build(), lambda: expected, short=lambda error: None)
+        thread.start()
+        try:
+            thread.engine()
+        except BaseException:
+            thread.close(1.0)
+            raise
     return thread
 
 
@@ -226,27 +221,26 @@ class WarmFront:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one client until it goes; what runs for it then is aborted."""
-        running, prefix = set[asyncio.Task[None]](), f"{secrets.token_hex(8)} "
+        calls = dict[str, Call]()
         self.clients.add(writer)
         try:
             while line := await reader.readline():
                 message = json.loads(line)
                 if message["do"] == "status":
                     _send(writer, self._status())
-                elif message["do"] == "abort":
-                    self._service.thread.end(prefix + message["id"])
+                elif message["do"] == "abort" and message["id"] in calls:
+                    calls[message["id"]].close()
                 elif message["do"] == "prepare":
                     _send(writer, await _tried(asyncio.to_thread(self._prepare, message)))
                 elif message["do"] == "add":
-                    _send(writer, await _tried(self._begin(message["request"], prefix, running, writer)))
+                    _send(writer, await _tried(self._begin(message["request"], calls, writer)))
         except (OSError, ValueError, LookupError, TypeError):
             pass  # it has gone, or is not spd
         finally:
             self.clients.discard(writer)
-            for task in running:
-                task.cancel()
-            with suppress(OSError):
-                writer.close()
+            for call in calls.values():
+                call.close()
+            writer.close()
 
     def _status(self) -> Message:
         """What a server says of itself: what its engine is made of, and why it takes no prompt."""
@@ -274,17 +268,13 @@ class WarmFront:
         say_before(console, options, settings, self._alone, request)
         return {"request": dataclasses.asdict(request), "inside": inside, "said": said}
 
-    async def _begin(
-        self, said: Message, prefix: str, running: set[asyncio.Task[None]], writer: asyncio.StreamWriter
-    ) -> Message:
+    async def _begin(self, said: Message, calls: dict[str, Call], writer: asyncio.StreamWriter) -> Message:
         """Begin a request, which has a name of its own here. Raises what its check raises."""
         if self._service.draining:
             raise EngineError("the server is shutting down", fix=["run it again", "--no-server"])
-        name, request = said["id"], read_request({**said, "id": prefix + said["id"]})
+        request, name = read_request({**said, "id": secrets.token_hex(8)}), said["id"]
         await asyncio.to_thread(self._service.engine.check, request)
-        task = asyncio.ensure_future(_follow(Call(self._service, [request]), name, writer))
-        running.add(task)
-        task.add_done_callback(running.discard)
+        calls[name] = Call(self._service, [request], partial(_tell, calls, name, writer))
         return {"added": name}
 
 
@@ -297,22 +287,16 @@ async def _tried(work: Awaitable[Message]) -> Message:
         return {"refused": type(error).__name__, **words}
 
 
-async def _follow(call: Call, name: str, writer: asyncio.StreamWriter) -> None:
-    """Send a request's events by the client's name for it, the last one with what was counted."""
-    try:
-        while came := await call.next():
-            _, event = came
-            logprobs = [(entry.token_id, entry.logprob, entry.top) for entry in event.logprobs]
-            message: Message = {"event": (name, *event[1:5], logprobs, event.error)}
-            if event.finish_reason is not None:
-                counted = dataclasses.asdict(call.metrics(0)) | {"load_ms": 0.0}
-                outcomes = counted.pop("outcomes").items()
-                message |= {"metrics": counted, "outcomes": [(*pair, times) for pair, times in outcomes]}
-            _send(writer, message)
-    except Exception as error:  # of the engine
-        _send(writer, {"event": (name, (), "", "error", (), (), str(error)), "metrics": {}, "outcomes": ()})
-    finally:
-        call.close()
+def _tell(calls: dict[str, Call], name: str, writer: asyncio.StreamWriter, _: int, answer: Answer) -> None:
+    """Send an event by the client's name for its request, the last one with what was counted."""
+    event = Event(name, (), "", "error", error=str(answer)) if isinstance(answer, BaseException) else answer
+    logprobs = [(entry.token_id, entry.logprob, entry.top) for entry in event.logprobs]
+    message: Message = {"event": (name, *event[1:5], logprobs, event.error)}
+    if event.finish_reason is not None:
+        counted = dataclasses.asdict(calls.pop(name).metrics(0)) | {"load_ms": 0.0}
+        outcomes = counted.pop("outcomes").items()
+        message |= {"metrics": counted, "outcomes": [(*pair, times) for pair, times in outcomes]}
+    _send(writer, message)
 
 
 def _send(writer: asyncio.StreamWriter, message: Message) -> None:

@@ -166,7 +166,7 @@ class Scripted:
         """Of any request."""
         return RequestMetrics(prompt_tokens=9, cached_tokens=4, completion_tokens=7)
 
-    def forget(self, request: Any, listener: Any) -> None:
+    def end(self, name: str) -> None:
         """Nothing runs."""
 
 
