@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from spd.cli.serve.body import TEXT, ApiError, api_error, fields, listed, parse_body, refuse, whole
 from spd.cli.serve.messages import read_messages
 from spd.cli.serve.responses import read_response
-from spd.cli.serve.wishes import Wish, read_chat, read_completion, read_tokenize, without_lines
+from spd.cli.serve.wishes import Wish, read_chat, read_completion, without_lines
 from spd.cli.text.job import check_ids, encode_asked
 from spd.cli.text.prompt import Asked
 from spd.errors import UsageError
@@ -227,9 +227,10 @@ class App:
         return wish.reply(service, wish, prepared)
 
     async def _tokenize(self, request: HttpRequest) -> ASGIApp:
-        asked, settings = read_tokenize(await read_body(request), self._service), self._service.settings
-        ids = await asyncio.to_thread(self._ids, asked)
-        return JSONResponse({"count": len(ids), "max_model_len": settings.context, "tokens": ids})
+        service, body = self._service, await read_body(request)
+        read = read_chat if isinstance(body, dict) and "messages" in body else read_completion
+        ids = await asyncio.to_thread(self._ids, read(body, service).prompts[0])
+        return JSONResponse({"count": len(ids), "max_model_len": service.settings.context, "tokens": ids})
 
     async def _detokenize(self, request: HttpRequest) -> ASGIApp:
         settings = self._service.settings

@@ -177,15 +177,13 @@ def detach(session: Session, options: ServeOptions) -> int:
         except BaseException:
             child.terminate()
             raise
-    said = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    said = path.read_text(encoding="utf-8", errors="replace")
     if (status := child.poll()) is not None:
         path.unlink()
-        write_stderr("\n".join([*said, ""]))
+        write_stderr(said)
         return status if status > 0 else 128 - status
-    for line in (
-        () if session.console.quiet else (*said, f"pid {child.pid}, log {path}; spd serve --stop ends it")
-    ):
-        tell(line)
+    if not session.console.quiet:
+        write_stderr(f"{said}pid {child.pid}, log {path}; spd serve --stop ends it\n")
     return 0
 
 

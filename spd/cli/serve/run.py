@@ -97,21 +97,16 @@ def check_address(options: ServeOptions) -> None:
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that has the address. Raises UsageError where another program has it, or there is none."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(CONNECTIONS)  # so another one is refused now, not when it has loaded
+        return socket.create_server((host, port), family=family, backlog=CONNECTIONS)
     except OSError as error:
         words = f"cannot listen at {host}, port {port}: {error.strerror}"
         raise UsageError(words, fix=["--port N"]) from None
-    return listener
 
 
 def load(session: Session, options: ServeOptions, settings: Settings) -> EngineThread:
     """The engine in a thread of its own, loaded. Raises what loading raised."""
-
     from spd.runtime import Engine
 
     expected = [settings.sampling.params]
@@ -204,8 +199,7 @@ class WarmFront:
 
     def __init__(self, service: Service, solo: EnginePlan, made_of: Message, url: str, path: Path) -> None:
         self._service, self._made_of, self._url, self._path = service, made_of, url, path
-        tokenizer = service.settings.vocabulary.tokenizer
-        self._alone: Any = SimpleNamespace(plan=solo, load_ms=0.0, tokenizer=tokenizer)
+        self._alone: Any = SimpleNamespace(plan=solo, load_ms=0.0)
         """The engine as it would be alone."""
         self.clients = set[asyncio.StreamWriter]()
         """The open connections: a server that has some is not idle."""
@@ -215,9 +209,8 @@ class WarmFront:
         try:
             await asyncio.start_unix_server(self._answer, self._path, limit=LINE_LIMIT)
         except OSError as error:
-            raise ResourceError(
-                f"cannot listen at {self._path}: {error}", fix=["set XDG_RUNTIME_DIR"]
-            ) from None
+            words = f"cannot listen at {self._path}: {error}"
+            raise ResourceError(words, fix=["set XDG_RUNTIME_DIR"]) from None
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one client until it goes; what runs for it then is aborted."""

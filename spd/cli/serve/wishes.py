@@ -44,11 +44,9 @@ def _stops(value: Any, name: str) -> tuple[str, ...]:
 
 
 def _logit_bias(value: Any, name: str) -> tuple[tuple[int, float], ...]:
-    if len(OBJECT(value, name)) > 1024:
-        refuse(name, "expected at most 1024 tokens")
-    for token in value:
-        if not re.fullmatch("[0-9]{1,9}", token, re.ASCII):
-            refuse(name, "expected token ids with numbers", "invalid_type")
+    is_fine = (re.fullmatch("[0-9]{1,9}", token, re.ASCII) for token in OBJECT(value, name))
+    if len(value) > 1024 or not all(is_fine):
+        refuse(name, "expected at most 1024 token ids with numbers")
     return tuple((int(token), read.number(bias, name)) for token, bias in value.items())
 
 
@@ -76,34 +74,27 @@ def past_arguments(value: Any, name: str) -> Any:
 
 def _message(value: Any, name: str) -> dict[str, Any]:
     """A message as chat templates read it: text in `content`, arguments of calls as objects."""
-    said = _MESSAGE(value, name)
-    calls = said.get("tool_calls")
-    if calls and said["role"] != "assistant":
-        refuse(f"{name}.tool_calls", "only an assistant calls")
-    if not calls and "content" not in said:
+    said = {key: one for key, one in _MESSAGE(value, name).items() if one or key == "content"}
+    if "tool_calls" in said:
+        said["tool_calls"] = [{**call, "type": "function"} for call in said["tool_calls"]]
+    elif "content" not in said:
         refuse(f"{name}.content", "expected a string", "missing_required_parameter")
-    message = {key: said[key] for key in ("name", "tool_call_id") if key in said}
-    if thought := said.get("reasoning_content") or said.get("reasoning"):
-        message["reasoning_content"] = thought
-    if calls:
-        message["tool_calls"] = [{**call, "type": "function"} for call in calls]
-    return {"role": ROLES[said["role"]], "content": said.get("content", ""), **message}
+    return {"content": "", **said, "role": ROLES[said["role"]]}
 
 
-_CALL = {"id": TEXT, **dict.fromkeys(("type", "index"), read.anything)}
-_CALL["function"] = fields({"name": name_of, "arguments": past_arguments}, "name")
-_MESSAGE = fields(
+_called = some({"name": name_of, "arguments": past_arguments}, "name")
+_MESSAGE = some(
     {
         "role": read.one_of(*ROLES),
         "content": read.texts("text"),
-        "tool_calls": listed(fields(_CALL, "function"), 1024),
+        "tool_calls": listed(some({"id": TEXT, "function": _called}, "function"), 1024),
         **dict.fromkeys(("name", "tool_call_id", "reasoning_content", "reasoning"), TEXT),
-        **dict.fromkeys(("refusal", "annotations"), read.anything),
     },
     "role",
+    reasoning="reasoning_content",
 )
 FUNCTION = {"name": name_of, "description": TEXT, "parameters": OBJECT, "strict": FLAG}
-_TOOL = fields({"type": read.one_of("function"), "function": fields(FUNCTION, "name")}, "type", "function")
+_TOOL = some({"type": read.one_of("function"), "function": some(FUNCTION, "name")}, "type", "function")
 _CHOICE = some(
     {"type": read.one_of("function"), "name": TEXT, "function": some({"name": TEXT}, "name")}, "type"
 )
@@ -132,9 +123,7 @@ SHARED = {
     "model": TEXT,
     "n": whole(1, 128),
     "stream": FLAG,
-    "stream_options": fields(
-        {"include_usage": FLAG, "continuous_usage_stats": FLAG, "include_obfuscation": FLAG}
-    ),
+    "stream_options": some({"include_usage": FLAG}),
     "speculative": fields({"spec": read.one_of("auto", "off"), "draft_max": whole(0, MAX_DRAFT)}),
 }
 CHAT = {
@@ -154,7 +143,6 @@ CHAT = {
 }
 COMPLETION = {**SHARED, "prompt": _prompts, "logprobs": whole(0, MAX_LOGPROBS)}
 _chat, _completion = fields(CHAT, max_completion_tokens="max_tokens"), fields(COMPLETION, "prompt")
-_tokenize = fields({"model": TEXT, "prompt": TEXT, "messages": CHAT["messages"]})
 
 
 @dataclass(frozen=True)
@@ -253,15 +241,6 @@ def read_completion(value: Any, service: Service) -> Wish:
     body.setdefault("max_tokens", 16)  # the API's own number
     params = _params(body, service.settings, body.get("logprobs"))
     return Wish(body["prompt"], params, CompletionReply, body)
-
-
-def read_tokenize(value: Any, service: Service) -> Asked:
-    """What is to be encoded. Raises ApiError."""
-    body = _tokenize(value, "")
-    service.check_name(body.get("model", service.name))
-    if ("prompt" in body) == ("messages" in body):
-        refuse("prompt", "expected a text, or `messages`", "missing_required_parameter")
-    return Asked(text=body.get("prompt"), messages=body.get("messages", ()), variables={})
 
 
 def _params(body: Mapping[str, Any], settings: Settings, logprobs: int | None) -> SamplingParams:
