@@ -8,9 +8,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.serve import body as read
+from spd.cli.serve import wishes
 from spd.cli.serve.body import FLAG, OBJECT, TEXT, ApiError, listed, one_of, refuse, some
 from spd.cli.serve.replies import Part, Reply, sse
-from spd.cli.serve.wishes import FUNCTION, SAMPLING, Wish, conversation, function, name_of, thinking, wish_of
+from spd.cli.serve.wishes import FUNCTION, SAMPLING, Wish, conversation, function, name_of, wish_of
 from spd.cli.text.prompt import CLOSING
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ MESSAGE = {"role": one_of("user", "assistant", "system"), "content": read.blocks
 TOOL = {**FUNCTION, "type": one_of("custom"), "input_schema": OBJECT}
 CHOICE = {"type": one_of("auto", "any", "tool", "none"), "name": TEXT, "disable_parallel_tool_use": FLAG}
 THINKING = {"type": one_of("enabled", "disabled", "adaptive"), "budget_tokens": SAMPLING["max_tokens"]}
-_format = some({"type": one_of("json_schema"), "schema": OBJECT}, "type", "schema")
 MESSAGES = {
     **{name: SAMPLING[name] for name in ("max_tokens", "temperature", "top_p", "top_k")},
     "model": TEXT,
@@ -44,7 +44,7 @@ MESSAGES = {
     "tools": listed(some(TOOL, "name", "input_schema", input_schema="parameters"), 1024),
     "tool_choice": some(CHOICE, "type"),
     "thinking": some(THINKING, "type"),
-    "output_config": some({"effort": TEXT, "format": _format}),
+    "output_config": some({"effort": TEXT, "format": some(wishes.FORMAT, "type")}),
     "mcp_servers": read.unsupported("this server calls no others"),
     "container": read.unsupported("this server runs no code"),
 }
@@ -66,9 +66,9 @@ def read_messages(value: Any, service: Service) -> Wish:
     chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use", False)
     config, wanted = body.get("output_config", {}), body.get("thinking", {"type": "disabled"})
     if "format" in config:
-        chat["response_format"] = {"type": "json_schema", "json_schema": config["format"]}
+        chat["response_format"] = config["format"]
     thinks = wanted["type"] != "disabled"
-    chat["chat_template_kwargs"] = thinking(service, thinks, config.get("effort") if thinks else "low")
+    chat["reasoning_effort"] = config.get("effort", "medium") if thinks else "none"
     tokenizer = service.settings.vocabulary.need_tokenizer()
     chat["think"] = wanted.get("budget_tokens") if thinks and tokenizer.token_to_id(CLOSING) else None
     return wish_of(chat, service, MessagesReply)

@@ -312,16 +312,26 @@ class ChatReply(Reply):
         """Whether a stream says its usage at its end."""
         return bool(self._wish.body.get("stream_options", {}).get("include_usage"))
 
-    def _chunk(self, choice: Choice, **fields: Any) -> bytes:
-        usage: dict[str, Any] = {"usage": None} if self._includes_usage else {}
-        shown = {"index": choice.index, "logprobs": None, "finish_reason": None, **fields}
-        return sse(self._object([shown], **usage))
+    def _told(self, choice: Choice, entries: Sequence[TokenLogprob], **said: Any) -> dict[str, Any]:
+        """A choice, or what was added to it."""
+        logprobs, reason = self._logprobs(entries), self._reason(choice)
+        return {"index": choice.index, "logprobs": logprobs, "finish_reason": reason, **said}
+
+    def _chunk(self, told: Mapping[str, Any]) -> bytes:
+        return sse(self._object([told], **({"usage": None} if self._includes_usage else {})))
 
     def begin(self, cached: int) -> Iterator[bytes]:
         for choice in self._choices:
-            yield self._chunk(choice, delta={"role": "assistant", "content": ""})
+            said = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+            yield self._chunk({"index": choice.index, **said})
 
     def grow(self, choice: Choice, event: Event, grown: Sequence[Grown]) -> Iterator[bytes]:
+        said = self._added(choice, grown)
+        if any(said.values()) or event.finish_reason is not None or event.logprobs:
+            yield self._chunk(self._told(choice, event.logprobs, **said))
+
+    def _added(self, choice: Choice, grown: Sequence[Grown]) -> dict[str, Any]:
+        """What an event added, as its field."""
         delta = dict[str, Any]()
         for part, text, begins in grown:
             if part.kind == "call":
@@ -332,9 +342,7 @@ class ChatReply(Reply):
             else:
                 key = "content" if part.kind == "text" else "reasoning_content"
                 delta[key] = delta.get(key, "") + text
-        if delta or event.finish_reason is not None or event.logprobs:
-            logprobs = self._logprobs(event.logprobs)
-            yield self._chunk(choice, delta=delta, logprobs=logprobs, finish_reason=self._reason(choice))
+        return {"delta": delta}
 
     def end(self) -> Iterator[bytes]:
         if self._includes_usage:
@@ -346,14 +354,15 @@ class ChatReply(Reply):
         yield b"data: [DONE]\n\n"
 
     def whole(self) -> dict[str, Any]:
-        return self._object([self._whole(choice) for choice in self._choices], **self._figures())
+        told = [self._told(one, one.logprobs, **self._all(one)) for one in self._choices]
+        return self._object(told, **self._figures())
 
-    def _whole(self, choice: Choice) -> dict[str, Any]:
+    def _all(self, choice: Choice) -> dict[str, Any]:
+        """All of a choice, as its field."""
         message = {**choice.message(), "refusal": None}
         if choice.calls:
             message["content"] = message["content"] or None
-        logprobs, reason = self._logprobs(choice.logprobs), self._reason(choice)
-        return {"index": choice.index, "logprobs": logprobs, "finish_reason": reason, "message": message}
+        return {"message": message}
 
     def _reason(self, choice: Choice) -> str | None:
         """How it ended, as the API says it; a call that was asked for by name is a stop."""
@@ -366,7 +375,10 @@ class ChatReply(Reply):
         if self._wish.params.logprobs is None:
             return None
         tokenizer = self._service.settings.vocabulary.need_tokenizer()
-        return self._shown([_finite(logprob_entry(entry, tokenizer)) for entry in entries])
+        named = [logprob_entry(entry, tokenizer) for entry in entries]
+        for one in (each for entry in named for each in (entry, *entry["top"])):
+            one["logprob"] = max(one["logprob"], -9999.0)  # so the API says the logarithm of nothing
+        return self._shown(named)
 
     def _shown(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Entries in the API's form."""
@@ -392,15 +404,11 @@ class CompletionReply(ChatReply):
     kind, prefix = "text_completion", "cmpl"
     begin = Reply.begin
 
-    def grow(self, choice: Choice, event: Event, grown: Sequence[Grown]) -> Iterator[bytes]:
-        text = "".join(text for _, text, _ in grown)
-        if text or event.finish_reason is not None or event.logprobs:
-            logprobs = self._logprobs(event.logprobs)
-            yield self._chunk(choice, text=text, logprobs=logprobs, finish_reason=choice.reason)
+    def _added(self, choice: Choice, grown: Sequence[Grown]) -> dict[str, Any]:
+        return {"text": "".join(text for _, text, _ in grown)}
 
-    def _whole(self, choice: Choice) -> dict[str, Any]:
-        logprobs, text = self._logprobs(choice.logprobs), choice.all("text")
-        return {"index": choice.index, "logprobs": logprobs, "finish_reason": choice.reason, "text": text}
+    def _all(self, choice: Choice) -> dict[str, Any]:
+        return {"text": choice.all("text")}
 
     def _shown(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -408,11 +416,3 @@ class CompletionReply(ChatReply):
             "token_logprobs": [entry["logprob"] for entry in entries],
             "top_logprobs": [{one["token"]: one["logprob"] for one in entry["top"]} for entry in entries],
         }
-
-
-def _finite(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry and those in its `top` without their ids, of logarithms that JSON can hold."""
-    shown = {name: value for name, value in entry.items() if name != "token_id"}
-    if "top" in entry:
-        shown["top"] = [_finite(one) for one in entry["top"]]
-    return {**shown, "logprob": max(entry["logprob"], -9999.0)}  # so the API says the logarithm of nothing

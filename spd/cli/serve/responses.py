@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from spd.cli.serve import body as read
 from spd.cli.serve import wishes
-from spd.cli.serve.body import FLAG, OBJECT, TEXT, ApiError, blocks, refuse, some
+from spd.cli.serve.body import FLAG, TEXT, ApiError, blocks, refuse, some
 from spd.cli.serve.replies import Part, Reply, sse
 from spd.cli.serve.wishes import FUNCTION, ROLES, SAMPLING, Wish, function, name_of, past_arguments, wish_of
 
@@ -27,7 +27,6 @@ ITEMS = {
 """They become pieces of a message as `conversation` wants them."""
 _items = blocks(ITEMS, usual="message")
 _tools = read.listed(some({**FUNCTION, "type": TEXT, "tools": read.anything}, "type"), 1024)
-FORMAT = {"type": read.one_of("text", "json_object", "json_schema"), "name": TEXT, "schema": OBJECT}
 _kept = read.unsupported("this server keeps nothing: send the conversation as `input`")
 RESPONSES = {
     **{name: SAMPLING[name] for name in ("temperature", "top_p")},
@@ -41,7 +40,7 @@ RESPONSES = {
     "tools": _tools,
     "tool_choice": read.anything,
     "parallel_tool_calls": FLAG,
-    "text": some({"format": some(FORMAT, "type")}),
+    "text": some({"format": some(wishes.FORMAT, "type")}),
     "reasoning": some({"effort": TEXT}),
     **dict.fromkeys(("previous_response_id", "conversation", "prompt", "background"), _kept),
 }
@@ -59,13 +58,8 @@ def read_response(value: Any, service: Service) -> Wish:
     chat = {**body, "messages": messages, "tools": tools}
     if not tools and body.get("tool_choice", "auto") == "auto":
         chat["tool_choice"] = "none"
-    form = body.get("text", {}).get("format", {"type": "text"})
-    chat["response_format"] = {"type": form["type"], "json_schema": form}
-    if form["type"] == "json_schema" and "schema" not in form:
-        refuse("text.format.schema", "it is missing", "missing_required_parameter")
-    effort = body.get("reasoning", {}).get("effort")
-    thinks = None if effort is None else effort != "none"
-    chat["chat_template_kwargs"] = wishes.thinking(service, thinks, effort)
+    chat["response_format"] = body.get("text", {}).get("format", {"type": "text"})
+    chat["reasoning_effort"] = body.get("reasoning", {}).get("effort")
     return wish_of({**chat, "asked": value}, service, ResponseReply)
 
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from spd.runtime import SamplingParams
 
 IDS = listed(whole(0, 2**31 - 1), 1 << 20)
+EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+"""What chat templates are told of an effort that they do not know."""
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -95,11 +97,11 @@ _MESSAGE = some(
 )
 FUNCTION = {"name": name_of, "description": TEXT, "parameters": OBJECT, "strict": FLAG}
 _TOOL = some({"type": read.one_of("function"), "function": some(FUNCTION, "name")}, "type", "function")
-_CHOICE = some(
-    {"type": read.one_of("function"), "name": TEXT, "function": some({"name": TEXT}, "name")}, "type"
-)
+_CHOICE = some({"name": TEXT, "function": some({"name": TEXT})})
 """A choice of a function as chat completions write it, or flat as Responses do."""
-_FORMAT = fields({"name": name_of, "description": TEXT, "schema": OBJECT, "strict": FLAG}, "name", "schema")
+FORMAT = {"type": read.one_of("text", "json_object", "json_schema"), "schema": OBJECT}
+FORMAT["json_schema"] = some({"schema": OBJECT})
+"""Likewise."""
 
 SAMPLING = {
     **dict.fromkeys(("temperature", "top_p", "min_p"), read.number),
@@ -132,9 +134,7 @@ CHAT = {
     "max_completion_tokens": whole(1, MAX_TOKENS),
     "logprobs": FLAG,
     "top_logprobs": whole(0, MAX_LOGPROBS),
-    "response_format": fields(
-        {"type": read.one_of("text", "json_object", "json_schema"), "json_schema": _FORMAT}, "type"
-    ),
+    "response_format": some(FORMAT, "type"),
     "reasoning_effort": TEXT,
     "chat_template_kwargs": OBJECT,
     "tools": listed(_TOOL, 128),
@@ -261,11 +261,11 @@ def _variables(body: Mapping[str, Any], service: Service) -> dict[str, Any]:
     for name in variables:
         if name in RESERVED_ARGS or name in ("tools", "documents") or not name.isidentifier():
             refuse("chat_template_kwargs", f"{name[:64]!r} cannot be set")
-    if (effort := body.get("reasoning_effort")) is not None:
-        if not (told := thinking(service, effort not in ("none", "minimal"), effort)):
-            refuse("reasoning_effort", "this model's chat template cannot be asked for it")
-        variables = {**told, **variables}
-    return variables
+    template, told = service.settings.vocabulary.need_template().default, dict[str, Any]()
+    if (effort := body.get("reasoning_effort")) is not None:  # told as far as the template knows of it
+        told |= {SWITCH: effort not in ("none", "minimal")} if SWITCH in template else {}
+        told |= {"reasoning_effort": EFFORTS.get(effort, effort)} if "reasoning_effort" in template else {}
+    return {**told, **variables}
 
 
 def conversation(pieces: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -297,16 +297,6 @@ def conversation(pieces: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         else:
             message["content"] += "\n\n" * bool(message["content"] and text) + text
     return messages
-
-
-def thinking(service: Service, on: bool | None, effort: str | None) -> dict[str, Any]:
-    """What a chat template can be told about thinking, as far as it knows it."""
-    template, told = service.settings.vocabulary.need_template().default, dict[str, Any]()
-    if on is not None and SWITCH in template:
-        told[SWITCH] = on
-    if effort is not None and "reasoning_effort" in template:
-        told["reasoning_effort"] = {"minimal": "low", "xhigh": "high", "max": "high"}.get(effort, effort)
-    return told
 
 
 def function(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -347,12 +337,13 @@ def tools_of(body: Mapping[str, Any], template: str, tokenizer: Tokenizer) -> To
 
 
 def response_format(body: Mapping[str, Any]) -> GrammarText | None:
-    """The grammar of a body's format, if it has one. Raises ApiError."""
-    wish = body.get("response_format", {"type": "text"})
-    if wish["type"] == "text":
+    """The grammar of a body's format, if it has one; it may be flat. Raises ApiError."""
+    form = body.get("response_format", {"type": "text"})
+    if form["type"] == "text":
         return None
-    if wish["type"] == "json_object":
-        return GrammarText("schema", '{"type": "object"}')
-    if "json_schema" not in wish:
-        refuse("response_format.json_schema", "it is missing", "missing_required_parameter")
-    return GrammarText("schema", json.dumps(wish["json_schema"]["schema"]))
+    schema = (
+        {"type": "object"} if form["type"] == "json_object" else form.get("json_schema", form).get("schema")
+    )
+    if schema is None:
+        refuse("response_format", "its schema is missing", "missing_required_parameter")
+    return GrammarText("schema", json.dumps(schema))

@@ -36,7 +36,7 @@ LIMITED = {
     **{"messages": ([],), "model": ("gpt-4",), "top_p": (0,), "top_k": (1.5,), "max_tokens": (0,), "n": (5,)},
     **{"seed": (2**70,), "stop_token_ids": ([10**9],), "tool_choice": ("required",)},
     **{"chat_template_kwargs": ({"tools": []},), "chat_template": ("{{ 1 }}",)},
-    **{"reasoning_effort": ("high",), "modalities": (["audio"],)},
+    **{"modalities": (["audio"],)},
 }
 """Values that a field does not take."""
 FIELDS: list[tuple[dict[str, Any], str | None]] = [
@@ -59,7 +59,7 @@ FIELDS: list[tuple[dict[str, Any], str | None]] = [
     ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
     *((schema(value), None) for value in ({"type": "flower"}, {"$ref": "file:///etc/passwd"})),
     (schema({"type": "string", "pattern": "(((((a*)*)*)*)*)*(b|(" * 30}), None),
     (schema({"enum": ["x" * 100] * 2000}), None),
