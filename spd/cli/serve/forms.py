@@ -65,7 +65,7 @@ def _tagged(text: str, form: Form, schemas: Schemas) -> Found | bool:
     pair = form.pairs.text if form.pairs else ""
     (head, tail), (key, close) = (map(_loose, re.split("ARGUMENTS|VALUE", one)) for one in (form.call, pair))
     edge = "\n" * ("\nVALUE\n" in pair)
-    end = rf"\s*(?:{tail}|(?={re.escape(form.closing)}))" if tail else rf"\s*(?={re.escape(form.closing)})"
+    end = rf"\s*(?:{tail or '(?!)'}|(?={re.escape(form.closing)}))"
     if (begun := re.match(rf"\s*{head}(?=\s*{key}|{end})", text)) is None:
         return False
     shown, place = dict[str, str](), begun.end()
@@ -191,10 +191,7 @@ SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 DEEPSEEK = f"{CALL_BEGIN}NAME{SEPARATOR}ARGUMENTS{CALL_END}"
 FENCED = f"{CALL_BEGIN}function{SEPARATOR}NAME\n```json\nARGUMENTS\n```{CALL_END}"
-DEEPSEEK_HEAD = (
-    rf"\s*(?:```)?\s*(?:{CALL_END})?\s*{CALL_BEGIN}(?:\w*{SEPARATOR})?\s*{NAME}\s*(?:{SEPARATOR})?"
-    r"\s*(?:```json)?\s*(?=\{)"
-)
+DEEPSEEK_HEAD = rf"[^{{]*?{CALL_BEGIN}[^{{]*?{NAME}\s*(?:{SEPARATOR}|```json)?\s*(?=\{{)"
 KIMI = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 KIMI_CALL = "<|tool_call_begin|>functions.NAME:#<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>"
 KIMI_HEAD = (

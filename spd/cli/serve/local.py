@@ -70,17 +70,10 @@ class Line:
     """A connection that carries lines of JSON."""
 
     def __init__(self, path: Path) -> None:
-        """Connect. Raises OSError; a socket that no server listens at is removed."""
-        self._socket = socket.socket(socket.AF_UNIX)
+        """Connect. Raises OSError."""
+        self._socket, self._data = socket.socket(socket.AF_UNIX), bytearray()
         self._socket.settimeout(ANSWER_SECONDS)
-        try:
-            self._socket.connect(str(path))
-        except OSError as error:
-            self._socket.close()
-            if isinstance(error, ConnectionRefusedError):
-                path.unlink(missing_ok=True)
-            raise
-        self._data = bytearray()
+        self._socket.connect(str(path))
 
     def send(self, **message: Any) -> None:
         """Send one object. Raises EngineError where the server has gone."""
@@ -127,8 +120,10 @@ def servers(session: Session) -> Iterator[tuple[Line, dict[str, Any]]]:
             line = Line(path)
             line.send(do="status")
             said = line.receive(ANSWER_SECONDS)
-        except (OSError, EngineError):
-            continue  # it has ended
+        except (OSError, EngineError) as error:  # it has ended
+            if isinstance(error, ConnectionRefusedError):
+                path.unlink(missing_ok=True)
+            continue
         if said:
             yield line, said
         else:

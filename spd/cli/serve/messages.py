@@ -61,12 +61,10 @@ def read_messages(value: Any, service: Service) -> Wish:
         refuse("messages", "the last one is the assistant's, and a reply cannot be begun for it")
     chat = {**body, "messages": said, "tools": [function(tool) for tool in body.get("tools", ())]}
     choice = body.get("tool_choice", {"type": "auto"})
-    named = {"type": "function", "function": {"name": choice.get("name")}}
-    chat["tool_choice"] = {"any": "required", "tool": named}.get(choice["type"], choice["type"])
+    chat["tool_choice"] = {"any": "required", "tool": choice}.get(choice["type"], choice["type"])
     chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use", False)
     config, wanted = body.get("output_config", {}), body.get("thinking", {"type": "disabled"})
-    if "format" in config:
-        chat["response_format"] = config["format"]
+    chat["response_format"] = config.get("format", {"type": "text"})
     thinks = wanted["type"] != "disabled"
     chat["reasoning_effort"] = config.get("effort", "medium") if thinks else "none"
     tokenizer = service.settings.vocabulary.need_tokenizer()

@@ -256,18 +256,13 @@ class Reply:
         if event.finish_reason is not None and choice.parts:
             yield from self._last(choice.parts[-1])
 
+    # What a part begins with, grows by and ends with; what a stream ends with, well or not; a whole reply.
     _first: Callable[[Part], Iterator[bytes]]
-    """What a part begins with."""
     _more: Callable[[Part, str], bytes]
-    """What it grows by."""
     _last: Callable[[Part], Iterator[bytes]]
-    """What it ends with."""
     end: Callable[[], Iterator[bytes]]
-    """What a stream ends with when all choices have ended."""
     fail: Callable[[ApiError], Iterator[bytes]]
-    """What it ends with otherwise."""
     whole: Callable[[], dict[str, Any]]
-    """All of it."""
 
     def ping(self) -> bytes:
         """What a stream says while nothing comes."""

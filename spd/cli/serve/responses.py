@@ -51,16 +51,12 @@ _body = some(RESPONSES, "input", max_output_tokens="max_tokens")
 def read_response(value: Any, service: Service) -> Wish:
     """A body as a wish. Raises ApiError."""
     body = _body(value, "")
-    instructions = {"role": "system", "content": body.get("instructions")}
-    said = [instructions] if "instructions" in body else []
-    messages = wishes.conversation([*said, *body["input"]])
-    tools = [tool for tool, _, _ in _flat(body.get("tools", ()))]
-    chat = {**body, "messages": messages, "tools": tools}
-    if not tools and body.get("tool_choice", "auto") == "auto":
-        chat["tool_choice"] = "none"
+    said = [{"role": "system", "content": body[name]} for name in ("instructions",) if name in body]
+    chat = {**body, "asked": value, "messages": wishes.conversation([*said, *body["input"]])}
+    chat["tools"] = [tool for tool, _, _ in _flat(body.get("tools", ()))]
     chat["response_format"] = body.get("text", {}).get("format", {"type": "text"})
     chat["reasoning_effort"] = body.get("reasoning", {}).get("effort")
-    return wish_of({**chat, "asked": value}, service, ResponseReply)
+    return wish_of(chat, service, ResponseReply)
 
 
 def _flat(tools: Iterable[Mapping[str, Any]], space: str = "") -> Iterator[tuple[dict[str, Any], str, str]]:

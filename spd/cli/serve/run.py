@@ -130,10 +130,11 @@ class Server(uvicorn.Server):
     ) -> None:
         """`front` answers the command line, and `words` are said when the server listens."""
         app = App(service, key=options.api_key, loopback=options.host in LOOPBACK)
-        quiet: dict[str, Any] = {"log_config": None, "log_level": "error", "access_log": False}
         config = uvicorn.Config(
             app,
-            **quiet,  # else every malformed request is told
+            log_config=None,
+            log_level="error",  # else every malformed request is told
+            access_log=False,
             http="h11",
             ws="none",
             lifespan="off",
