@@ -22,7 +22,6 @@ from spd.cli.serve.messages import read_messages
 from spd.cli.serve.responses import read_response
 from spd.cli.serve.wishes import Wish, read_chat, read_completion, without_lines
 from spd.cli.text.job import check_ids, encode_asked
-from spd.cli.text.prompt import Asked
 from spd.errors import UsageError
 from spd.runtime.engine.request import derived_seed
 
@@ -56,12 +55,6 @@ class Service:
         """Requests that run or wait."""
         self.draining = False
         self.used_at = time.monotonic()
-
-    def check_name(self, name: str) -> None:
-        """Raise ApiError for another model than the one that is served."""
-        if name != self.name:
-            why = f"The model '{name[:200]}' does not exist: '{self.name}' is served."
-            raise ApiError(404, why, param="model", code="model_not_found")
 
     def admit(self, wanted: int) -> None:
         """Raise ApiError where so many more requests cannot wait their turn."""
@@ -122,7 +115,8 @@ SEND_SECONDS = 60.0
 OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?", re.IGNORECASE)
 CHANGING = "x-anthropic-billing-header:"
 """How a line of Claude Code begins that is new in every request; X-Spd-Changing names others."""
-READERS: Mapping[str, Callable[[Any, Service], Wish]] = {
+Reader = Callable[[Any, Service], Wish]
+READERS: Mapping[str, Reader] = {
     "/v1/chat/completions": read_chat,
     "/v1/completions": read_completion,
     "/v1/responses": read_response,
@@ -207,19 +201,24 @@ class App:
         return JSONResponse({"object": "list", "data": [card]})
 
     async def _count_tokens(self, request: HttpRequest) -> ASGIApp:
-        wish = await self._wish(read_messages, request)
-        return JSONResponse({"input_tokens": len(await asyncio.to_thread(self._ids, wish.prompts[0]))})
+        return JSONResponse({"input_tokens": len(await self._ids(read_messages, request))})
 
-    def _ids(self, asked: Asked) -> list[int]:
-        vocabulary = self._service.settings.vocabulary
-        return encode_asked(asked, vocabulary, vocabulary.config.max_positions)
+    async def _ids(self, read: Reader, request: HttpRequest) -> list[int]:
+        """The first prompt of a request as token ids."""
+        wish, vocabulary = await self._wish(read, request), self._service.settings.vocabulary
+        most = vocabulary.config.max_positions
+        return await asyncio.to_thread(encode_asked, wish.prompts[0], vocabulary, most)
 
-    async def _wish(self, read: Callable[[Any, Service], Wish], request: HttpRequest) -> Wish:
-        """What a request asks for, without the lines that change from one to the next."""
+    async def _wish(self, read: Reader, request: HttpRequest) -> Wish:
+        """What a request asks for, without the lines that change from one to the next. Raises ApiError."""
+        wish, served = read(await read_body(request), self._service), self._service.name
+        if (name := wish.body.get("model", served)) != served:
+            why = f"The model '{name[:200]}' does not exist: '{served}' is served."
+            raise ApiError(404, why, param="model", code="model_not_found")
         named = (word.strip() for word in request.headers.get("x-spd-changing", "").split("|"))
-        return without_lines(read(await read_body(request), self._service), (CHANGING, *filter(None, named)))
+        return without_lines(wish, (CHANGING, *filter(None, named)))
 
-    async def _complete(self, read: Callable[[Any, Service], Wish], request: HttpRequest) -> ASGIApp:
+    async def _complete(self, read: Reader, request: HttpRequest) -> ASGIApp:
         service, wish = self._service, await self._wish(read, request)
         service.admit(len(wish.prompts) * wish.body.get("n", 1))
         prepared = await asyncio.to_thread(service.prepare, wish)
@@ -227,10 +226,12 @@ class App:
         return wish.reply(service, wish, prepared)
 
     async def _tokenize(self, request: HttpRequest) -> ASGIApp:
-        service, body = self._service, await read_body(request)
-        read = read_chat if isinstance(body, dict) and "messages" in body else read_completion
-        ids = await asyncio.to_thread(self._ids, read(body, service).prompts[0])
-        return JSONResponse({"count": len(ids), "max_model_len": service.settings.context, "tokens": ids})
+        def read(body: Any, service: Service) -> Wish:
+            is_chat = isinstance(body, dict) and "messages" in body
+            return (read_chat if is_chat else read_completion)(body, service)
+
+        ids, most = await self._ids(read, request), self._service.settings.context
+        return JSONResponse({"count": len(ids), "max_model_len": most, "tokens": ids})
 
     async def _detokenize(self, request: HttpRequest) -> ASGIApp:
         settings = self._service.settings

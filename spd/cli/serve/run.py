@@ -10,7 +10,6 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -220,14 +219,18 @@ class WarmFront:
         try:
             while line := await reader.readline():
                 message = json.loads(line)
-                if message["do"] == "status":
-                    _send(writer, self._status())
-                elif message["do"] == "abort" and message["id"] in calls:
-                    calls[message["id"]].close()
-                elif message["do"] == "prepare":
-                    _send(writer, await _tried(asyncio.to_thread(self._prepare, message)))
-                elif message["do"] == "add":
-                    _send(writer, await _tried(self._begin(message["request"], calls, writer)))
+                try:
+                    if message["do"] == "status":
+                        _send(writer, self._status())
+                    elif message["do"] == "prepare":
+                        _send(writer, await asyncio.to_thread(self._prepare, message))
+                    elif message["do"] == "add":
+                        _send(writer, await self._begin(message["request"], calls, writer))
+                    elif message["id"] in calls:
+                        calls[message["id"]].close()
+                except SpdError as error:  # it is raised again where the prompt was typed
+                    words = {"reason": error.reason, "fix": error.fix, "code": error.code}
+                    _send(writer, {"refused": type(error).__name__, "message": error.message, **words})
         except (OSError, ValueError, LookupError, TypeError):
             pass  # it has gone, or is not spd
         finally:
@@ -270,15 +273,6 @@ class WarmFront:
         await asyncio.to_thread(self._service.engine.check, request)
         calls[name] = Call(self._service, [request], partial(_tell, calls, name, writer))
         return {"added": name}
-
-
-async def _tried(work: Awaitable[Message]) -> Message:
-    """What work returns, or what is raised again where the prompt was typed."""
-    try:
-        return await work
-    except SpdError as error:
-        words = {"message": error.message, "reason": error.reason, "fix": error.fix, "code": error.code}
-        return {"refused": type(error).__name__, **words}
 
 
 def _tell(calls: dict[str, Call], name: str, writer: asyncio.StreamWriter, _: int, answer: Answer) -> None:

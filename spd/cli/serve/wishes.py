@@ -168,7 +168,6 @@ def read_chat(value: Any, service: Service) -> Wish:
 
 def wish_of(body: Mapping[str, Any], service: Service, reply: type[Reply]) -> Wish:
     """The wish of a body: see `Wish.body`. Raises ApiError."""
-    service.check_name(body.get("model", service.name))
     vocabulary = service.settings.vocabulary
     template = vocabulary.need_template()
     variables = _variables(body, service)
@@ -237,7 +236,6 @@ def without_lines(wish: Wish, beginnings: tuple[str, ...]) -> Wish:
 def read_completion(value: Any, service: Service) -> Wish:
     """The body of a completion. Raises ApiError."""
     body = _completion(value, "")
-    service.check_name(body.get("model", service.name))
     body.setdefault("max_tokens", 16)  # the API's own number
     params = _params(body, service.settings, body.get("logprobs"))
     return Wish(body["prompt"], params, CompletionReply, body)
@@ -320,14 +318,11 @@ def tools_of(body: Mapping[str, Any], template: str, tokenizer: Tokenizer) -> To
     if isinstance(choice, dict):
         asked = _CHOICE(choice, "tool_choice")
         choice, named = "required", asked.get("function", asked).get("name")
-        if named not in functions:
-            refuse("tool_choice", "expected a function that is among `tools`")
-    elif choice not in ("none", "auto", "required"):
+    is_known = named in functions if isinstance(body.get("tool_choice"), dict) else bool(functions)
+    if choice not in ("none", "auto", "required") or (choice == "required" and not is_known):
         refuse("tool_choice", "expected none, auto, required or a function that is among `tools`")
-    if choice == "none" or (choice == "auto" and not functions):
+    if choice == "none" or not functions:
         return None
-    if not functions:
-        refuse("tool_choice", "it is only allowed with `tools`")
     if choice == "auto" and "tools" not in template:
         why = "this model's chat template has no place for tools, so the model cannot be told of them"
         refuse("tools", f"{why}: leave them out, or force a call by tool_choice `required` or by name")
