@@ -120,16 +120,6 @@ def one_of(*values: str) -> Check:
     return check
 
 
-def unsupported(why: str) -> Check:
-    """Only what is empty, and so asks for nothing."""
-
-    def check(value: Any, name: str) -> None:
-        if value:
-            refuse(name, why, "unsupported_parameter")
-
-    return check
-
-
 def listed(check: Check, most: int) -> Check:
     """A list of at most so many, each checked."""
 
@@ -141,20 +131,22 @@ def listed(check: Check, most: int) -> Check:
     return check_all
 
 
-def fields(table: Mapping[str, Check], *needed: str, others: bool = False, **names: str) -> Check:
+def fields(table: Mapping[str, Check | None], *needed: str, others: bool = False, **names: str) -> Check:
     """An object with these fields, each checked; null is as absent; `names` rename them.
 
-    `others` are passed over, or have to be empty, and so ask for nothing.
+    `others` are passed over, or have to be empty, and so ask for nothing: as those without a check.
     """
 
     def check(value: Any, name: str) -> dict[str, Any]:
         where = f"{name}." if name else ""
         for key, one in OBJECT(value, name).items():
-            if key not in table and one and not others:
+            asks = bool(one) or type(one) in (int, float)
+            if asks and table.get(key, anything if others else None) is None:
                 param = f"{where}{key}"[:100]
                 raise ApiError(400, f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
-        given = {key: one for key, one in value.items() if key in table and one is not None}
-        found = {names.get(key, key): table[key](one, where + key) for key, one in given.items()}
+        given = {key: one for key, one in value.items() if one is not None}
+        checks = ((key, one, check) for key, one in given.items() if (check := table.get(key)))
+        found = {names.get(key, key): check(one, where + key) for key, one, check in checks}
         for key in needed:
             if key not in given:
                 refuse(where + key, "it is missing", "missing_required_parameter")

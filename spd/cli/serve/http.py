@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse
 
-from spd.cli.serve.body import TEXT, ApiError, api_error, fields, listed, parse_body, refuse, whole
+from spd.cli.serve.body import TEXT, ApiError, api_error, fields, listed, parse_body, whole
 from spd.cli.serve.messages import read_messages
 from spd.cli.serve.responses import read_response
 from spd.cli.serve.wishes import Wish, read_chat, read_completion, without_lines
@@ -61,8 +61,6 @@ class Service:
         if self.draining:
             why = "The server is shutting down."
             raise ApiError(503, why, code="shutting_down", retry=5)
-        if wanted > self.slots:
-            refuse("n", f"{wanted} replies at once, and this server decodes {self.slots} together")
         if self.open + wanted > self._most:
             why = f"{self.open} requests run or wait, and at most {self._most} may."
             raise ApiError(429, why, code="rate_limit_exceeded", retry=1 + self.open // self.slots)
@@ -96,8 +94,6 @@ class Service:
         self.counters[f'requests_total{{reason="{reason}"}}'] += 1
         for name in COUNTED:
             self.counters[f"{name}_total"] += getattr(metrics, name)
-        for position, count in enumerate(metrics.accepted_per_position):
-            self.counters[f'draft_n_accepted_per_pos_total{{position="{position}"}}'] += count
 
     def prometheus(self) -> str:
         """Every figure, in the text format of version 0.0.4, without types."""

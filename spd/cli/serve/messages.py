@@ -45,8 +45,7 @@ MESSAGES = {
     "tool_choice": some(CHOICE, "type"),
     "thinking": some(THINKING, "type"),
     "output_config": some({"effort": TEXT, "format": some(wishes.FORMAT, "type")}),
-    "mcp_servers": read.unsupported("this server calls no others"),
-    "container": read.unsupported("this server runs no code"),
+    **dict.fromkeys(("mcp_servers", "container")),
 }
 """Others are passed over, for agents send new ones with each version."""
 _body = some(MESSAGES, "messages", stop_sequences="stop")

@@ -236,9 +236,7 @@ class Reply:
             for data in self.end():
                 yield data
         except Exception as error:
-            refusal = api_error(error)
-            self._service.counters[f'refused_total{{status="{refusal.status}"}}'] += 1
-            for data in self.fail(refusal):
+            for data in self.fail(api_error(error)):
                 yield data
 
     def begin(self, cached: int) -> Iterator[bytes]:

@@ -27,7 +27,6 @@ ITEMS = {
 """They become pieces of a message as `conversation` wants them."""
 _items = blocks(ITEMS, usual="message")
 _tools = read.listed(some({**FUNCTION, "type": TEXT, "tools": read.anything}, "type"), 1024)
-_kept = read.unsupported("this server keeps nothing: send the conversation as `input`")
 RESPONSES = {
     **{name: SAMPLING[name] for name in ("temperature", "top_p")},
     "max_output_tokens": SAMPLING["max_tokens"],
@@ -42,7 +41,7 @@ RESPONSES = {
     "parallel_tool_calls": FLAG,
     "text": some({"format": some(wishes.FORMAT, "type")}),
     "reasoning": some({"effort": TEXT}),
-    **dict.fromkeys(("previous_response_id", "conversation", "prompt", "background"), _kept),
+    **dict.fromkeys(("previous_response_id", "conversation", "prompt", "background")),
 }
 """Others are passed over, for agents send new ones with each version."""
 _body = some(RESPONSES, "input", max_output_tokens="max_tokens")

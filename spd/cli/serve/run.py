@@ -66,8 +66,9 @@ def run(session: Session, options: ServeOptions) -> int:
             host = f"[{options.host}]" if ":" in options.host else options.host
             url = f"http://{host}:{listener.getsockname()[1]}/v1"
             what = f"{service.slots} at once, context {service.plan.shape.ctx:,}, drafts: {service.plan.spec}"
-            words = "" if session.console.quiet else f"serving {options.model} at {url} ({what})"
-            server = Server(service, options, WarmFront(service, solo, made_of, url, path), words)
+            if not session.console.quiet:
+                tell(f"serving {options.model} at {url} ({what})")
+            server = Server(service, options, WarmFront(service, solo, made_of, url, path))
             asyncio.run(server.serve([listener]))
         finally:
             path.unlink(missing_ok=True)
@@ -124,10 +125,8 @@ def load(session: Session, options: ServeOptions, settings: Settings) -> EngineT
 class Server(uvicorn.Server):
     """A server that ends as the rest of spd does: the first signal lets replies end, the second does not."""
 
-    def __init__(
-        self, service: Service, options: ServeOptions, front: WarmFront | None = None, words: str = ""
-    ) -> None:
-        """`front` answers the command line, and `words` are said when the server listens."""
+    def __init__(self, service: Service, options: ServeOptions, front: WarmFront | None = None) -> None:
+        """`front` answers the command line."""
         app = App(service, key=options.api_key, loopback=options.host in LOOPBACK)
         config = uvicorn.Config(
             app,
@@ -143,7 +142,7 @@ class Server(uvicorn.Server):
             h11_max_incomplete_event_size=32 << 10,
         )
         super().__init__(config)
-        self._service, self._idle, self._words, self.front = service, options.idle, words, front
+        self._service, self._idle, self.front = service, options.idle, front
         self.received: int | None = None
         """The signal that ended it."""
         self._silent: dict[tuple[Any, Any], float] = {}
@@ -152,8 +151,6 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(PREPARERS, "spd prepare"))
         await super().startup(sockets)
-        if self._words:
-            tell(self._words)
         if self.front is not None:
             await self.front.listen()
 

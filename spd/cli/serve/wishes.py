@@ -317,8 +317,8 @@ def tools_of(body: Mapping[str, Any], template: str, tokenizer: Tokenizer) -> To
     named = None
     if isinstance(choice, dict):
         asked = _CHOICE(choice, "tool_choice")
-        choice, named = "required", asked.get("function", asked).get("name")
-    is_known = named in functions if isinstance(body.get("tool_choice"), dict) else bool(functions)
+        choice, named = "required", asked.get("function", asked).get("name", "")
+    is_known = bool(functions) if named is None else named in functions
     if choice not in ("none", "auto", "required") or (choice == "required" and not is_known):
         refuse("tool_choice", "expected none, auto, required or a function that is among `tools`")
     if choice == "none" or not functions:
