@@ -138,17 +138,15 @@ def fields(table: Mapping[str, Check | None], *needed: str, others: bool = False
     """
 
     def check(value: Any, name: str) -> dict[str, Any]:
-        where = f"{name}." if name else ""
+        where, found = f"{name}." if name else "", dict[str, Any]()
         for key, one in OBJECT(value, name).items():
-            asks = bool(one) or type(one) in (int, float)
-            if asks and table.get(key, anything if others else None) is None:
+            if (check_one := table.get(key)) is not None:
+                found |= {} if one is None else {names.get(key, key): check_one(one, where + key)}
+            elif (key in table or not others) and (one or type(one) in (int, float)):
                 param = f"{where}{key}"[:100]
                 raise ApiError(400, f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
-        given = {key: one for key, one in value.items() if one is not None}
-        checks = ((key, one, check) for key, one in given.items() if (check := table.get(key)))
-        found = {names.get(key, key): check(one, where + key) for key, one, check in checks}
         for key in needed:
-            if key not in given:
+            if value.get(key) is None:
                 refuse(where + key, "it is missing", "missing_required_parameter")
         return found
 
@@ -168,12 +166,10 @@ def blocks(kinds: Mapping[str, Check], usual: str | None = None) -> Check:
             refuse(f"{name}.type", f"{why}; this server reads no images, audio or files")
         return {**kinds[kind](value, name), "type": kind}
 
-    def check(value: Any, name: str) -> tuple[dict[str, Any], ...]:
-        parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
-        found: tuple[dict[str, Any], ...] = listed(check_one, 10_000)(parts, name)
-        return found
-
-    return check
+    all_of = listed(check_one, 10_000)
+    return lambda value, name: all_of(
+        [{"type": "text", "text": value}] if type(value) is str else value, name
+    )
 
 
 def left_out(value: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -74,12 +74,10 @@ class Service:
             settings = dataclasses.replace(settings, think=str(think))
         for asked in wish.prompts:
             request, inside = settings.request("", asked, wish.params, wish.grammar)
-            request = dataclasses.replace(request, draft_max=draft_max)
             for choice in range(wish.body.get("n", 1)):
                 seed = derived_seed(wish.params.seed, choice) if choice else wish.params.seed
-                params = dataclasses.replace(wish.params, seed=seed)
-                one = dataclasses.replace(request, id=secrets.token_hex(8), params=params)
-                prepared.append((one, inside))
+                own = {"id": secrets.token_hex(8), "params": dataclasses.replace(wish.params, seed=seed)}
+                prepared.append((dataclasses.replace(request, **own, draft_max=draft_max), inside))
         try:
             self.engine.check(prepared[0][0])
         except UsageError:

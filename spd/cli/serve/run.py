@@ -83,8 +83,6 @@ def run(session: Session, options: ServeOptions) -> int:
 
 def check_address(options: ServeOptions) -> None:
     """Raise UsageError where other machines could ask without having been meant to."""
-    if not 0 <= options.port <= 65535:
-        raise UsageError(f"--port {options.port} is out of range", reason=["valid: 0 to 65535"])
     if options.api_key is not None and not (options.api_key.isascii() and options.api_key.strip()):
         raise UsageError("--api-key is empty or not ASCII", fix=["SPD_API_KEY=$(openssl rand -hex 16)"])
     if options.host in LOOPBACK:

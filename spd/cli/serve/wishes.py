@@ -279,21 +279,20 @@ def conversation(pieces: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if "tool_call_id" in piece:
             messages.append({"role": "tool", "content": text, "tool_call_id": piece["tool_call_id"]})
             continue
-        thinks, calls = "reasoning_content" in piece, "arguments" in piece
-        role = "assistant" if thinks or calls else ROLES[piece.get("role", "assistant")]
+        is_its_own = "reasoning_content" in piece or "arguments" in piece
+        role = "assistant" if is_its_own else ROLES[piece.get("role", "assistant")]
         if role == "system" and any(one["role"] != "system" for one in messages):
             role = "user"
         if not messages or messages[-1]["role"] != role:
             messages.append({"role": role, "content": ""})
         message = messages[-1]
-        if thinks:
-            message["reasoning_content"] = message.get("reasoning_content", "") + piece["reasoning_content"]
-        elif calls:
+        if thought := piece.get("reasoning_content"):
+            message["reasoning_content"] = message.get("reasoning_content", "") + thought
+        if "arguments" in piece:
             function = {"name": piece["name"], "arguments": piece["arguments"]}
             call = {"id": piece["id"], "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
-        else:
-            message["content"] += "\n\n" * bool(message["content"] and text) + text
+        message["content"] += "\n\n" * bool(message["content"] and text) + text
     return messages
 
 
