@@ -108,24 +108,10 @@ class EngineThread:
             engine.add(request)
             self._listeners[request.id], self._broken = listener, False
 
-        self._place(begin, listener)
-
-    def forget(self, request: Request, listener: Listener) -> None:
-        """End a request, if it still runs for this listener, and tell nothing more of it."""
-
-        def end(engine: Engine) -> None:
-            if self._listeners.get(request.id) == listener:
-                del self._listeners[request.id]
-                engine.abort(request.id)
-
-        with suppress(EngineError):
-            self._place(end, lambda _: None)
-
-    def _place(self, act: Callable[[Engine], None], listener: Listener) -> None:
         with self._lock:
             if self._ended is not None:
                 raise self._ended
-            self._orders.put((act, listener))
+            self._orders.put((begin, listener))
 
     def run(self, request: Request) -> Iterator[Event]:
         """Decode one request to its end, or to where `end` cut it. Raises what the engine raised."""
@@ -142,7 +128,7 @@ class EngineThread:
                 yield answer
         finally:
             if reason is None:
-                self.forget(request, answers.put)
+                self.end(request.id)
 
     def end(self, name: str) -> None:
         """End a request after the round that is under way, if it has begun; its listener hears of it."""
