@@ -217,7 +217,6 @@ class ServedEngine:
         self.tokenizer: Any = SimpleNamespace(token_bytes=lambda token_id: self._opened.token_bytes(token_id))
         """What names tokens; it is opened when it is asked, for few replies ask."""
         self._running: set[str] = set()
-        self._aborting = False
         self._events: list[Event] = []
         self._metrics: dict[str, RequestMetrics] = {}
 
@@ -245,10 +244,11 @@ class ServedEngine:
         self._running.add(request.id)
 
     def abort(self, request_id: str) -> None:
-        """Have a request ended within a round, if it runs."""
+        """Have a request ended within a round, if it runs, and wait for that."""
         if request_id in self._running:
             self._line.send(do="abort", id=request_id)
-            self._aborting = True
+            while request_id in self._running and self._take(self._line.receive(ANSWER_SECONDS)):
+                pass
 
     def capture_ahead(self, *params: Any, **wishes: Any) -> int:
         """Nothing: the server does so while it is idle."""
@@ -260,11 +260,9 @@ class ServedEngine:
         return bool(self._running or self._events)
 
     def step(self) -> list[Event]:
-        """What has come, or comes within a moment; after `abort` an end is waited for."""
-        while self._running:
-            seconds = ANSWER_SECONDS if self._aborting else 0.0 if self._events else 0.05
-            if not self._take(self._line.receive(seconds)):
-                break
+        """What has come, or comes within a moment."""
+        while self._running and self._take(self._line.receive(0.0 if self._events else 0.05)):
+            pass
         events, self._events = self._events, []
         return events
 
@@ -277,7 +275,6 @@ class ServedEngine:
         self._events.append(Event(name, ids, text, reason, drafted, listed, error))
         if reason is not None:
             self._running.discard(name)
-            self._aborting = False
             outcomes = {(drafts, accepted): times for drafts, accepted, times in message["outcomes"]}
             self._metrics[name] = RequestMetrics(**message["metrics"], outcomes=outcomes)
         return True

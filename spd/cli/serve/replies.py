@@ -63,9 +63,8 @@ class Choice:
     ) -> None:
         self.index, self._tokenizer, self._stops = index, tokenizer, stops
         self._parser, self._splitter = CallParser(tools) if tools else None, ThinkingSplitter(inside)
-        names = tokenizer.special_tokens if self._parser is not None else {}
-        silent = (mark for mark in MARKS if mark in names and not tokenizer.token_bytes(names[mark]))
-        self._marks = {names[mark]: mark for mark in silent}
+        silent = ((mark, i) for mark, i in tokenizer.special_tokens.items() if not tokenizer.token_bytes(i))
+        self._marks = {i: mark for mark, i in silent if mark in MARKS} if tools else {}
         self.parts: list[Part] = []
         self.logprobs: list[TokenLogprob] = []
         self.reason: str | None = None
@@ -106,10 +105,9 @@ class Choice:
     def _marked(self, event: Event) -> str:
         """An event's text, with the special tokens that calls are written with."""
         text: str = event.text
-        ids = event.token_ids
-        for at in range(len(ids) - 1, -1, -1) if self._marks else ():
-            if mark := self._marks.get(ids[at]):
-                behind = self._tokenizer.bytes_of(ids[at + 1 :]).decode("utf-8", "ignore")
+        for at, token_id in reversed([*enumerate(event.token_ids)]):
+            if mark := self._marks.get(token_id):
+                behind = self._tokenizer.bytes_of(event.token_ids[at + 1 :]).decode("utf-8", "ignore")
                 place = max(0, len(event.text) - len(behind))
                 text = f"{text[:place]}{mark}{text[place:]}"
         return text
