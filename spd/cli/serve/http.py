@@ -53,6 +53,8 @@ class Service:
         """What has been served, by the names that `/metrics` shows."""
         self.open = 0
         """Requests that run or wait."""
+        self.clients = set[asyncio.StreamWriter]()
+        """Connections of the command line: a server that has some is not idle."""
         self.draining = False
         self.used_at = time.monotonic()
 
@@ -76,7 +78,7 @@ class Service:
             request, inside = settings.request("", asked, wish.params, wish.grammar)
             for choice in range(wish.body.get("n", 1)):
                 seed = derived_seed(wish.params.seed, choice) if choice else wish.params.seed
-                own = {"id": secrets.token_hex(8), "params": dataclasses.replace(wish.params, seed=seed)}
+                own: Any = {"id": secrets.token_hex(8), "params": dataclasses.replace(wish.params, seed=seed)}
                 prepared.append((dataclasses.replace(request, **own, draft_max=draft_max), inside))
         try:
             self.engine.check(prepared[0][0])
@@ -237,17 +239,17 @@ class App:
 
 async def read_body(request: HttpRequest) -> Any:
     """A request's body. Raises ApiError for one that is too large, too slow or no JSON."""
-    data = bytearray()
 
-    async def read() -> None:
+    async def read() -> bytes:
+        data = bytearray()
         async for part in request.stream():
             data.extend(part)
             if len(data) > BODY_LIMIT:
                 why = f"The body is larger than {BODY_LIMIT >> 20} MiB."
                 raise ApiError(413, why, code="body_too_large")
+        return bytes(data)
 
     try:
-        await asyncio.wait_for(read(), BODY_SECONDS)
+        return parse_body(await asyncio.wait_for(read(), BODY_SECONDS))
     except asyncio.TimeoutError:
         raise ApiError(408, f"The body took more than {BODY_SECONDS:g} s.", code="timeout") from None
-    return parse_body(bytes(data))

@@ -107,9 +107,8 @@ def load(session: Session, options: ServeOptions, settings: Settings) -> EngineT
     """The engine in a thread of its own, loaded. Raises what loading raised."""
     from spd.runtime import Engine
 
-    expected = [settings.sampling.params]
     with loading(f"loading {options.model}", session.console) as display:
-        build = partial(Engine, settings.config, progress=display)
+        build, expected = partial(Engine, settings.config, progress=display), [settings.sampling.params]
         thread = EngineThread(lambda _: build(), lambda: expected, short=lambda error: None)
         thread.start()
         try:
@@ -124,7 +123,6 @@ class Server(uvicorn.Server):
     """A server that ends as the rest of spd does: the first signal lets replies end, the second does not."""
 
     def __init__(self, service: Service, options: ServeOptions, front: WarmFront | None = None) -> None:
-        """`front` answers the command line."""
         app = App(service, key=options.api_key, loopback=options.host in LOOPBACK)
         config = uvicorn.Config(
             app,
@@ -140,7 +138,7 @@ class Server(uvicorn.Server):
             h11_max_incomplete_event_size=32 << 10,
         )
         super().__init__(config)
-        self._service, self._idle, self.front = service, options.idle, front
+        self._service, self._idle, self._front = service, options.idle, front
         self.received: int | None = None
         """The signal that ended it."""
         self._silent: dict[tuple[Any, Any], float] = {}
@@ -149,14 +147,14 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(PREPARERS, "spd prepare"))
         await super().startup(sockets)
-        if self.front is not None:
-            await self.front.listen()
+        if self._front is not None:
+            await self._front.listen()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ends = time.monotonic() + DRAIN_SECONDS
         while self._service.open and time.monotonic() < ends:
             await asyncio.sleep(0.05)
-        for client in [] if self.front is None else [*self.front.clients]:
+        for client in [*self._service.clients]:
             client.close()
         await super().shutdown(sockets)
 
@@ -173,7 +171,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         service, idle, now = self._service, self._idle, time.monotonic()
-        if service.open or (self.front and self.front.clients):
+        if service.open or service.clients:
             service.used_at = now
         if idle is not None and now - service.used_at > idle:
             self.drain()
@@ -196,8 +194,6 @@ class WarmFront:
         self._service, self._made_of, self._url, self._path = service, made_of, url, path
         self._alone: Any = SimpleNamespace(plan=solo, load_ms=0.0)
         """The engine as it would be alone."""
-        self.clients = set[asyncio.StreamWriter]()
-        """The open connections: a server that has some is not idle."""
 
     async def listen(self) -> None:
         """Begin to answer. Raises ResourceError for a path too long for a socket, for one."""
@@ -210,7 +206,7 @@ class WarmFront:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one client until it goes; what runs for it then is aborted."""
         calls = dict[str, Call]()
-        self.clients.add(writer)
+        self._service.clients.add(writer)
         try:
             while line := await reader.readline():
                 message = json.loads(line)
@@ -229,7 +225,7 @@ class WarmFront:
         except (OSError, ValueError, LookupError, TypeError):
             pass  # it has gone, or is not spd
         finally:
-            self.clients.discard(writer)
+            self._service.clients.discard(writer)
             for call in calls.values():
                 call.close()
             writer.close()

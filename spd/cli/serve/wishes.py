@@ -173,12 +173,9 @@ def wish_of(body: Mapping[str, Any], service: Service, reply: type[Reply]) -> Wi
     variables = _variables(body, service)
     source = template.tool_use or template.default
     tools = tools_of(body, source, vocabulary.need_tokenizer())
-    grammar = response_format(body)
-    if tools is not None:
-        tools = dataclasses.replace(tools, answer=grammar)
-        grammar = tools.grammar
-        if "tools" in source:
-            variables["tools"] = list(body["tools"])
+    grammar = response_format(body) if tools is None else tools.grammar
+    if tools is not None and "tools" in source:
+        variables["tools"] = list(body["tools"])
     messages = body.get("messages", ())
     if not messages:
         refuse("messages", "expected at least one message", "missing_required_parameter")
@@ -326,8 +323,8 @@ def tools_of(body: Mapping[str, Any], template: str, tokenizer: Tokenizer) -> To
         why = "this model's chat template has no place for tools, so the model cannot be told of them"
         refuse("tools", f"{why}: leave them out, or force a call by tool_choice `required` or by name")
     tokens = {mark: number for mark in MARKS if (number := tokenizer.token_to_id(mark)) is not None}
-    parallel = body.get("parallel_tool_calls", True)
-    return Tools(functions, call_form(template), named, choice == "required", parallel, strict, tokens)
+    wished = choice == "required", body.get("parallel_tool_calls", True), strict
+    return Tools(functions, call_form(template), named, *wished, tokens, response_format(body))
 
 
 def response_format(body: Mapping[str, Any]) -> GrammarText | None:

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -327,9 +326,9 @@ def test_many_prompts_at_once_take_few_threads(small: Served, monkeypatch: pytes
 
 def test_a_client_of_the_socket_keeps_a_server_from_being_idle() -> None:
     with serving(idle=0.3) as one:
-        front: Any = SimpleNamespace(clients=[SimpleNamespace(close=lambda: None)])
-        one.server.front = front
+        clients: Any = one.service.clients
+        clients.add("a connection")
         time.sleep(1.0)
         assert not one.server.should_exit
-        front.clients.clear()
+        clients.clear()
         until(lambda: one.server.should_exit)
