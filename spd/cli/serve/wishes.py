@@ -257,9 +257,11 @@ def _variables(body: Mapping[str, Any], service: Service) -> dict[str, Any]:
         if name in RESERVED_ARGS or name in ("tools", "documents") or not name.isidentifier():
             refuse("chat_template_kwargs", f"{name[:64]!r} cannot be set")
     template, told = service.settings.vocabulary.need_template().default, dict[str, Any]()
-    if (effort := body.get("reasoning_effort")) is not None:  # told as far as the template knows of it
-        told |= {SWITCH: effort not in ("none", "minimal")} if SWITCH in template else {}
-        told |= {"reasoning_effort": EFFORTS.get(effort, effort)} if "reasoning_effort" in template else {}
+    effort = body.get("reasoning_effort")  # told as far as the template knows of it
+    if effort is not None and SWITCH in template:
+        told[SWITCH] = effort not in ("none", "minimal")
+    if effort is not None and "reasoning_effort" in template:
+        told["reasoning_effort"] = EFFORTS.get(effort, effort)
     return {**told, **variables}
 
 
@@ -323,8 +325,9 @@ def tools_of(body: Mapping[str, Any], template: str, tokenizer: Tokenizer) -> To
         why = "this model's chat template has no place for tools, so the model cannot be told of them"
         refuse("tools", f"{why}: leave them out, or force a call by tool_choice `required` or by name")
     tokens = {mark: number for mark in MARKS if (number := tokenizer.token_to_id(mark)) is not None}
-    wished = choice == "required", body.get("parallel_tool_calls", True), strict
-    return Tools(functions, call_form(template), named, *wished, tokens, response_format(body))
+    required, parallel = choice == "required", body.get("parallel_tool_calls", True)
+    answer = response_format(body)
+    return Tools(functions, call_form(template), named, required, parallel, strict, tokens, answer)
 
 
 def response_format(body: Mapping[str, Any]) -> GrammarText | None:
