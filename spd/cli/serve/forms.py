@@ -186,6 +186,12 @@ class Form(NamedTuple):
     channels: Channels | None = None
     """How replies of messages are written."""
 
+    def read(self, text: str, schemas: Schemas) -> Found | bool:
+        """What begins a text: see `Reader`."""
+        is_python = self.is_bare and re.match(r"\s*\[\s*(?:[A-Za-z_]|\Z)", text)
+        reader = _python if is_python else self.pairs.read if self.pairs else _objects
+        return reader(text, self, schemas)
+
 
 SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
@@ -246,10 +252,14 @@ MARKS |= {QUOTE, "[CALL_ID]", "<|channel>", "<channel|>", *ENDS}
 """What may be special tokens, which have no text of their own."""
 
 
+GUESSED = Form(*HERMES)
+"""The form where a template tells of none: what may be such a call slows no reply."""
+
+
 def call_form(template: str) -> Form:
-    """How a model writes calls, by its chat template; where that tells of no form, as most do."""
+    """How a model writes calls, by its chat template."""
     told = (one for one in FORMS.values() if all(sign in template for sign in one.signs or (one.opening,)))
-    return next(told, HERMES)
+    return next(told, GUESSED)
 
 
 NO_CALL = re.compile(BLANK + r'\{\s*[^\s"]')
@@ -265,8 +275,8 @@ class Tools:
     """The functions that a reply may call, or has to where it is `required`: any, or one that is `named`.
 
     A grammar holds calls to their schemas: those that have to come, and others from the form's opening mark
-    on, where that is one token. Where it is `strict` any mark is looked for from the reply's beginning.
-    `tokens` are the ids of marks that are tokens.
+    on. A mark of several tokens is looked for from the reply's beginning; for messages and for calls without
+    a mark that is done only where it is `strict`. `tokens` are the ids of marks that are tokens.
     """
 
     functions: Schemas
@@ -291,7 +301,7 @@ class Tools:
         answer = json_of(json.loads(self.answer.text)) if self.answer and not self.required else None
         whole = self.required or answer is not None
         mark = None if whole else self.tokens.get(form.opening)
-        if mark is None and not self.held:
+        if mark is None and not self.held and (form.is_bare or form.channels or form is GUESSED):
             return None
         chosen = self.functions if self.named is None else {self.named: self.functions[self.named]}
         rules = ["GAP: /\\n{0,2}/", "TEXT: /(.|\\n)*/"]
@@ -380,7 +390,6 @@ class CallParser:
 
     def __init__(self, tools: Tools) -> None:
         self._functions, self._form = tools.functions, tools.form
-        self._read = tools.form.pairs.read if tools.form.pairs else _objects
         head = rf"(?s:.*?){_loose(self._form.call.partition('ARGUMENTS')[0])}\s*(?=\{{)"
         streams = tools.held and self._form.pairs is None
         self._head = re.compile(f"{self._form.head}|{head}" if streams else "(?!)")
@@ -395,6 +404,8 @@ class CallParser:
         """Where a call may come what is text if none does: a mark with the blanks before it, or nothing."""
         self._called = False
         """Whether a call has come."""
+        self.notes: list[str] = []
+        """What was begun as a call and is text, in words."""
 
     def feed(self, text: str, *, final: bool = False) -> Sequence[Piece]:
         """What more text brings; what may be the beginning of a mark is held back unless it is `final`."""
@@ -426,7 +437,7 @@ class CallParser:
         if head := self._head.match(self._text):
             self._text, self._mark, self._called = self._text[head.end() :], "", True
             return self._arguments(*filter(None, head.groups()))
-        found = self._read(self._text, self._form, self._functions)
+        found = self._form.read(self._text, self._functions)
         calls, end = found if isinstance(found, tuple) else ((), 0)
         if calls and not self._mark and not self._called:  # nothing but the whole reply, and a known function
             if {name for name, *_ in calls} - {*self._functions}:
@@ -447,6 +458,10 @@ class CallParser:
             self._text = self._text[stop.end() if stop and stop[1] == self._form.closing else len(rest) :]
             rest = _MARK.sub("", rest)[: None if stop else -tail_of(self._form.closing, rest) or None]
             said = rest if rest.strip(" \t\r\n,;]}`") else ""
+        if said.strip():
+            self.notes.append(
+                f"what follows {self._form.opening} is no whole call in this model's form: text"
+            )
         self._pieces.append(Piece("text", said))
         return True
 

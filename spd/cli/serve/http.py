@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse
 
-from spd.cli.serve.body import TEXT, ApiError, api_error, fields, listed, parse_body, whole
+from spd.cli.serve.body import TEXT, ApiError, api_error, fields, listed, parse_body, refuse, whole
 from spd.cli.serve.messages import read_messages
 from spd.cli.serve.responses import read_response
 from spd.cli.serve.wishes import Wish, read_chat, read_completion, without_lines
@@ -33,11 +33,10 @@ if TYPE_CHECKING:
     from spd.runtime import Engine, RequestMetrics
     from spd.runtime.engine.driver import EngineThread
 
-COUNTED = (
-    *("prompt_tokens", "cached_tokens", "completion_tokens", "preemptions", "first_token_ms", "queue_ms"),
-    *("num_drafts", "draft_n", "draft_n_accepted"),
-)
-"""What `/metrics` adds up, by the names that JSON has for them."""
+COUNTED = {name: name for name in ("prompt_tokens", "cached_tokens", "preemptions")}
+COUNTED |= {"generation_tokens": "completion_tokens", "spec_decode_num_drafts": "num_drafts"}
+COUNTED |= {"spec_decode_num_draft_tokens": "draft_n", "spec_decode_num_accepted_tokens": "draft_n_accepted"}
+"""What `/metrics` adds up, by its own names and those of `RequestMetrics`."""
 
 
 class Service:
@@ -51,8 +50,8 @@ class Service:
         self._most = self.slots + waiting
         self.counters = defaultdict[str, float](int)
         """What has been served, by the names that `/metrics` shows."""
-        self.open = 0
-        """Requests that run or wait."""
+        self.open = self.served = 0
+        """Requests that run or wait; those that have ended."""
         self.clients = set[asyncio.StreamWriter]()
         """Connections of the command line: a server that has some is not idle."""
         self.draining = False
@@ -63,6 +62,8 @@ class Service:
         if self.draining:
             why = "The server is shutting down."
             raise ApiError(503, why, code="shutting_down", retry=5)
+        if wanted > self.slots:
+            refuse("n", f"{wanted} replies at once, and this server decodes {self.slots} together")
         if self.open + wanted > self._most:
             why = f"{self.open} requests run or wait, and at most {self._most} may."
             raise ApiError(429, why, code="rate_limit_exceeded", retry=1 + self.open // self.slots)
@@ -90,17 +91,27 @@ class Service:
 
     def ended(self, metrics: RequestMetrics, reason: str) -> None:
         """Count a request that has ended."""
-        self.open, self.used_at = self.open - 1, time.monotonic()
-        self.counters[f'requests_total{{reason="{reason}"}}'] += 1
-        for name in COUNTED:
-            self.counters[f"{name}_total"] += getattr(metrics, name)
+        self.open, self.served, self.used_at = self.open - 1, self.served + 1, time.monotonic()
+        counters = self.counters
+        counters[f'requests_total{{reason="{reason}"}}'] += 1
+        for shown, name in COUNTED.items():
+            counters[f"{shown}_total"] += getattr(metrics, name)
+        for position, count in enumerate(metrics.accepted_per_position):
+            counters[f'spec_decode_num_accepted_tokens_per_pos_total{{position="{position}"}}'] += count
+        counters["first_token_seconds_total"] += metrics.first_token_ms / 1000
+        counters["queue_seconds_total"] += metrics.queue_ms / 1000
 
     def prometheus(self) -> str:
-        """Every figure, in the text format of version 0.0.4, without types."""
+        """Every figure, in the text format of version 0.0.4."""
         waiting, (used, pages) = max(0, self.open - self.slots), self.engine.pages
         figures = {**self.counters, "rounds_total": self.engine.rounds, "pages_used": used, "pages": pages}
         figures |= {"requests_running": self.open - waiting, "requests_waiting": waiting, "slots": self.slots}
-        return "".join(f"spd_{name} {value}\n" for name, value in sorted(figures.items()))
+        lines: list[str] = []
+        for name, value in sorted(figures.items()):
+            family = name.partition("{")[0]
+            kind = f"# TYPE spd_{family} {'counter' if family.endswith('_total') else 'gauge'}"
+            lines += [f"spd_{name} {value}"] if kind in lines else [kind, f"spd_{name} {value}"]
+        return "\n".join([*lines, ""])
 
 
 BODY_LIMIT = 16 << 20
@@ -111,6 +122,7 @@ SEND_SECONDS = 60.0
 OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?", re.IGNORECASE)
 CHANGING = "x-anthropic-billing-header:"
 """How a line of Claude Code begins that is new in every request; X-Spd-Changing names others."""
+MODEL = "/v1/models/"
 Reader = Callable[[Any, Service], Wish]
 READERS: Mapping[str, Reader] = {
     "/v1/chat/completions": read_chat,
@@ -137,6 +149,7 @@ class App:
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._metrics),
             "/v1/models": ("GET", self._models),
+            MODEL: ("GET", self._models),
             **{path: ("POST", partial(self._complete, read)) for path, read in READERS.items()},
             "/v1/messages/count_tokens": ("POST", self._count_tokens),
             "/tokenize": ("POST", self._tokenize),
@@ -151,7 +164,7 @@ class App:
             request = HttpRequest(scope, receive)
             self._check(request)
             path, method = request.scope["path"], request.method
-            known, answer = self._paths.get(path, ("", self._models))
+            known, answer = self._paths.get(MODEL if path.startswith(MODEL) else path, ("", self._models))
             if method != known:
                 status, code = (405, "method_not_allowed") if known else (404, "unknown_url")
                 raise ApiError(status, f"Unknown request URL: {method} {path[:200]}.", code=code)
@@ -191,10 +204,18 @@ class App:
         return PlainTextResponse(self._service.prometheus(), media_type="text/plain; version=0.0.4")
 
     async def _models(self, request: HttpRequest) -> ASGIApp:
-        service = self._service
+        service, path = self._service, request.scope["path"]
         card = {"id": service.name, "object": "model", "created": self._created, "owned_by": "spd"}
         card |= {"context_length": service.settings.context, "spec": service.plan.spec}
-        return JSONResponse({"object": "list", "data": [card]})
+        if (name := path.removeprefix(MODEL)) != path:
+            self._check_name(name)
+        return JSONResponse(card if name != path else {"object": "list", "data": [card]})
+
+    def _check_name(self, name: str) -> None:
+        """Raise ApiError for another model than the one that is served."""
+        if name != self._service.name:
+            why = f"The model '{name[:200]}' does not exist: '{self._service.name}' is served."
+            raise ApiError(404, why, param="model", code="model_not_found")
 
     async def _count_tokens(self, request: HttpRequest) -> ASGIApp:
         return JSONResponse({"input_tokens": len(await self._ids(read_messages, request))})
@@ -207,10 +228,8 @@ class App:
 
     async def _wish(self, read: Reader, request: HttpRequest) -> Wish:
         """What a request asks for, without the lines that change from one to the next. Raises ApiError."""
-        wish, served = read(await read_body(request), self._service), self._service.name
-        if (name := wish.body.get("model", served)) != served:
-            why = f"The model '{name[:200]}' does not exist: '{served}' is served."
-            raise ApiError(404, why, param="model", code="model_not_found")
+        wish = read(await read_body(request), self._service)
+        self._check_name(wish.body.get("model", self._service.name))
         named = (word.strip() for word in request.headers.get("x-spd-changing", "").split("|"))
         return without_lines(wish, (CHANGING, *filter(None, named)))
 

@@ -26,6 +26,7 @@ from spd.errors import EngineError, NotFoundError, ResourceError, SpdError
 from spd.formats.hub import resolve_model
 from spd.runtime import RequestMetrics
 from spd.runtime.engine.request import Event, GrammarText, Request, ThinkingBudget, TokenLogprob
+from spd.runtime.plan.config import show_size
 from spd.runtime.round.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -143,7 +144,8 @@ def control(session: Session, options: ServeOptions) -> int:
         line.close()
         if not options.stop:
             state = f"{said['running']} running" if said["running"] else f"idle {clock(said['idle_seconds'])}"
-            parts = said["model"], said["url"], f"pid {said['pid']}", state, f"drafts {said['plan']['spec']}"
+            parts = [said["model"], said["url"], f"pid {said['pid']}", show_size(said["memory_bytes"])]
+            parts += [f"{said['requests']:,} requests", state, f"drafts {said['plan']['spec']}"]
             Sink.stdout().write(" · ".join(parts) + "\n")
             continue
         tell(f"stopping {said['model']} at {said['url']}")
@@ -197,6 +199,8 @@ def served_engine(session: Session, options: ReplyOptions, slots: int = 1) -> An
         made_of = identity(engine_config(options, model))
         other = [name for name, value in said["made_of"].items() if made_of.get(name) != value]
         why = said["refuses"] or (f"another {', '.join(other)}" if other else None)
+        if slots > said["slots"]:
+            why = why or f"it decodes {said['slots']} together"
         session.console.detail(f"server  {said['url']}" + (f": not used: {why}" if why else ""))
         if why is None:
             return ServedEngine(line, model, {**said["plan"], "slots": slots})

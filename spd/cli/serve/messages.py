@@ -98,7 +98,8 @@ class MessagesReply(Reply):
         yield self._event("content_block_stop", index=part.index)
 
     def end(self) -> Iterator[bytes]:
-        yield self._event("message_delta", delta=self._ended, usage=_usage(*self._counts[:3]))
+        ended = {"delta": self._ended, "usage": _usage(*self._counts[:3]), **self._choices[0].noted}
+        yield self._event("message_delta", **ended)
         yield self._event("message_stop")
 
     def fail(self, error: ApiError) -> Iterator[bytes]:
@@ -106,7 +107,7 @@ class MessagesReply(Reply):
 
     def whole(self) -> dict[str, Any]:
         blocks = [_block(part) for part in self._choices[0].parts]
-        return self._message(blocks, *self._counts[:3], **self._ended)
+        return self._message(blocks, *self._counts[:3], **self._ended, **self._choices[0].noted)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         return sse({"type": kind, **fields}, kind)

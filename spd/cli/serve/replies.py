@@ -121,6 +121,12 @@ class Choice:
         """The calls in it."""
         return [part for part in self.parts if part.kind == "call"]
 
+    @property
+    def noted(self) -> dict[str, Any]:
+        """What an ended reply says of malformed calls, which are text; nothing where there are none."""
+        notes = self._parser.notes if self._parser is not None and self.reason is not None else ()
+        return {"notes": notes} if notes else {}
+
     def message(self) -> dict[str, Any]:
         """The whole reply as a message of a chat."""
         message: dict[str, Any] = {"role": "assistant", "content": self.all("text")}
@@ -219,7 +225,10 @@ class Reply:
         if event.finish_reason == "error":
             why = event.error or "the model failed while generating"
             raise ApiError(500, why, code="generation_failed")
-        return self._choices[index], event, self._choices[index].take(event)
+        grown = self._choices[index].take(event)
+        if malformed := len(self._choices[index].noted.get("notes", ())):
+            self._service.counters["malformed_calls_total"] += malformed
+        return self._choices[index], event, grown
 
     async def _stream(self) -> AsyncIterator[bytes]:
         try:
@@ -234,7 +243,9 @@ class Reply:
             for data in self.end():
                 yield data
         except Exception as error:
-            for data in self.fail(api_error(error)):
+            refusal = api_error(error)
+            self._service.counters[f'refused_total{{status="{refusal.status}"}}'] += 1
+            for data in self.fail(refusal):
                 yield data
 
     def begin(self, cached: int) -> Iterator[bytes]:
@@ -306,7 +317,8 @@ class ChatReply(Reply):
     def _told(self, choice: Choice, entries: Sequence[TokenLogprob], **said: Any) -> dict[str, Any]:
         """A choice, or what was added to it."""
         logprobs, reason = self._logprobs(entries), self._reason(choice)
-        return {"index": choice.index, "logprobs": logprobs, "finish_reason": reason, **said}
+        told = {"index": choice.index, "logprobs": logprobs, "finish_reason": reason}
+        return {**told, **said, **choice.noted}
 
     def _chunk(self, told: Mapping[str, Any]) -> bytes:
         return sse(self._object([told], **({"usage": None} if self._includes_usage else {})))

@@ -129,7 +129,8 @@ class ResponseReply(Reply):
         usage |= {"output_tokens": completion, "output_tokens_details": {"reasoning_tokens": reasoning}}
         usage["total_tokens"] = prompt + completion
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        return self._response(status, output=output, usage=usage, incomplete_details=why)
+        ended = {"output": output, "usage": usage, "incomplete_details": why, **choice.noted}
+        return self._response(status, **ended)
 
     def _of(self, part: Part, kind: str, /, **fields: Any) -> bytes:
         """An event of an item's content."""

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -237,6 +238,8 @@ class WarmFront:
             refuses = f"alone the context would be {plan.shape.ctx:,}"
         shown = {"made_of": self._made_of, "plan": plan.as_dict(), "refuses": refuses, "model": service.name}
         shown |= {"url": self._url, "pid": os.getpid(), "slots": service.slots, "running": service.open}
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        shown |= {"requests": service.served, "memory_bytes": memory}
         return {**shown, "idle_seconds": time.monotonic() - service.used_at}
 
     def _prepare(self, message: Message) -> Message:

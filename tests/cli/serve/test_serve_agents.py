@@ -150,6 +150,32 @@ def test_how_a_reply_ends(served: Served, path: str) -> None:
     assert (last if "mess" in path else last["response"])["error"]["message"]
 
 
+NO_CALL = "<tool_call>[1]</tool_call> So."
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/chat/completions"])
+@pytest.mark.parametrize(("text", "reason"), [(SAID[8:50], "length"), (NO_CALL, "stop")])
+def test_a_malformed_call_is_text_with_a_note(served, path, text, reason) -> None:
+    """Whole and streamed, in every API; a reply without one has none."""
+    body = calm(path)
+    with scripted(served, text, text, reason=reason):
+        whole = served.ask(path, body)
+        events = served.stream(path, **body) if "chat" in path else served.named_events(path, **body)
+    with scripted(served, SAID):
+        fine = served.ask(path, body)
+    if "chat" in path:
+        whole, last, fine = whole["choices"][0], events[-1]["choices"][0], fine["choices"][0]
+        told = whole["message"]["content"]
+    elif "resp" in path:
+        last, told = events[-1]["response"], whole["output"][0]["content"][0]["text"]
+    else:
+        last, told = events[-2], whole["content"][0]["text"]
+    (note,) = whole["notes"]
+    assert told == text and "notes" not in fine and last["notes"] == [note]
+    assert note.startswith("what follows <tool_call> is no whole call")
+    assert served.service.counters["malformed_calls_total"] >= 2
+
+
 def test_the_demo_answers_both(served: Served) -> None:
     """The text is that of chat completions; a stop string is named; a limit beyond the context is fine."""
     text = served.say(max_tokens=24)

@@ -180,13 +180,14 @@ def test_a_template_without_tools_refuses_calls_that_may_come(served: Served) ->
 def test_other_paths_and_what_is_cached(served) -> None:
     assert served.send("GET", "/health")[1]["status"] == "ok"
     assert served.send("GET", "/v1/models")[1]["data"][0]["id"] == "demo"
+    assert [served.send("GET", f"/v1/models/{name}")[0] for name in ("demo", "other")] == [200, 404]
     ids = served.ask("/tokenize", {"messages": MESSAGES})["tokens"]
     text = served.ask("/detokenize", {"tokens": ids})["prompt"]
     assert text == f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
     figures = served.send("GET", "/metrics")[1]
-    named = dict(line.rsplit(" ", 1) for line in figures.splitlines())
-    assert int(named["spd_completion_tokens_total"]) > 100 and named["spd_requests_running"] == "0"
-    assert int(named["spd_draft_n_accepted_total"]) > 0
+    named = dict(line.rsplit(" ", 1) for line in figures.splitlines() if not line.startswith("#"))
+    assert int(named["spd_generation_tokens_total"]) > 100 and named["spd_requests_running"] == "0"
+    assert int(named['spd_spec_decode_num_accepted_tokens_per_pos_total{position="0"}']) > 0
     system = {"role": "system", "content": "Be exact about every function. " * 30}
     first, second = (served.chat(messages=[system, *MESSAGES], max_tokens=2)["usage"] for _ in range(2))
     assert first["prompt_tokens_details"]["cached_tokens"] == 0

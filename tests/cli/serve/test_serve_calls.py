@@ -88,6 +88,8 @@ CASES: dict[str, str | tuple[str, list[Call]] | tuple[str, list[Call], str]] = {
     "Llama: tagged, two": (f"<|python_tag|>{LLAMA}; {LLAMA_NOW}", BOTH),
     "Llama: JSON that is no call": '{"name": "Ada", "age": 3}',
     "Llama: text": "<b>It is {now}.</b>",
+    "Llama: as Python": (f"[{PYTHON}, now()]", BOTH),
+    "Llama: Python in a text": "[now()] is what I would call.",
     "Llama: a list": "[1] says so.",
     "LFM2": (f"So.{LFM}[{PYTHON}, now()]{LFM_END}", BOTH, "So."),
     "LFM2: values of JSON": (
@@ -189,7 +191,8 @@ def test_a_template_says_which_form_and_a_call_keeps_its_id() -> None:
     """Kimi's templates show it to the model in place of the name."""
     for form in FORMS.values():
         assert call_form(f"{{% if tools %}}{' '.join(form.signs or (form.opening,))}{{% endif %}}") is form
-    assert call_form("nothing") is FORMS["Hermes, Qwen3"]
+    guessed = call_form("nothing")
+    assert guessed == FORMS["Hermes, Qwen3"] and Tools(FUNCTIONS, guessed).grammar is None
     pieces = CallParser(tools_of("Kimi K2")).feed(NUMBERED["Kimi K2"])
     assert [piece.id for piece in pieces] == ["functions.now:12"]
 
@@ -233,13 +236,13 @@ def test_a_call_that_may_come_is_held_once_its_mark_has_come(form: str, special:
         assert is_allowed(compiler, grammar, ids) is (said in fine), said
 
 
-@pytest.mark.parametrize("how", ["required", "strict"])
+@pytest.mark.parametrize("how", ["required", "strict", "auto"])
 @pytest.mark.parametrize("form", FORMS)
 def test_calls_are_held_to_their_schemas(form: str, how: str) -> None:
     """What the grammar allows is read as the call; another type or name is not allowed. Marks are texts."""
     tools, written = tools_of(form, required=how == "required", strict=how == "strict"), FORMS[form]
     if (grammar := tools.grammar) is None:
-        assert written.is_bare and how == "strict"
+        assert (written.is_bare and how != "required") or (written.channels and how == "auto")
         return
     text = "Well. " * (how != "required" and not written.channels)
     said = call_text(written, required=how == "required")

@@ -34,7 +34,7 @@ LIMITED = {
     "temperature": (-1, True, 10**400),
     "logit_bias": ({"999999999": 1}, {"1": 10**400}, {str(i): 1 for i in range(2000)}),
     **{"messages": ([],), "model": ("gpt-4",), "top_p": (0,), "top_k": (1.5,), "max_tokens": (0,)},
-    **{"n": (500,), "seed": (2**70,), "stop_token_ids": ([10**9],), "tool_choice": ("required",)},
+    **{"n": (5,), "seed": (2**70,), "stop_token_ids": ([10**9],), "tool_choice": ("required",)},
     **{"chat_template_kwargs": ({"tools": []},), "chat_template": ("{{ 1 }}",)},
     **{"modalities": (["audio"],), "temprature": (0,)},
 }
