@@ -156,7 +156,7 @@ def round_case(bench: Bench, slots: int, k: int, width: int, vocab: int) -> Rows
     calls = {
         "round_window": partial(kernels.round_window, s, k, places, vocab),
         "mark_time": partial(kernels.mark_time, s.times, s.counter, ENDED, True),
-        "committed_window": partial(kernels.committed_window, s, 2, s.active, places),
+        "committed_window": partial(kernels.committed_window, s, 2, s.active, places, None),
         "draft_step": partial(kernels.draft_step, s, sampled[:, :1], 0, max(1, k), places),
         # Last, since every launch moves the lengths on; a row of `width` tokens has room for thousands.
         "round_commit": partial(kernels.round_commit, s, made, sampled, finite),

@@ -27,9 +27,11 @@ from spd.formats.checkpoint import INDEX_NAME, SINGLE_NAME, read_weight_map
 from spd.formats.files import write_whole
 from spd.formats.hub import cache_folder, cached_folder, check_repository_name
 from spd.formats.json_file import one_line, shown
+from spd.formats.quantized import FILES as QUANTIZATION_FILES
 
 SMALL_FILES = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX_NAME}
 SMALL_FILES |= {"special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"}
+SMALL_FILES |= {*QUANTIZATION_FILES}
 SPARE_SHARE = 1.05  # free space wanted, as a share of what is to come
 _MAKE_ROOM = "spd rm NAME for a model that is not needed"
 _COMMIT = re.compile(r"[0-9a-f]{40}")

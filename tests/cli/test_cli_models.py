@@ -61,6 +61,7 @@ def snapshot(cache: Path) -> Path:
 
 def test_only_what_spd_reads_is_fetched(hub: Hub, cache: Path, spd_run: Callable) -> None:
     """Nothing twice, and by a dry run nothing of it."""
+    hub.files["hf_quant_config.json"] = b'{"quantization": {}}'
     ran = spd_run("pull", NAME, "--dry-run", "--json")
     assert ran.json["missing_bytes"] == ran.json["bytes"] == sum(f["size"] for f in ran.json["files"])
     assert hub.fetched() == [] and not snapshot(cache).exists()
@@ -68,7 +69,7 @@ def test_only_what_spd_reads_is_fetched(hub: Hub, cache: Path, spd_run: Callable
     assert ran.code == 0 and ran.text == f"{snapshot(cache)}\n", ran
     wanted = {name for name in hub.files if name not in ("README.md", "pytorch_model.bin", "run.py")}
     assert {path.name for path in snapshot(cache).iterdir()} <= wanted
-    assert {"config.json", "model.safetensors"} <= set(hub.fetched()) <= wanted
+    assert {"config.json", "model.safetensors", "hf_quant_config.json"} <= set(hub.fetched()) <= wanted
     before = len(hub.fetched())
     assert spd_run("pull", NAME).code == 0 and len(hub.fetched()) == before
     assert spd_run("inspect", NAME).code == 0
