@@ -42,7 +42,7 @@ def run_file(file: str) -> dict[str, Any]:
     facts["machine"], began = describe_machine(), time.monotonic()
     with TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        command = [*PYTEST, "-q", "-p", "no:cacheprovider", f"--junitxml={report}", file]
+        command = [*PYTEST, "-q", f"--junitxml={report}", file]
         try:
             run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=MOST_SECONDS)
         except subprocess.TimeoutExpired:

@@ -58,17 +58,22 @@ def read_response(value: Any, service: Service) -> Wish:
     return wish_of(chat, service, ResponseReply)
 
 
-def _flat(tools: Iterable[Mapping[str, Any]], space: str = "") -> Iterator[tuple[dict[str, Any], str, str]]:
+def _flat(
+    tools: Iterable[Mapping[str, Any]], space: str = "", taken: set[str] | None = None
+) -> Iterator[tuple[dict[str, Any], str, str]]:
     """Functions as chat completions write them, each with its namespace and its name there.
 
-    A name stands behind its namespace. What OpenAI's servers would run is left out.
+    A name that is there already stands behind its namespace. What OpenAI's servers would run is left out.
     """
+    taken = set() if taken is None else taken
     for tool in tools:
         if tool["type"] == "namespace":
-            yield from _flat(_tools(tool.get("tools") or [], "tools"), tool.get("name", ""))
+            yield from _flat(_tools(tool.get("tools") or [], "tools"), tool.get("name", ""), taken)
         elif tool["type"] == "function":
             name = tool.get("name") or refuse("tools", "a name is missing", "missing_required_parameter")
-            yield function({**tool, "name": f"{space}__{name}"[:64] if space else name}), space, name
+            shown = f"{space}__{name}"[:64] if space and name in taken else name
+            taken.add(shown)
+            yield function({**tool, "name": shown}), space, name
 
 
 class ResponseReply(Reply):

@@ -269,7 +269,7 @@ def test_tools_of_codex(served: Served) -> None:
         {"type": "web_search", "external_web_access": False},
     ]
     call = '<tool_call>{"name": "ask", "arguments": {"path": "a"}}</tool_call>'
-    with scripted(served, call.replace("ask", "team__ask") + call.replace("ask", "other__ask")) as script:
+    with scripted(served, call + call.replace("ask", "other__ask")) as script:
         whole = served.ask("/v1/responses", calm("/v1/responses", tools=tools))
     (text,) = script.prompts
     assert "web_search" not in text and "patch" not in text and "ask" in text
