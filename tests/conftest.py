@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     words = "so many of each slow matrix, drawn the same way every time; 0 is all of them"
-    parser.addoption("--combinations", type=int, default=0, metavar="N", help=words)
+    parser.addoption("--combinations", type=int, default=20, metavar="N", help=words)
 
 
 @pytest.fixture
