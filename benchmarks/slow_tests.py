@@ -74,9 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return True
         found = kept[file] = run_file(file)
         asked.out.write_text(json.dumps({"schema": SCHEMA, "files": dict(sorted(kept.items()))}, indent=1))
-        print(
-            f"{file:<52}{found.get('tests', 0):>6}{found['seconds']:>8.0f} s  {found['passed']}", flush=True
-        )
+        tests, outcome = found.get("tests", 0), "passed" if found["passed"] else "failed"
+        print(f"{file:<52}{tests:>6}{found['seconds']:>8.0f} s  {outcome}", flush=True)
         return bool(found["passed"])
 
     with ThreadPoolExecutor(asked.together) as pool:
