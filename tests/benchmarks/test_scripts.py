@@ -165,9 +165,9 @@ def test_slow_tests_are_run_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
         Path(files[name]).write_text(text)
     monkeypatch.setattr(slow_tests, "slow_files", lambda: list(files.values()))
     out = tmp_path / "out.json"
-    keep = "--out", str(out)
+    keep = "--processes", "0", "--out", str(out)
     assert slow_tests.main([files["right"], *keep]) == 0
-    assert slow_tests.main([*keep, "--together", "2"]) == 1
+    assert slow_tests.main([*keep]) == 1
     found = json.loads(out.read_text())["files"]
     assert {name: found[file]["passed"] for name, file in files.items()} == {
         "right": True,
