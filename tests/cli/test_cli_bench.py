@@ -130,6 +130,7 @@ def test_certificates(run) -> None:
 def test_words_and_a_fault(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     ran = run()
     assert ran.code == 0 and ran.text.endswith("passed            yes\n") and ran.err == ""
+    assert "tested little" not in ran.text and "no draft was accepted" in run("-n", 2).text
     planted.verify(planted.first_is_free)(monkeypatch)  # in torch's form
     ran = run("--kernels", "torch")
     assert ran.code == 6 and ran.text.endswith("passed            no\n") and "2 of 2 texts differ" in ran.err

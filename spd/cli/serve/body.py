@@ -20,7 +20,7 @@ Check = Callable[[Any, str], Any]
 
 
 class ApiError(Exception):
-    """A refusal as all APIs say it, each with its own fields of one body; `retry` after so many seconds."""
+    """A refusal; clients of each API find its fields in the body. `retry` is in seconds."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry: int = 0
@@ -132,9 +132,10 @@ def listed(check: Check, most: int) -> Check:
 
 
 def fields(table: Mapping[str, Check | None], *needed: str, others: bool = False, **names: str) -> Check:
-    """An object with these fields, each checked; null is as absent; `names` rename them.
+    """An object with these fields, each checked; null counts as absent; `names` rename them.
 
-    `others` are passed over, or have to be empty, and so ask for nothing: as those without a check.
+    With `others`, fields that are not in the table are passed over. Without it, and where the check is None,
+    a field has to be empty.
     """
 
     def check(value: Any, name: str) -> dict[str, Any]:

@@ -177,7 +177,7 @@ def detach(session: Session, options: ServeOptions) -> int:
     said = path.read_text(encoding="utf-8", errors="replace")
     if (status := child.poll()) is not None:
         path.unlink()
-        write_stderr(said)
+        write_stderr(said or f"the server ended at once, with status {status}\n")
         return status if status > 0 else 128 - status
     if not session.console.quiet:
         write_stderr(f"{said}pid {child.pid}, log {path}; spd serve --stop ends it\n")

@@ -67,7 +67,8 @@ def read_messages(value: Any, service: Service) -> Wish:
     thinks = wanted["type"] != "disabled"
     chat["reasoning_effort"] = config.get("effort", "medium") if thinks else "none"
     tokenizer = service.settings.vocabulary.need_tokenizer()
-    chat["think"] = wanted.get("budget_tokens") if thinks and tokenizer.token_to_id(CLOSING) else None
+    can_end = tokenizer.token_to_id(CLOSING) is not None
+    chat["think"] = wanted.get("budget_tokens") if thinks and can_end else None
     return wish_of(chat, service, MessagesReply)
 
 
