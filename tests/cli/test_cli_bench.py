@@ -58,6 +58,11 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts["texts"] == "equal to plain decoding (11 tokens compared)"
     assert facts["rows left out"] == "1, where replies ended at the first token"
     assert facts["best"] == "draft k=2 (code, T 0), 2.00 × plain, within noise"
+    result["rows"][1]["speed_up"] |= {"median": 0.8, "low": 0.7, "high": 0.9, "half_width": 0.85}
+    text = "\n".join(bench_text(result))
+    assert ">99%" not in text and "--spec off: speculation does not pay here (0.80 × plain at best)" in text
+    result["rows"][1]["speed_up"]["half_width"] = 70.0
+    assert ">99%" in "\n".join(bench_text(result))
 
 
 def test_nothing_measured_is_a_failure(spd_run, monkeypatch) -> None:

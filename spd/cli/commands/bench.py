@@ -244,12 +244,14 @@ def _facts(result: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _best(rows: Sequence[Row]) -> str:
-    """The speculating row with the highest ratio to plain."""
+    """The speculating row with the highest ratio to plain, or that speculation does not pay."""
     if not (paired := [row for row in rows if row["speed_up"]]):
         return ""
     row = max(paired, key=lambda row: row["speed_up"]["median"])
-    ratio = f"{row['speed_up']['median']:.2f} × plain, {verdict(row['speed_up'])}"
-    return f"{_method(row)} ({row['category']}, T {row['temperature']:g}), {ratio}"
+    ratio, found = f"{row['speed_up']['median']:.2f} × plain", verdict(row["speed_up"])
+    if found == "slower":
+        return f"--spec off: speculation does not pay here ({ratio} at best)"
+    return f"{_method(row)} ({row['category']}, T {row['temperature']:g}), {ratio}, {found}"
 
 
 def _method(row: Row) -> str:
@@ -291,7 +293,12 @@ def _median(name: str, form: str = ".1f") -> Callable[[Row], str]:
 
 def _share(name: str) -> Callable[[Row], str]:
     """Half of an interval as a share of its median; a single repetition has none."""
-    return lambda row: "" if (row[name] or {}).get("half_width") is None else f"{row[name]['half_width']:.1%}"
+
+    def shown(row: Row) -> str:
+        share = (row[name] or {}).get("half_width")
+        return "" if share is None else ">99%" if share >= 0.995 else f"{share:.1%}"
+
+    return shown
 
 
 FIGURES: Columns = (
