@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = json.loads(asked.out.read_text())["files"] if asked.out.exists() else {}
     every, commit, end = slow_files(), describe_commit()["commit"], time.monotonic() + 60 * asked.minutes
     kept = {file: known[file] for file in every if file in known}
-    old = [file for file in every if kept.get(file, {}).get("commit") != commit]
+    old = [file for file in every if file not in kept or kept[file]["commit"] != commit]
     files = asked.files or sorted(old, key=lambda file: kept.get(file, {}).get("when", ""))
 
     has_failed = False

@@ -164,6 +164,7 @@ def test_slow_tests_are_run_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name, text in {"right": f"{slow}True", "wrong": f"{slow}False", "quick": "test_it = id"}.items():
         Path(files[name]).write_text(text)
     monkeypatch.setattr(slow_tests, "slow_files", lambda: list(files.values()))
+    monkeypatch.setattr(slow_tests, "describe_commit", lambda: {"commit": None, "changed": None})  # no git
     out = tmp_path / "out.json"
     keep = "--processes", "0", "--out", str(out)
     assert slow_tests.main([files["right"], *keep]) == 0
