@@ -66,8 +66,7 @@ def count_traffic(patch: Patch, folder: Path) -> Callable[[Engine], dict[int, An
 
     def ask(engine: Engine) -> dict[int, Any]:
         number, ranks = next(numbers), engine.plan.shape.tp
-        device: Any = engine._device
-        crew_of(engine).guard(lambda: device.tell(number), order=("tell", (number,)))
+        engine._device.tell(number)  # type: ignore[attr-defined]
         places = [folder / f"{rank}-{number}" for rank in range(ranks)]
         assert wait_until(lambda: all(place.exists() and place.read_text() for place in places), ENDS_WITHIN)
         return {rank: json.loads(place.read_text()) for rank, place in enumerate(places)}
