@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +42,10 @@ def native_with(pytestconfig: pytest.Config) -> Callable[[str], NativeLibrary]:
     @functools.cache
     def made(named: str) -> NativeLibrary:
         instructions, dtype = named.split()
-        path = library_path(lambda: pytestconfig.cache.mkdir("native"), instructions, dtype=dtype)
+        folder = pytestconfig.cache.mkdir("native")
+        with open(folder / f"{named}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one process compiles, the others wait for what it made
+            path = library_path(lambda: folder, instructions, dtype=dtype)
         library = NativeLibrary(path, getattr(torch, dtype))
         assert library.instructions == instructions
         return library
