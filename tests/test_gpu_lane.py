@@ -48,7 +48,7 @@ def test_rounds_are_rehearsed(rehearsal: None, tmp_path: Path, monkeypatch: Patc
 
     every_kind = gpu_helpers.every_kind
     monkeypatch.setattr(gpu_helpers, "every_kind", short)
-    for name, method, k in (("bfloat16", "draft", 4), ("hybrid", "mtp", 3)):
+    for name, method, k in (("bfloat16", "draft", 4), ("hybrid", "mtp", 3), ("float32", "off", 0)):
         models = {name: test_gpu_rounds.make_model(name, tmp_path)}
         test_gpu_rounds.test_alone(models, name, method, k)
         if name == "bfloat16":

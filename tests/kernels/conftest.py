@@ -13,7 +13,7 @@ import torch
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.native.build import library_path
 from spd.kernels.native.library import NativeLibrary
-from tests.kernels.forms import COMPILED, EVERY, Form, form_of, needs_compiled
+from tests.kernels.forms import EVERY, HERE, Form, form_of, needs_compiled
 
 
 @pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu) if torch.cuda.is_available() else "cpu"])
@@ -53,7 +53,7 @@ def native_with(pytestconfig: pytest.Config) -> Callable[[str], NativeLibrary]:
     return made
 
 
-@pytest.fixture(scope="session", params=COMPILED)
+@pytest.fixture(scope="session", params=HERE)
 def native(request: pytest.FixtureRequest, native_with: Callable[[str], NativeLibrary]) -> NativeLibrary:
     """The kernels with each of the instructions that this processor has."""
     return native_with(request.param)

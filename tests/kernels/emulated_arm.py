@@ -24,7 +24,7 @@ exec aarch64-linux-gnu-gcc "$@"
 """The emulated program starts this machine's own compiler, which must compile for the other processor."""
 
 MADVISE = "tests/kernels/test_kernels_native.py::test_large_weights_lie_in_large_pages"
-"""The emulator ignores what is asked of the system's memory."""
+"""Not run: the emulator ignores the request for large pages."""
 
 
 def pytest_load_initial_conftests() -> None:

@@ -27,11 +27,7 @@ HERE = [
 ]
 """Of the instructions and dtypes that there are C kernels of, those that can be tried here."""
 needs_compiled = pytest.mark.skipif(obstacle() is not None, reason=f"no C kernels here: {obstacle()}")
-BETWEEN = {name for dtype in DTYPE_FLAGS for name in [each for each in HERE if each.endswith(dtype)][1:-1]}
-"""What is neither the best nor the plainest of its dtype: the slow lane tries it."""
-COMPILED = [
-    pytest.param(name, marks=[needs_compiled, *[pytest.mark.slow] * (name in BETWEEN)]) for name in HERE
-]
+COMPILED = [pytest.param(name, marks=needs_compiled) for name in HERE]
 EVERY = ["torch", "triton", *COMPILED]
 PAGE = 64
 

@@ -27,7 +27,7 @@ TRUNCATED = replace(PLAIN, truncation=True)
 
 
 DRAWN = [(vocab, coarse) for vocab in (1, 2, 3, 17, 1000, 5003) for coarse in (False, True)]
-"""Ids, and whether logits are so coarse that many tie: some are the slow lane's in the interpreter."""
+"""The size of the vocabulary, and whether logits are so coarse that many tie."""
 
 
 @pytest.mark.parametrize(("form", "vocab", "coarse"), thinned(DRAWN, (0, 3, 6, 9, 11)), indirect=["form"])
